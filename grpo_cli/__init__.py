@@ -1,0 +1,3 @@
+"""grpo-cli: grouped reinforcement learning of language models when memory is short."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,72 @@
+"""Rewards to advantages: one number per kept rollout, shared by all its tokens.
+
+Each function compares a rollout with others of its group. `stats_over` says with which: the `kept` ones (as the code of
+PODS does: select first, then normalise) or the whole `group`, unselected ones included. With nothing to compare with
+(all rewards equal, or a single rollout) the advantage is exactly 0: no signal, and no rounding error blown up into one.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+
+
+def grpo(
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str, eps: float = 1e-4
+) -> Float[Tensor, " K"]:
+    """(r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
+
+    `eps` is 1e-4 in TRL and in the PODS code, 1e-6 in slime and Sparse-RL. Dividing by the deviation gives hard and
+    easy prompts, whose rewards vary little, the same weight as the others; see `dr_grpo` for the objection.
+    """
+    reference = _reference(kept_rewards, group_rewards, stats_over)
+    if not _varies(reference):
+        return torch.zeros_like(kept_rewards)
+    return (_centred(kept_rewards, reference) / (reference.std(correction=1) + eps)).to(kept_rewards.dtype)
+
+
+def dr_grpo(
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
+) -> Float[Tensor, " K"]:
+    """r - mean, undivided (Dr. GRPO, arXiv 2503.20783): no bias towards prompts whose rewards hardly differ.
+
+    The other half of Dr. GRPO, no division by the length, is the loss's `aggregation: constant`.
+    """
+    reference = _reference(kept_rewards, group_rewards, stats_over)
+    if not _varies(reference):
+        return torch.zeros_like(kept_rewards)
+    return _centred(kept_rewards, reference).to(kept_rewards.dtype)
+
+
+def rloo(
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
+) -> Float[Tensor, " K"]:
+    """r minus the mean of the others (REINFORCE leave-one-out, arXiv 2402.14740): a baseline independent of the sample.
+
+    Over `group` the others are the G - 1 of the whole group, itself left out. Computed as N / (N - 1) * (r - mean),
+    which is the same number.
+    """
+    reference = _reference(kept_rewards, group_rewards, stats_over)
+    if not _varies(reference):
+        return torch.zeros_like(kept_rewards)
+    count = len(reference)
+    return (_centred(kept_rewards, reference) * (count / (count - 1))).to(kept_rewards.dtype)
+
+
+def _reference(kept_rewards: Tensor, group_rewards: Tensor, stats_over: str) -> Tensor:
+    """The rewards that the statistics are taken over, in float64: rewards may be large and differ by little."""
+    if stats_over not in ("kept", "group"):
+        raise UserError(f"advantage.stats_over={stats_over} is unknown: use kept or group")
+    return (kept_rewards if stats_over == "kept" else group_rewards).double()
+
+
+def _varies(rewards: Tensor) -> bool:
+    """Whether two of the rewards differ. Compared exactly: the deviation of equal rewards need not round to 0."""
+    return bool((rewards != rewards[:1]).any())
+
+
+def _centred(rewards: Tensor, reference: Tensor) -> Tensor:
+    return rewards.double() - reference.mean()

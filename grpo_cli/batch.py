@@ -1,0 +1,101 @@
+"""Kept groups to one padded batch; a batch to parts: minibatches for several updates, micro-batches for memory.
+
+Padding stands on the right, where a causal model never sees it. A part is trimmed to its own longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.types import Batch, ScoredGroup, Totals
+
+
+def collate(groups: Sequence[ScoredGroup], advantages: Sequence[Float[Tensor, "K"]], pad_token_id: int) -> Batch:
+    """One row per rollout, group by group, on the CPU; `advantages` has one tensor per group.
+
+    Every response token is to be trained on with weight 1 until a correction says otherwise.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    starts = [len(rollout.request.prompt.token_ids) for rollout in rollouts]
+    lengths = [start + len(rollout) for start, rollout in zip(starts, rollouts, strict=True)]
+    input_ids = torch.full((len(rollouts), max(lengths)), pad_token_id, dtype=torch.long)
+    sampler_logprobs = torch.zeros(input_ids.shape)
+    response_mask = torch.zeros(input_ids.shape, dtype=torch.bool)
+    for row, (rollout, start, length) in enumerate(zip(rollouts, starts, lengths, strict=True)):
+        input_ids[row, :length] = torch.tensor([*rollout.request.prompt.token_ids, *rollout.token_ids])
+        sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
+        response_mask[row, start:length] = True
+    return Batch(
+        input_ids=input_ids,
+        response_mask=response_mask,
+        loss_mask=response_mask,
+        weights=response_mask.float(),
+        sampler_logprobs=sampler_logprobs,
+        policy_logprobs=None,
+        ref_logprobs=None,
+        advantages=torch.cat(list(advantages)),
+        lengths=torch.tensor(lengths),
+    )
+
+
+def totals(batch: Batch, max_new_tokens: int) -> Totals:
+    """The divisors of this batch as one update: sequences all count, tokens only where they are trained on."""
+    return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
+
+
+def corrected(batch: Batch, weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Batch:
+    """The batch with a correction's weights and the tokens that it leaves."""
+    return replace(batch, weights=weights * mask, loss_mask=mask)
+
+
+def rows_of(batch: Batch, rows: Tensor) -> Batch:
+    """Only these rows, trimmed to the longest of them."""
+    width = int(batch.lengths[rows].max())
+    taken = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if value is not None:
+            taken[field.name] = value[rows, :width] if value.dim() == 2 else value[rows]
+    return replace(batch, **taken)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return Batch(**{name: None if t is None else t.to(device, non_blocking=True) for name, t in tensors.items()})
+
+
+def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> list[Batch]:
+    """`count` parts of equal size (to one row), rows drawn at random; fewer parts when there are fewer rows."""
+    if count == 1:
+        return [batch]
+    order = torch.from_numpy(rng.permutation(len(batch)))
+    return [rows_of(batch, rows.sort().values) for rows in order.tensor_split(min(count, len(batch)))]
+
+
+def micro_batch_rows(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Rows cut into parts of at most `tokens` tokens, padding included, sorted by length so that little is padding.
+
+    A row that is longer than `tokens` is a part of its own: nothing is dropped or cut.
+
+    >>> micro_batch_rows([3, 9, 4, 10], tokens=20)
+    [[3, 1], [2, 0]]
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    parts: list[list[int]] = []
+    for row in order:
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def micro_batches(batch: Batch, tokens: int) -> list[Tensor]:
+    """The rows of each micro-batch (see `micro_batch_rows`)."""
+    return [torch.tensor(rows) for rows in micro_batch_rows(batch.lengths.tolist(), tokens)]

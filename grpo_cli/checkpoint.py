@@ -1,0 +1,351 @@
+"""Checkpoints that are whole or not there at all, and the newest good one found again. Knows no model and no trainer.
+
+    <run>/checkpoints/step_000100/     what `save_model` wrote, trainer_state.pt, and COMPLETE
+
+`COMPLETE` is written last, after everything else is on the disk. It lists every file with its size and SHA-256, so that
+a folder cut short by a crash, and a file cut short or altered later, are both seen before anything is read from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+from grpo_cli.files import json_line, sync_file, sync_folder, write_atomically
+
+MARKER = "COMPLETE"
+STATE_FILE = "trainer_state.pt"
+# `.tmp` is being written or removed; `.replaced` is the good checkpoint of a step that is being saved again.
+_NAME = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be saved. Those saved before are untouched."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest good checkpoint, if any, and why each newer one was passed over ("step_000120: ...")."""
+
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def save_checkpoint(
+    root: Path, step: int, save_model: Callable[[Path], None], state: Mapping[str, Any], keep: int
+) -> Path:
+    """Save step `step` below `root` and remove the oldest checkpoints beyond `keep` (at least this one stays).
+
+    `save_model` writes the model's files into the folder it is given. `state` may hold tensors and plain values only,
+    so that it can be read back without running code; anything else raises TypeError before a file is written.
+
+    Raises CheckpointError when the files cannot be written, a full disk being the usual reason. Then, and after any
+    other exception, nothing of this save is left and every checkpoint saved before is.
+    """
+    _refuse_unplain(state, "state")
+    folder = root / f"step_{step:06d}"
+    temporary, replaced = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.replaced")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(root)
+        temporary.mkdir()
+        save_model(temporary)
+        _save_state(temporary / STATE_FILE, state)
+        manifest = _sync_all(temporary)
+        if folder.exists():
+            _set_aside(folder, replaced)
+        os.replace(temporary, folder)
+        sync_folder(root)
+        marker = {"step": step, "saved_at": time.time(), "files": manifest}
+        write_atomically(folder / MARKER, json_line(marker, indent=1).encode())
+    except BaseException as error:
+        _undo(folder, temporary, replaced)
+        reason = _disk_error(error)
+        if reason is None:
+            raise
+        raise CheckpointError(_save_message(root, step, reason)) from error
+    try:
+        _remove(replaced)
+        _prune(root, folder, keep)
+    except OSError as error:
+        raise UserError(f"{folder} is saved, but an older checkpoint could not be removed ({error}).") from error
+    return folder
+
+
+def _save_state(path: Path, state: Mapping[str, Any]) -> None:
+    # Given a path, torch turns a full disk into a RuntimeError about its zip file. Given a file, the OSError survives
+    # as the context of that error at least.
+    try:
+        with open(path, "wb") as file:
+            torch.save(dict(state), file)
+    except RuntimeError as error:
+        cause = error.__context__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise cause or error from error
+
+
+def _sync_all(folder: Path) -> dict[str, dict[str, Any]]:
+    """Put every file of `folder` on the disk. Returns its manifest."""
+    manifest = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sync_file(path)
+        manifest[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        sync_folder(path)
+    return manifest
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _set_aside(folder: Path, replaced: Path) -> None:
+    """The step was saved before. A complete folder stays findable until its successor is; an incomplete one goes."""
+    if (folder / MARKER).exists():
+        os.replace(folder, replaced)
+    else:
+        shutil.rmtree(folder)
+
+
+def _undo(folder: Path, temporary: Path, replaced: Path) -> None:
+    # Errors are passed over here: whatever cannot be removed is incomplete, or older, and is never taken for good.
+    shutil.rmtree(temporary, ignore_errors=True)
+    if folder.exists() and not (folder / MARKER).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+    if replaced.exists() and not folder.exists():
+        os.replace(replaced, folder)
+
+
+def _disk_error(error: BaseException) -> str | None:
+    """Why the disk did not take it, or None if the error is about something else.
+
+    safetensors and other compiled writers have errors of their own; their texts carry the system's number.
+    """
+    if isinstance(error, UserError):
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(number[1])) if number else None
+
+
+def _save_message(root: Path, step: int, reason: str) -> str:
+    last = find_checkpoint(root).path
+    survivor = f"The last good checkpoint is {last}." if last else "There is no earlier checkpoint."
+    return (
+        f"step {step} could not be saved in {root} ({reason}). {survivor} Make room or make the folder writable, or "
+        "keep fewer checkpoints (train.keep_checkpoints), then continue with resume=auto."
+    )
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What a killed save left. A replaced checkpoint gets its name back unless its successor is complete."""
+    for path in root.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name is None or name[2] is None:
+            continue
+        folder = path.with_name(f"step_{name[1]}")
+        if name[2] == ".replaced" and not (folder / MARKER).exists():
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(path, folder)
+        else:
+            shutil.rmtree(path)
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    complete = [path for path in _candidates(root) if path != newest and (path / MARKER).exists()]
+    for path in complete[max(keep, 1) - 1 :]:
+        _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """By way of the name of an unfinished folder, so that the next save clears up if this removal is cut short."""
+    if folder.exists():
+        doomed = folder.with_name(f"{folder.name.partition('.')[0]}.tmp")
+        os.replace(folder, doomed)
+        shutil.rmtree(doomed)
+
+
+def find_checkpoint(folder: Path) -> Found:
+    """The newest checkpoint whose files are all as they were saved.
+
+    `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the answer has been read and
+    compared, about a second per gigabyte; older checkpoints are not looked at.
+    """
+    skipped: list[str] = []
+    for path in _candidates(folder):
+        reason = _damage(path)
+        if reason is None:
+            return Found(path, tuple(skipped))
+        skipped.append(f"{path.name}: {reason}")
+    return Found(None, tuple(skipped))
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Checkpoint folders, newest first; of one step, the one being replaced after its successor."""
+    if _NAME.fullmatch(folder.name):
+        return [folder]
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    names = [(path, _NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = [((int(name[1]), name[2] is None), path) for path, name in names if name is not None]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        files = _read_marker(folder)["files"]
+        for name, expected in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+            if _sha256(path) != expected["sha256"]:
+                return f"{name} is not what was saved (its SHA-256 differs)"
+        return None if STATE_FILE in files else f"{MARKER} does not list {STATE_FILE}"
+    except FileNotFoundError:
+        return f"the save was interrupted (no {MARKER} file)"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MARKER} is damaged"
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MARKER).read_text())
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """The trainer state of a checkpoint, its tensors on the CPU. Runs no code from the file."""
+    path = folder / STATE_FILE
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} cannot be read: {error}. Choose another checkpoint.") from error
+
+
+def require_checkpoint(folder: Path) -> Found:
+    """`find_checkpoint`, or a UserError that lists what is wrong with each checkpoint of `folder`."""
+    found = find_checkpoint(folder)
+    if found.path is None:
+        reasons = "; ".join(found.skipped) or "none was ever saved"
+        raise UserError(f"{folder} has no complete checkpoint ({reasons}). Choose another run, or start a new one.")
+    return found
+
+
+def resolve_run(resume: str, outputs: Path, key: str = "resume") -> Path:
+    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `require_checkpoint` takes either.
+
+    `auto` is the run below `outputs`/train that saved a checkpoint last. Raises UserError when there is none, and for a
+    folder that is no run; `key` is what the person typed it after.
+    """
+    if resume == "auto":
+        return _newest_run(outputs / "train", key)
+    path = Path(resume).expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"{key}={resume} does not exist. Give a run folder, one of its checkpoints, or auto.")
+    if _NAME.fullmatch(path.name):
+        return path
+    if path.name == "checkpoints":
+        path = path.parent
+    if not (path / "checkpoints").is_dir():
+        raise UserError(
+            f"{key}={resume} is no run folder: it has no checkpoints/. Give a folder such as "
+            f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
+        )
+    return path
+
+
+def _newest_run(train: Path, key: str) -> Path:
+    # Runs of a sweep are one level down.
+    runs = [path.parent for pattern in ("*/checkpoints", "*/*/checkpoints") for path in train.glob(pattern)]
+    for run in sorted(runs, key=lambda run: (_last_saved(run), run), reverse=True):
+        if find_checkpoint(run).path is not None:
+            return run
+    raise UserError(
+        f"{key}=auto found no run with a complete checkpoint in {train}. Name a run folder, {key}=<run folder>, or "
+        "start a new run."
+    )
+
+
+def _last_saved(run: Path) -> float:
+    """When the run's newest checkpoint was saved, by its marker: a copy has other file times."""
+    times = [0.0]
+    for path in _candidates(run):
+        try:
+            times.append(float(_read_marker(path)["saved_at"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged or incomplete: `find_checkpoint` says so if it comes to that
+    return max(times)
+
+
+def rng_state() -> dict[str, Any]:
+    """The global random states of torch (CPU and every GPU), numpy and Python, as tensors and plain values."""
+    numpy_state = cast(tuple[str, np.ndarray, int, int, float], np.random.get_state())
+    kind, keys, position, has_gauss, gauss = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put `rng_state`'s value back. GPUs beyond those of this machine are left out: a run that moves to other devices
+    cannot continue bit for bit anyway."""
+    torch.set_rng_state(state["torch"])
+    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, device)
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words), gauss_next))
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / "summary.json", (json_line(summary, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{run_dir / 'summary.json'} cannot be written ({error.strerror or error}).") from error
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+def _refuse_unplain(value: Any, where: str) -> None:
+    # The exact type counts: a numpy float is a float too, but is saved in a way that safe loading refuses.
+    if type(value) in _PLAIN or isinstance(value, Tensor):
+        return
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _refuse_unplain(item, f"{where}[{index}]")
+    elif type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            _refuse_unplain(key, f"a key of {where}")
+            _refuse_unplain(item, f"{where}[{key!r}]")
+    else:
+        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds tensors and plain values only")

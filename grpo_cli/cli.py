@@ -1,0 +1,287 @@
+"""`grpo train` and `grpo eval`: Typer picks the command, Hydra composes its settings, a typed value is handed over.
+
+What a person got wrong ends in one message and exit code 2; the rest is our bug, with its traceback and exit code 1.
+Only Typer is imported at the top, so that help and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from grpo_cli import __version__
+from grpo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+app = typer.Typer(
+    help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
+    epilog="grpo COMMAND --help lists its choices, its settings and examples.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # importing rich takes longer than all the rest of --help
+    pretty_exceptions_enable=False,
+)
+
+# Everything after the command is Hydra's: overrides, -m, --cfg, --help.
+_HANDS_OVER: dict[str, Any] = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "add_help_option": False,
+}
+
+
+def _offer(ctx: Any, incomplete: str) -> list[str]:
+    return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[group=choice ...] [key=value ...]",
+        autocompletion=_offer,
+        help="Hydra overrides and flags; `--help` after the command lists them.",
+    ),
+]
+
+
+def main() -> None:
+    """The `grpo` program."""
+    app(prog_name="grpo")
+
+
+def _print_version(wanted: bool | None) -> None:
+    if wanted:
+        typer.echo(f"grpo {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def grpo(
+    version: Annotated[
+        bool | None,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = None,
+) -> None:
+    pass
+
+
+@app.command(**_HANDS_OVER)
+def train(overrides: Overrides = None) -> None:
+    """Train a model with groups of rollouts."""
+    _hand_over("train", _after_those_of_the_run("resume", overrides or []), _train)
+
+
+@app.command("eval", **_HANDS_OVER)
+def evaluate(overrides: Overrides = None) -> None:
+    """Measure a checkpoint's accuracy and pass@k."""
+    _hand_over("eval", _after_those_of_the_run("checkpoint", overrides or []), _evaluate)
+
+
+def _train(cfg: DictConfig) -> Any:
+    from grpo_cli.config import check, parse
+
+    settings = parse(cfg)
+    check(settings)
+    from grpo_cli import experiment
+
+    return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+
+
+def _evaluate(cfg: DictConfig) -> Any:
+    from grpo_cli.config import check_eval, parse_eval
+
+    settings = parse_eval(cfg)
+    check_eval(settings)
+    from grpo_cli import experiment
+
+    result = experiment.evaluate_model(settings)
+    _print_table(result.metrics)
+    typer.echo(f"every answer: {settings.run_dir}/samples.jsonl")
+    return result.metrics["eval/accuracy"]
+
+
+def _print_table(metrics: Mapping[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "value", "95 % interval")
+    for name, value in metrics.items():
+        low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+        if not name.endswith(("_low", "_high")):
+            interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+            table.add_row(name.removeprefix("eval/"), f"{value:.3f}", interval)
+    Console().print(table)
+
+
+def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
+    flags, overrides = _sorted_out(arguments)
+    named = [word.split("=", 1)[1].strip("'\"") for word in overrides if word.startswith(f"{key}=")]
+    if not named or named[-1] == "null" or "--help" in flags:
+        return list(arguments)
+    from grpo_cli import experiment
+
+    try:
+        if key == "checkpoint":
+            return [*flags, *experiment.checkpoint_overrides(named[-1]), *overrides]
+        if {"-m", "--multirun"} & set(flags):
+            raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
+        own = [word for word in overrides if not word.startswith("resume=")]
+        return [*flags, *experiment.resume_overrides(named[-1]), *own]
+    except UserError as error:
+        _fail(error)
+
+
+def _sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place."""
+    overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    return [word for word in arguments if word not in overrides], overrides
+
+
+def _hand_over(command: str, arguments: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
+    """Run `job` on what Hydra makes of the arguments."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from grpo_cli.config import config_dir
+
+    # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
+    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    started: list[DictConfig] = []
+    refused: list[UserError] = []
+
+    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)
+    def composed(cfg: DictConfig) -> Any:
+        started.append(cfg)
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        if in_sweep:
+            typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
+        try:
+            return job(cfg)
+        except UserError as error:
+            if in_sweep:
+                raise
+            refused.append(error)  # raised through Hydra, it would come with Hydra's own words
+            return None
+
+    try:
+        with _command_line(command, arguments):
+            composed()
+    except UserError as error:
+        _fail(error)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if started:
+            raise
+        _fail(_explained(error, command, arguments))
+    if refused:
+        _fail(refused[0])
+
+
+@contextmanager
+def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
+    """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
+    argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
+    flags, overrides = _sorted_out(arguments)
+    sys.argv = [f"grpo {command}", *flags, *overrides]
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _fail(error: UserError | str) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2)
+
+
+def _explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
+    """An error of the composition, in the words of the person who typed the arguments."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    from grpo_cli.typed import closest
+
+    if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        known = ", ".join(error.options)
+        return f"{group}={choice} is not one of the choices {known}{closest(choice, error.options)}"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override} cannot be read: write key=value or group=choice, "
+            "and quote for the shell what holds spaces, brackets or commas"
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot write {error.filename}: {error.strerror}; choose another folder with hydra.run.dir=<folder>"
+    unknown = re.match(r"Could not override '([^']+)'", str(error))
+    if unknown:
+        return f"{unknown[1]} is no setting{closest(unknown[1], _known_keys(command, arguments))}"
+    return str(error).split("\n\n")[0].strip()
+
+
+def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:
+    """Every key of the configuration, with the groups that the arguments choose."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    from grpo_cli.config import config_dir
+
+    groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
+    chosen = [argument for argument in arguments if argument.split("=", 1)[0] in groups]
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        try:
+            cfg = hydra.compose(command, chosen)
+        except HydraException:  # a choice is wrong as well, or is one of a sweep's lists
+            cfg = hydra.compose(command)
+    return list(_keys(OmegaConf.to_container(cfg), ""))
+
+
+def _keys(values: Any, prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
+
+
+def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
+    """How the word that is being typed may go on: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
+
+    Bash cuts words at `=`, so that `incomplete` is what follows it, and `words` ends with the group (and `=`, once
+    something follows). Where only one group is left its choices are offered, so that no shell ends the word at `=`.
+    """
+    from grpo_cli.config import choices
+
+    groups = groups_of(command)
+    before = [word for word in words if word != "="]
+    if before and before[-1] in groups:
+        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
+    typed, equals, _ = incomplete.partition("=")
+    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
+    if len(begun) == 1:
+        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
+    return [f"{group}=" for group in begun]
+
+
+def groups_of(command: str) -> list[str]:
+    """The groups that a command's configuration chooses from."""
+    from grpo_cli.config import config_dir
+
+    text = (config_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

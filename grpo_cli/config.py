@@ -1,0 +1,324 @@
+"""From what Hydra composed to typed settings, and every rule that relates two of them.
+
+`parse` finds wrong types, missing values and unknown keys; `check` finds what does not go together. Each says all that
+it found at once. Nothing here touches a model: a run that cannot work is refused in the first second.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from grpo_cli.errors import UserError
+from grpo_cli.settings import EvalSettings, ModelSettings, OptimSettings, RunSettings, Sampling, TrainSettings
+from grpo_cli.typed import closest, is_a, missing, read, shown
+
+ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
+EVAL_PARTS = ("task", *ENGINE_PARTS)
+TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss", "logger")
+
+# By the class that `_target_` ends with. A scheduler from outside says so itself, when it is built.
+_NEEDS_LENGTHS = {"Sjf": "sjf", "Lpt": "lpt", "Fptas": "fptas"}
+_SCHEDULES = ("constant", "linear", "cosine")
+_DTYPES = ("float32", "bfloat16")
+_AUTOCASTS = ("none", "bfloat16")
+_DEVICES = ("auto", "cpu", "cuda")
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class ExamSettings:
+    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
+
+    problems: int
+    k: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What `grpo eval` may say of its samples; their temperature is the exam's."""
+
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class EvalRunSettings:
+    """A whole `grpo eval`. `parts` as in `RunSettings`, without what only training needs."""
+
+    checkpoint: str | None
+    seed: int
+    device: str
+    run_dir: str
+    model: ModelSettings
+    sampling: SampleSettings
+    eval: ExamSettings
+    parts: Mapping[str, Mapping[str, Any]]
+
+
+def config_dir() -> Path:
+    """`conf/`: inside the package in an installed wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
+
+
+def choices(group: str) -> list[str]:
+    """The choices that `conf/` offers for a group."""
+    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+
+
+def parse(cfg: DictConfig) -> RunSettings:
+    """The settings of `grpo train`. UserError names every missing value, wrong type and unknown key."""
+    return _parse(cfg, RunSettings, TRAIN_PARTS)
+
+
+def parse_eval(cfg: DictConfig) -> EvalRunSettings:
+    """The settings of `grpo eval`; as `parse`."""
+    return _parse(cfg, EvalRunSettings, EVAL_PARTS)
+
+
+def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Settings:
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
+    assert isinstance(values, dict), "Hydra composes a mapping"
+    problems: list[str] = []
+    groups = {name: values.pop(name) for name in parts if name in values}
+    values.pop("experiment", None)  # a named experiment leaves its settings in the other keys
+    for name, group in groups.items():
+        problems += missing(name, group)
+        if not isinstance(group, dict) or "_target_" not in group:
+            problems.append(f"{name} says nowhere what to build: choose one of {', '.join(choices(name))}")
+    settings = read(kind, values | {"parts": groups}, problems)
+    _refuse(problems)
+    assert settings is not None, "without a problem there are settings"
+    return settings
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]))
+
+
+def check(settings: RunSettings) -> None:
+    """Every rule that relates settings of a training run. UserError lists all that are broken."""
+    _refuse(
+        [
+            *_group_problems(settings),
+            *_train_problems(settings.train, settings.m),
+            *_sampling_problems(settings.sampling),
+            *_optim_problems(settings.optim),
+            *_eval_problems(settings.eval),
+            *_model_problems(settings.model, settings.device),
+            *_engine_problems(settings.parts),
+            *_loss_problems(settings.parts["loss"]),
+            *_at_least("record.rollouts", settings.record.rollouts, -1),
+        ]
+    )
+
+
+def check_eval(settings: EvalRunSettings) -> None:
+    """The same for `grpo eval`."""
+    problems = settings.eval.problems
+    sampling = Sampling(1.0, settings.sampling.top_p, settings.sampling.top_k, settings.sampling.max_new_tokens)
+    _refuse(
+        [
+            *(
+                [f"eval.problems={problems} must be at least 1, or -1 for all"]
+                if problems < 1 and problems != -1
+                else []
+            ),
+            *_range_problems(sampling),
+            *_exam_problems(settings.eval.k, settings.eval.temperature),
+            *_model_problems(settings.model, settings.device),
+            *_engine_problems(settings.parts),
+        ]
+    )
+
+
+def _target(part: Mapping[str, Any]) -> str:
+    return str(part["_target_"]).rsplit(".", 1)[-1]
+
+
+def _at_least(key: str, value: int | float, least: int) -> Iterator[str]:
+    if not value >= least:
+        yield f"{key}={value} must be at least {least}"
+
+
+def _above(key: str, value: float, bound: int = 0) -> Iterator[str]:
+    if not bound < value < math.inf:
+        yield f"{key}={value} must be more than {bound}"
+
+
+def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
+    if value not in known:
+        yield f"{key}={value} must be one of {', '.join(known)}{closest(value, known)}"
+
+
+def _group_problems(settings: RunSettings) -> Iterator[str]:
+    n, m, parts = settings.n, settings.m, settings.parts
+    if n < 2:
+        yield f"n={n} must be at least 2: GRPO compares the rollouts of a prompt with each other"
+    if m < 1 and m != n:  # m follows n unless it was given
+        yield f"m={m} must be at least 1: nothing would be trained on"
+    elif m > n >= 2:
+        yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
+    elif m == 1 and parts["advantage"].get("stats_over") == "kept":
+        yield (
+            f"m=1 leaves advantage={_target(parts['advantage'])} nothing to compare with: take m of 2 or more, or "
+            "advantage.stats_over=group"
+        )
+    if m == 1 and _target(parts["downsample"]) == "maxvar":
+        yield "m=1 cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more"
+    if 1 <= m < n and _target(parts["downsample"]) == "all_rollouts":
+        rules = ", ".join(rule for rule in choices("downsample") if rule != "all")
+        yield f"m={m} is less than n={n}, but downsample=all keeps all; choose downsample={rules} or m={n}"
+
+
+def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
+    for key in ("steps", "prompts", "micro_batch_tokens", "epochs", "minibatches", "logprob_chunk", "max_bad_steps"):
+        yield from _at_least(f"train.{key}", getattr(train, key), 1)
+    yield from _at_least("train.checkpoint_every", train.checkpoint_every, 1)
+    yield from _at_least("train.keep_checkpoints", train.keep_checkpoints, 1)
+    kept = train.prompts * m
+    if train.minibatches > kept > 0:
+        yield (
+            f"train.minibatches={train.minibatches} must not be more than the {kept} rollouts trained on per step "
+            f"(train.prompts={train.prompts} times m={m})"
+        )
+
+
+def _range_problems(sampling: Sampling) -> Iterator[str]:
+    yield from _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
+    yield from _at_least("sampling.top_k", sampling.top_k, 0)
+    if not 0 < sampling.top_p <= 1:
+        yield f"sampling.top_p={sampling.top_p} must be more than 0 and at most 1"
+
+
+def _sampling_problems(sampling: Sampling) -> Iterator[str]:
+    out_of_range = list(_range_problems(sampling))
+    yield from out_of_range
+    if not 0 < sampling.temperature < math.inf:
+        yield (
+            f"sampling.temperature={sampling.temperature} must be more than 0: greedy rollouts of a prompt are all the "
+            "same and teach nothing"
+        )
+    if sampling.truncated and not out_of_range:
+        yield (
+            f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
+            "the importance ratio, since the policy is not what was sampled from; "
+            "use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
+        )
+
+
+def _optim_problems(optim: OptimSettings) -> Iterator[str]:
+    yield from _above("optim.lr", optim.lr)
+    yield from _above("optim.eps", optim.eps)
+    yield from _above("optim.max_grad_norm", optim.max_grad_norm)
+    yield from _at_least("optim.weight_decay", optim.weight_decay, 0)
+    yield from _at_least("optim.warmup_steps", optim.warmup_steps, 0)
+    yield from _one_of("optim.schedule", optim.schedule, _SCHEDULES)
+    for i, beta in enumerate(optim.betas):
+        if not 0 <= beta < 1:
+            yield f"optim.betas[{i}]={beta} must be at least 0 and less than 1"
+
+
+def _eval_problems(settings: EvalSettings) -> Iterator[str]:
+    yield from _at_least("eval.every", settings.every, 0)
+    yield from _at_least("eval.problems", settings.problems, 1)
+    yield from _exam_problems(settings.k, settings.temperature)
+
+
+def _exam_problems(k: int, temperature: float) -> Iterator[str]:
+    yield from _at_least("eval.k", k, 1)
+    if not 0 < temperature < math.inf:
+        yield f"eval.temperature={temperature} must be more than 0; greedy accuracy is measured in any case"
+
+
+def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
+    yield from _one_of("model.dtype", model.dtype, _DTYPES)
+    yield from _one_of("model.autocast", model.autocast, _AUTOCASTS)
+    yield from _one_of("device", device, _DEVICES)
+
+
+def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    scheduler = _NEEDS_LENGTHS.get(_target(parts["scheduler"]))
+    if scheduler and _target(parts["predictor"]) == "NoPredictor":
+        others = ", ".join(name for name in choices("predictor") if name != "none")
+        yield f"scheduler={scheduler} orders by predicted length, but predictor=none; choose predictor={others}"
+    slots = parts["sampler"].get("slots")
+    if slots is not None and not (is_a(int, slots) and slots >= 1):
+        yield f"sampler.slots={shown(slots)} must be a whole number of at least 1"
+
+
+def _loss_problems(loss: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("clip_low", "clip_high", "kl_coef"):
+        value = loss.get(key, 0.0)
+        if not is_a(float, value):
+            yield f"loss.{key}={shown(value)} must be a number"
+        elif not value >= 0:
+            yield f"loss.{key}={value} must be at least 0"
+
+
+def overrides_of_run(run_dir: Path) -> list[str]:
+    """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
+
+    Choices and values are those of the composed config rather than of the command line, so that neither a named
+    experiment nor a default that has changed since makes a difference.
+    """
+    config, hydra = (run_dir / ".hydra" / name for name in ("config.yaml", "hydra.yaml"))
+    chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
+    assert isinstance(run, DictConfig), "Hydra writes a mapping"
+    groups = ("model", *EVAL_PARTS)
+    values = {"seed": run.seed}
+    values |= {f"sampling.{key}": run.sampling[key] for key in ("top_p", "top_k", "max_new_tokens")}
+    values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
+    for group in groups:
+        values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+    return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
+
+
+def overrides_to_resume(run_dir: Path) -> list[str]:
+    """What a run was started with, and its folder: the same command again, going on in the same place."""
+    kept = run_dir / ".hydra" / "overrides.yaml"
+    started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
+    assert isinstance(started_with, list), "Hydra keeps overrides in a list"
+    again = [str(word) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
+
+
+def overrides(values: Mapping[str, Any]) -> list[str]:
+    """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
+    return [f"++{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _leaves(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {leaf: item for name, below in value.items() for leaf, item in _leaves(f"{key}.{name}", below).items()}
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, str):  # backslashes count only before a quote or an interpolation
+        return "'" + re.sub(r"(\\*)('|\$\{|$)", lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), value) + "'"
+    if isinstance(value, list):
+        return f"[{','.join(_quoted(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_quoted(item)}" for name, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,102 @@
+"""The torch rollout engine. It holds no weights of its own, and nothing between two calls of `generate` but what its
+predictor has learned; the work is in `generation.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.sparsity import Dense
+from grpo_cli.errors import UserError
+from grpo_cli.types import EngineStats, Request, Rollout
+
+
+class TorchEngine:
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone."""
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Seq[int],
+        sampler: Full | Micro | Infinite,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense,
+    ) -> None:
+        self._decoder = Decoder(model)
+        self._eos = tuple(eos_token_ids)
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._predictor = predictor
+        self._sparsity = sparsity
+        self._stats = EngineStats()
+
+    def generate(self, requests: Seq[Request]) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing."""
+        if not requests:
+            self._stats = EngineStats()
+            return
+        self._check(requests)
+        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests)
+        prefix = self._predictor.prefix_tokens
+        probing = prefix > 0 and generation.slots.count < len(requests)
+        details: dict[str, float] = {}
+        if probing:
+            # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits
+            # with its keys kept: the cost is those keys and a less than full last round, and both are counted.
+            for _, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                yield rollout
+            details["engine/probe_steps"] = float(generation.stats({}).decode_steps)
+        predicting = probing or prefix == 0
+        if predicting:
+            self._predict(generation.waiting)
+        served: list[tuple[Sequence, Rollout]] = []
+        for sequence, rollout in generation.serve(self._scheduler):
+            served.append((sequence, rollout))
+            yield rollout
+        if predicting and served:
+            details |= self._predictor.learn([rollout for _, rollout in served], _hidden([s for s, _ in served]))
+        self._stats = generation.stats(details | dict(getattr(self._scheduler, "details", {})))
+
+    def _predict(self, sequences: Seq[Sequence]) -> None:
+        predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None
+        for sequence, length in zip(sequences, predicted or (), strict=predicted is not None):
+            sequence.predicted = length
+
+    def _check(self, requests: Seq[Request]) -> None:
+        for request in requests:
+            needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
+            if needed > self._decoder.context:
+                raise UserError(
+                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
+                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but the model's "
+                    f"context is {self._decoder.context}: lower sampling.max_new_tokens or leave such prompts out"
+                )
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost; complete once its iterator is exhausted."""
+        return self._stats
+
+    def update_weights(self) -> None:
+        """The modules are the trainer's: there is nothing to do."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that a resumed run goes on bit for bit."""
+        return {"predictor": self._predictor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._predictor.load_state(state["predictor"])
+
+
+def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
+    states = [s.hidden for s in sequences if s.hidden is not None]
+    return torch.stack(states) if states else None

@@ -1,0 +1,207 @@
+"""One call of `generate`: its slots, its prompts in flight, and the three beats that serve waiting sequences.
+
+plan      which waiting sequences enter the free slots; their prompts are prefilled if nobody did it before
+run       one batched forward, one drawn token per running row
+settle    rows that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from grpo_cli.engine.cache import TILE, PromptPool, round_up
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
+from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
+from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.slots import Slots
+from grpo_cli.engine.sparsity import Dense
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+# Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
+PREFILL_TOKENS = 16_384
+
+
+class Generation:
+    """What exists while one list of requests is served. Requests whose prompts have one id share one prefill."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        eos_token_ids: Seq[int],
+        sampler: Full | Micro | Infinite,
+        sparsity: Dense,
+        requests: Seq[Request],
+    ) -> None:
+        self._decoder = decoder
+        self._refills = sampler.refills
+        self._eos = torch.tensor(eos_token_ids, device=decoder.device)
+        self._eos_ids = frozenset(eos_token_ids)
+        self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
+        self._unfinished = Counter(request.prompt.id for request in requests)
+        layout = decoder.layout()
+        longest = max(request.sampling.max_new_tokens for request in requests)
+        capacity = round_up(sparsity.capacity(longest), decoder.slot_tile)
+        width = round_up(max(len(request.prompt.token_ids) for request in requests), TILE)
+        prompt_bytes = layout.bytes_per_token * width
+        shape = KvShape(prompt_bytes=prompt_bytes, slot_bytes=layout.bytes_per_token * capacity)
+        count = sampler.fit(len(requests), shape)
+        self.slots = Slots(layout, count, capacity, decoder.slot_tile, longest, decoder.device)
+        entries = min(len(self._unfinished), count)
+        self._prompts = PromptPool(layout, entries, width, decoder.vocabulary, decoder.device)
+        self._entry: dict[str, int] = {}
+        self._parked_bytes = 0
+        self._kv_peak = 0
+        self._steps = 0
+        self._row_steps = 0
+        self._generated = 0
+        self._prefilled = 0
+
+    def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
+        """Serve everything that waits, in the scheduler's order, and yield what ends.
+
+        With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
+        its last hidden state, and is what waits afterwards.
+        """
+        queue = {sequence.index: sequence for sequence in self.waiting}
+        views = {sequence.index: _view(sequence) for sequence in self.waiting}
+        scheduler.start(tuple(views.values()), self.slots.count)
+        self.waiting = []
+        while queue or self.slots.running:
+            done = self._admit(scheduler, queue, views)
+            if not done:
+                done = self._run(park_at)
+            yield from self._settle(done)
+
+    def _admit(self, scheduler: Scheduler, queue: dict[int, Sequence], views: dict[int, Waiting]) -> list[int]:
+        free = self.slots.free()
+        if not queue or not free or (self.slots.running and not self._refills):
+            return []
+        plan = scheduler.plan(tuple(views.values()), self._running_views(), free)
+        _check_plan(plan, queue, free, idle=not self.slots.running)
+        if not plan.admit:
+            return []
+        sequences = [queue.pop(index) for index, _ in plan.admit]
+        for index, _ in plan.admit:
+            del views[index]
+        return self._enter([slot for _, slot in plan.admit], sequences)
+
+    @torch.inference_mode()
+    def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[int]:
+        """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step."""
+        self._prefill(sequences)
+        fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
+        self._parked_bytes -= sum(s.parked.nbytes for s in sequences if s.parked is not None)
+        self.slots.claim(slots, sequences)
+        self._kv_peak = max(self._kv_peak, self.slots.kv.nbytes + self._prompts.store.nbytes + self._parked_bytes)
+        if not fresh:
+            return []
+        rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
+        ended = self.slots.record(rows, self._prompts.logits[entries], self._eos)
+        self.slots.count_tokens([slot for slot, _ in fresh])
+        return rows[ended].tolist()
+
+    def _prefill(self, sequences: Seq[Sequence]) -> None:
+        """Run the prompts that nobody has run yet, those of one padded width together."""
+        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self._entry}
+        widths: dict[int, list[str]] = {}
+        for name, prompt in new.items():
+            widths.setdefault(round_up(len(prompt.token_ids), TILE), []).append(name)
+        for width, names in widths.items():
+            at_once = max(1, PREFILL_TOKENS // width)
+            for start in range(0, len(names), at_once):
+                some = names[start : start + at_once]
+                self._prefill_together(some, [new[name].token_ids for name in some])
+        for sequence in sequences:
+            sequence.entry = self._entry[sequence.request.prompt.id]
+
+    def _prefill_together(self, names: Seq[str], prompts: Seq[Seq[int]]) -> None:
+        done = self._decoder.prefill(prompts)
+        entries = [self._prompts.claim() for _ in names]
+        self._prompts.put(entries, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
+        self._entry.update(zip(names, entries, strict=True))
+        self._prefilled += sum(len(ids) for ids in prompts)
+
+    @torch.inference_mode()
+    def _run(self, park_at: int | None) -> list[int]:
+        """One token for every running row. The one look at the device is the list of rows that ended."""
+        running = self.slots.close_holes()
+        hidden = self._decoder.step(self.slots.rows(running), self.slots.kv, self._prompts)
+        rows = torch.arange(running, device=self._eos.device)
+        ended = self.slots.record(rows, self._decoder.logits(hidden), self._eos)
+        self.slots.count_tokens(slice(0, running))
+        self._steps += 1
+        self._row_steps += running
+        done: list[int] = ended.nonzero().flatten().tolist()
+        if park_at is not None:
+            self._park(np.flatnonzero(self.slots.host_generated[:running] == park_at), set(done), hidden)
+        return done
+
+    def _park(self, rows: np.ndarray, done: set[int], hidden: torch.Tensor) -> None:
+        for slot in rows.tolist():
+            if slot in done:
+                continue
+            sequence = self.slots.sequences[slot]
+            assert sequence is not None, "a running row has a sequence"
+            sequence.parked = self.slots.park(slot)
+            sequence.hidden = hidden[slot].float().cpu()
+            self._parked_bytes += sequence.parked.nbytes
+            self.slots.release(slot)
+            self.waiting.append(sequence)
+
+    def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
+        if not done:
+            return
+        for slot, (token_ids, logprobs) in zip(done, self.slots.read(done), strict=True):
+            sequence = self.slots.sequences[slot]
+            assert sequence is not None, "a row that ended has a sequence"
+            self.slots.release(slot)
+            self._leave_prompt(sequence.request.prompt.id)
+            self._generated += len(token_ids)
+            finish = Finish.EOS if token_ids[-1] in self._eos_ids else Finish.LENGTH
+            yield sequence, Rollout(sequence.request, token_ids, logprobs, finish, kept_kv=len(token_ids) - 1)
+
+    def _leave_prompt(self, name: str) -> None:
+        self._unfinished[name] -= 1
+        if not self._unfinished[name]:
+            self._prompts.release(self._entry[name])
+
+    def _running_views(self) -> list[Running]:
+        return [
+            Running(s.index, slot, self.slots.generated(slot), s.predicted)
+            for slot, s in enumerate(self.slots.sequences)
+            if s is not None
+        ]
+
+    def stats(self, details: Mapping[str, float]) -> EngineStats:
+        """What serving has cost so far; `details` are named numbers to go with it."""
+        capacity = self._steps * self.slots.count
+        return EngineStats(
+            decode_steps=self._steps,
+            generated_tokens=self._generated,
+            prefill_tokens=self._prefilled,
+            slots=self.slots.count,
+            slot_utilisation=self._row_steps / capacity if capacity else 1.0,
+            kv_peak_bytes=self._kv_peak,
+            details=dict(details),
+        )
+
+
+def _view(sequence: Sequence) -> Waiting:
+    request = sequence.request
+    return Waiting(sequence.index, request.prompt.id, request.sampling.max_new_tokens, sequence.predicted)
+
+
+def _check_plan(plan: Plan, queue: Mapping[int, Sequence], free: Seq[int], idle: bool) -> None:
+    """A plan is checked before anything moves."""
+    indices, slots = [index for index, _ in plan.admit], [slot for _, slot in plan.admit]
+    assert len(set(indices)) == len(indices) and all(index in queue for index in indices), (
+        "a plan admits who waits, once"
+    )
+    assert len(set(slots)) == len(slots) and set(slots) <= set(free), "a plan gives each free slot once"
+    assert indices or not idle, "a scheduler must admit somebody when nothing is running"

@@ -1,0 +1,89 @@
+"""How many rollouts are decoded at a time, and when a new one may enter: the three ways of Infinite Sampling
+(arXiv 2506.22950). The order in which they enter is the scheduler's business."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from grpo_cli.errors import UserError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str | int) -> int:
+    """`512MiB`, `1.5GB` or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise UserError(f"sampler.kv_budget={text} is no size; write a number of bytes or for example 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What a generation would hold, in bytes: all its prompts (each once), and each slot."""
+
+    prompt_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class Full:
+    """All requests at once: as many slots as requests."""
+
+    refills = False
+
+    def fit(self, requests: int, shape: KvShape) -> int:
+        """How many slots to allocate for so many requests of this shape."""
+        return requests
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """A fixed number of slots, given as such or as the bytes that they may take (the smaller of the two if both)."""
+
+    slots: int | None = None
+    kv_budget: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots is None and self.kv_budget is None:
+            raise UserError("this sampler needs sampler.slots=<number> or sampler.kv_budget=<bytes, such as 512MiB>")
+        if self.slots is not None and self.slots < 1:
+            raise UserError(f"sampler.slots={self.slots} must be at least 1")
+        if self.kv_budget is not None:
+            parse_bytes(self.kv_budget)
+
+    def fit(self, requests: int, shape: KvShape) -> int:
+        """How many slots to allocate: never more than there are requests, never more than the budget holds."""
+        limits = [requests]
+        if self.slots is not None:
+            limits.append(self.slots)
+        if self.kv_budget is not None:
+            budget = parse_bytes(self.kv_budget)
+            room = (budget - shape.prompt_bytes) // shape.slot_bytes
+            if room < 1:
+                raise UserError(
+                    f"sampler.kv_budget={self.kv_budget} ({budget} bytes) holds not even one sequence; the least that "
+                    f"would do is {shape.prompt_bytes + shape.slot_bytes} bytes (prompts {shape.prompt_bytes}, one "
+                    f"slot {shape.slot_bytes}): raise it, or lower sampling.max_new_tokens or train.prompts"
+                )
+            limits.append(room)
+        return min(limits)
+
+
+@dataclass(frozen=True)
+class Micro(_Slots):
+    """Micro sampling groups (section 3.1): rounds of at most `slots` requests, each round decoded to its end."""
+
+    refills = False
+
+
+@dataclass(frozen=True)
+class Infinite(_Slots):
+    """Continuous sampling: a slot that falls free is refilled in the same step, across prompts too.
+
+    The paper's fixed-slot variant (its definition is not public in detail): each slot owns a region of keys and values
+    that the next request overwrites, so memory is constant and no request is ever preempted.
+    """
+
+    refills = True

@@ -1,0 +1,178 @@
+"""The state of every slot as tensors, one row a slot, so that a decode step touches no request one by one.
+
+Running rows are always the first ones, without holes: what falls free is refilled or closed by moving the last row in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_cli.engine.cache import KvLayout, KvStore, round_up
+from grpo_cli.engine.decoder import Rows
+from grpo_cli.engine.sample import SamplingTable, uniforms
+from grpo_cli.engine.sequence import Parked, Sequence
+
+
+class Slots:
+    """`count` slots with room for `max_new_tokens` tokens and `capacity` keys (a multiple of `tile`) each."""
+
+    def __init__(
+        self, layout: KvLayout, count: int, capacity: int, tile: int, max_new_tokens: int, device: torch.device
+    ) -> None:
+        self.kv = KvStore(layout, count, capacity, device)
+        self._tile = tile
+        self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(count, max_new_tokens, device=device)
+        self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
+        self._prompt_length = torch.zeros(count, dtype=torch.long, device=device)
+        self._generated = torch.zeros(count, dtype=torch.long, device=device)
+        self._limit = torch.zeros(count, dtype=torch.long, device=device)
+        self._last = torch.zeros(count, dtype=torch.long, device=device)
+        self._sampling = SamplingTable(count, device)
+        self.sequences: list[Sequence | None] = [None] * count
+        self.running = 0  # how many slots are taken
+        # The host's own copies, so that widths and prompt tables need no look at the device.
+        self.host_generated = np.zeros(count, dtype=np.int64)
+        self._host_entry = np.zeros(count, dtype=np.int64)
+        self._table: Tensor | None = None
+        self._place: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.sequences)
+
+    def free(self) -> list[int]:
+        return [slot for slot, sequence in enumerate(self.sequences) if sequence is None]
+
+    def generated(self, slot: int) -> int:
+        return int(self.host_generated[slot])
+
+    def claim(self, slots: Seq[int], sequences: Seq[Sequence]) -> None:
+        """Give each sequence its slot; nothing of the slot's last tenant is left."""
+        requests = [sequence.request for sequence in sequences]
+        device = self._tokens.device
+        index = torch.tensor(slots, device=device)
+        self._uniforms[index] = uniforms(requests, self._uniforms.shape[1]).to(device)
+        self._prompt_length[index] = torch.tensor([len(r.prompt.token_ids) for r in requests], device=device)
+        self._limit[index] = torch.tensor([r.sampling.max_new_tokens for r in requests], device=device)
+        self._sampling.put(slots, [r.sampling for r in requests])
+        made = [0 if s.parked is None else len(s.parked.token_ids) for s in sequences]
+        self._generated[index] = torch.tensor(made, device=device)
+        for slot, sequence, count in zip(slots, sequences, made, strict=True):
+            assert self.sequences[slot] is None, f"slot {slot} is taken"
+            self.sequences[slot] = sequence
+            self.running += 1
+            self.host_generated[slot] = count
+            self._host_entry[slot] = sequence.entry
+            if sequence.parked is not None:
+                self._unpark(slot, sequence.parked)
+                sequence.parked = None
+        self._table = None
+
+    def record(self, rows: Tensor, logits: Float[Tensor, "R V"], eos: Int[Tensor, "E"]) -> Bool[Tensor, "R"]:
+        """Draw the next token of each of `rows` and note it; True where the sequence ends with it."""
+        at = self._generated[rows]
+        uniform = self._uniforms[rows].gather(1, at[:, None]).squeeze(1)
+        tokens, logprobs = self._sampling.draw(logits, uniform, rows)
+        self._tokens[rows, at] = tokens
+        self._logprobs[rows, at] = logprobs
+        self._last[rows] = tokens
+        self._generated[rows] = at + 1
+        return (tokens[:, None] == eos).any(-1) | (at + 1 >= self._limit[rows])
+
+    def count_tokens(self, slots: Seq[int] | slice) -> None:
+        """The host's note that each of `slots` has made a token."""
+        self.host_generated[slots] += 1
+
+    def rows(self, running: int) -> Rows:
+        """What the decoder reads for a step over the first `running` slots."""
+        generated = self._generated[:running]
+        if self._table is None:
+            self._table, self._place = _prompt_table(self._host_entry[:running], self._last.device)
+        assert self._place is not None
+        return Rows(
+            tokens=self._last[:running],
+            positions=self._prompt_length[:running] + generated - 1,
+            lengths=generated - 1,
+            width=round_up(int(self.host_generated[:running].max()), self._tile),
+            table=self._table,
+            place=self._place,
+        )
+
+    def read(self, slots: Seq[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Tokens and log-probabilities of each slot, on the host."""
+        index = torch.tensor(slots, device=self._tokens.device)
+        lengths = self.host_generated[list(slots)].tolist()
+        longest = max(lengths)
+        tokens = self._tokens[index, :longest].tolist()
+        logprobs = self._logprobs[index, :longest].tolist()
+        return [(tuple(t[:length]), tuple(p[:length])) for t, p, length in zip(tokens, logprobs, lengths, strict=True)]
+
+    def park(self, slot: int) -> Parked:
+        """Everything needed to go on with this slot's sequence in another one."""
+        ((token_ids, logprobs),) = self.read([slot])
+        keys, values = self.kv.read(slot, len(token_ids) - 1)
+        return Parked(keys, values, token_ids, logprobs)
+
+    def _unpark(self, slot: int, parked: Parked) -> None:
+        count = len(parked.token_ids)
+        self.kv.restore(slot, parked.keys, parked.values)
+        self._tokens[slot, :count] = torch.tensor(parked.token_ids, device=self._tokens.device)
+        self._logprobs[slot, :count] = torch.tensor(parked.logprobs, device=self._tokens.device)
+        self._last[slot] = parked.token_ids[-1]
+
+    def release(self, slot: int) -> None:
+        self.sequences[slot] = None
+        self.running -= 1
+
+    def close_holes(self) -> int:
+        """Move running rows down until they are the first ones; returns how many there are."""
+        running = self.running
+        if self._place is not None and self._place.shape[0] != running:
+            self._table = None
+        holes = [slot for slot in range(running) if self.sequences[slot] is None]
+        movers = [slot for slot in range(running, self.count) if self.sequences[slot] is not None]
+        for hole, mover in zip(holes, movers, strict=True):
+            self._move(mover, hole)
+        if holes:
+            self._table = None
+        return running
+
+    def _move(self, source: int, target: int) -> None:
+        made = self.generated(source)
+        self.kv.move(source, target, made - 1)
+        for tensor in (self._prompt_length, self._generated, self._limit, self._last):
+            tensor[target] = tensor[source]
+        self._tokens[target, :made] = self._tokens[source, :made]
+        self._logprobs[target, :made] = self._logprobs[source, :made]
+        self._uniforms[target] = self._uniforms[source]
+        self._sampling.move(source, target)
+        self.host_generated[target] = made
+        self._host_entry[target] = self._host_entry[source]
+        self.sequences[target], self.sequences[source] = self.sequences[source], None
+
+
+def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"]]:
+    """For each pool entry the rows that belong to it, and where each row stands in that table flattened.
+
+    Columns are a multiple of four, the fewest with which a product's rows do not depend on how many there are.
+
+    >>> table, place = _prompt_table(np.array([1, 0, 1]), torch.device("cpu"))
+    >>> table.tolist(), place.tolist()
+    ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5])
+    """
+    counts = np.bincount(entries)
+    columns = round_up(int(counts.max()), 4)
+    order = np.argsort(entries, kind="stable")
+    starts = np.cumsum(counts) - counts
+    column = np.empty_like(entries)
+    column[order] = np.arange(len(entries)) - starts[entries[order]]
+    place = entries * columns + column
+    table = np.zeros(len(counts) * columns, dtype=np.int64)
+    table[place] = np.arange(len(entries))
+    return torch.from_numpy(table.reshape(len(counts), columns)).to(device), torch.from_numpy(place).to(device)

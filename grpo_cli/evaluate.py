@@ -1,0 +1,101 @@
+"""Accuracy, pass@1 and pass@k on held-out prompts, with 95 % intervals: the same code inside training and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_cli.interfaces import Engine, Task
+from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
+from grpo_cli.rollout import group_rollouts, requests_for, score
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Metrics by name, and every rollout as a person reads it."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+
+
+def evaluate(
+    engine: Engine, task: Task, prompts: Sequence[Prompt], sampling: Sampling, k: int, seed: int
+) -> EvalResult:
+    """One greedy rollout and `k` sampled ones per prompt.
+
+    `eval/accuracy` is the greedy one with Wilson's interval; pass@1 is the mean over sampled rollouts and pass@k the
+    unbiased estimate (Chen et al. 2021, arXiv 2107.03374), both with an interval over prompts.
+    """
+    greedy = requests_for(prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0), seed, "eval-greedy")
+    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval")
+    rollouts = list(engine.generate([*greedy, *drawn]))
+    greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
+    metrics = _greedy_metrics(greedy_groups)
+    examples = _examples(task, greedy_groups, "greedy")
+    if drawn:
+        groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature != 0.0])
+        metrics |= _sampled_metrics(groups, k)
+        examples += _examples(task, groups, "sampled")
+    return EvalResult(metrics, tuple(examples))
+
+
+def is_correct(reward: Reward) -> bool:
+    """Whether the answer is right: the reward's part `correct` where the task has one, else a total of 1."""
+    return reward.parts.get("correct", reward.total) >= 1.0
+
+
+def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:
+    return [score(task, group) for group in group_rollouts(prompts, rollouts)]
+
+
+def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    right = sum(is_correct(group.rewards[0]) for group in groups)
+    low, high = wilson_interval(right, len(groups))
+    return {
+        "eval/accuracy": right / len(groups),
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        "eval/length_mean": float(np.mean([len(group.rollouts[0]) for group in groups])),
+    }
+
+
+def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:
+    right = [sum(is_correct(reward) for reward in group.rewards) for group in groups]
+    metrics = {}
+    for j in sorted({1, k}):
+        values = [pass_at_k(count, k, j) for count in right]
+        low, high = mean_interval(values)
+        name = f"eval/pass@{j}"
+        metrics |= {name: float(np.mean(values)), f"{name}_low": low, f"{name}_high": high}
+    return metrics
+
+
+def _examples(task: Task, groups: Sequence[ScoredGroup], reason: str) -> list[Example]:
+    return [
+        example(task, group, index, kept=False, reason=reason, advantage=None)
+        for group in groups
+        for index in range(len(group.rollouts))
+    ]
+
+
+def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
+    """One rollout of a scored group as a person reads it, and what became of it."""
+    rollout, reward = group.rollouts[index], group.rewards[index]
+    return Example(
+        prompt_id=group.prompt.id,
+        sample=rollout.request.sample,
+        prompt=task.text(group.prompt.token_ids),
+        reply=task.text(rollout.token_ids),
+        answer=group.prompt.answer,
+        reward=reward.total,
+        parts=dict(reward.parts),
+        length=len(rollout),
+        finish=rollout.finish.value,
+        kept=kept,
+        reason=reason,
+        advantage=advantage,
+    )

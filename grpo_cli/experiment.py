@@ -1,0 +1,316 @@
+"""Settings to objects: the one place where names become things, and where those of a run are put together.
+
+A part gets the arguments of its YAML and, of the objects that are to be had (model, tokenizer, seed, ...), those that
+its signature names. A misspelt argument is a UserError, and a rule that does not answer as it must is found on a
+made-up group, both before any weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+import numpy as np
+import torch
+from hydra.errors import InstantiationException
+
+from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
+from grpo_cli.config import ENGINE_PARTS, EvalRunSettings, overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.console import ConsoleTracker
+from grpo_cli.downsample import choose
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.errors import UserError
+from grpo_cli.evaluate import EvalResult, evaluate
+from grpo_cli.files import json_line, write_atomically
+from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Task, Tracker
+from grpo_cli.meter import WallMeter
+from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
+from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+from grpo_cli.tracking import JsonlTracker
+from grpo_cli.train import Parts, Trainer
+from grpo_cli.typed import closest
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
+
+
+def pick_device(word: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`."""
+    if word == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if word == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
+    return torch.device(word)
+
+
+def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+    """What the group `name` describes. `_partial_` parts are functions with their settings filled in, called later."""
+    words = {key: value for key, value in part.items() if not key.startswith("_")}
+    factory = _factory(name, part)
+    signature = inspect.signature(factory.func)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+    for word in words:
+        if word not in signature.parameters and not takes_any:
+            known = [key for key in signature.parameters if key not in offered]
+            raise UserError(f"{name}.{word}: {part['_target_']} takes no {word}{closest(word, known)}")
+    if part.get("_partial_"):
+        return factory
+    given = {key: value for key, value in offered.items() if key in signature.parameters and key not in words}
+    try:
+        signature.bind(**words, **given)
+    except TypeError as error:
+        raise UserError(
+            f"{name}: {part['_target_']} cannot be made: {error}; give it as {name}.<argument>=..."
+        ) from error
+    return factory(**given)
+
+
+def _factory(name: str, part: Mapping[str, Any]) -> Any:
+    try:
+        return hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
+    except InstantiationException as error:
+        reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
+        raise UserError(
+            f"{name}._target_={part['_target_']} cannot be had: {reason}; "
+            "write it as module.name, with the module in the current folder or installed"
+        ) from error
+
+
+def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -> Any:
+    """A part that is a function with its settings filled in, once it is known to take the arguments it will get."""
+    factory = make(name, {**part, "_partial_": True}, {})
+    rule = partial(factory.func, *factory.args, **factory.keywords)  # Hydra's own partial checks every call again
+    try:
+        inspect.signature(rule).bind(*called_with)
+    except TypeError as error:
+        raise UserError(
+            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
+            f"what else it needs is given as {name}.<argument>=..."
+        ) from error
+    return rule
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The functions between rewards and the loss."""
+
+    downsample: DownsampleRule
+    advantage: AdvantageFn
+    correction: Correction
+    loss: LossFn
+
+
+def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
+    """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
+    rules = Rules(
+        downsample=function("downsample", parts["downsample"], ("group", "keep", "rng")),
+        advantage=function("advantage", parts["advantage"], ("kept_rewards", "group_rewards")),
+        correction=make("correction", parts["correction"], {}),
+        loss=function("loss", parts["loss"], ("logprobs", "batch", "totals")),
+    )
+    group = _made_up_group(n)
+    kept = group.take(choose(rules.downsample, group, m, np.random.default_rng(0)))
+    rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
+    advantages = rules.advantage(*rewards)
+    _expect("advantage", advantages, (m,))
+    logprobs = torch.full((m, 4), -1.0, requires_grad=True)
+    batch = _made_up_batch(advantages, logprobs.detach())
+    weights, mask, _ = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
+    _expect("correction", weights, (m, 4))
+    _expect("correction", mask, (m, 4))
+    output = rules.loss(logprobs, replace(batch, weights=weights, loss_mask=mask), Totals(m, 3 * m, 3))
+    _expect("loss", output.loss, ())
+    if not output.loss.requires_grad:
+        raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")
+    return rules
+
+
+def _made_up_group(n: int) -> ScoredGroup:
+    prompt = Prompt("rehearsal", (0,), "0")
+    requests = [Request(prompt, sample, sample, Sampling(max_new_tokens=3)) for sample in range(n)]
+    rollouts = tuple(Rollout(request, (0, 0, 0), (-1.0, -1.0, -1.0), Finish.EOS, 2) for request in requests)
+    return ScoredGroup(prompt, rollouts, tuple(Reward(float(sample % 2)) for sample in range(n)))
+
+
+def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
+    rows = len(advantages)
+    response = torch.tensor([[False, True, True, True]]).repeat(rows, 1)
+    return Batch(
+        input_ids=torch.zeros((rows, 4), dtype=torch.long),
+        response_mask=response,
+        loss_mask=response,
+        weights=response.float(),
+        sampler_logprobs=logprobs * response,
+        policy_logprobs=None,
+        ref_logprobs=logprobs * response,
+        advantages=advantages,
+        lengths=torch.full((rows,), 4),
+    )
+
+
+def _expect(name: str, answer: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(answer, torch.Tensor) or tuple(answer.shape) != shape:
+        found = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
+        raise UserError(f"{name}: asked for a tensor of shape {shape}, the answer was {found}")
+    if not torch.isfinite(answer.detach().float()).all():
+        raise UserError(f"{name}: the answer to a made-up group is not finite: {answer.tolist()}")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What training and evaluation both need: a model, its task and the engine that makes the model answer."""
+
+    device: torch.device
+    model: Any
+    tokenizer: Any
+    pad_token_id: int
+    task: Task
+    engine: Engine
+
+
+def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings) -> Bench:
+    """Load the model and build its task and engine."""
+    device = pick_device(settings.device)
+    tokenizer = load_tokenizer(weights)
+    model = _load(weights, device, settings.seed)
+    eos = eos_token_ids(model, tokenizer)
+    pad = pad_token_id(tokenizer, eos)
+    room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room}
+    task = make("task", settings.parts["task"], offered)
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad))
+
+
+def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
+    """The model. Random weights, and all that draws from the global generators unasked, follow the seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return load_model(weights, device)
+
+
+def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int) -> Engine:
+    """The rollout engine with its sampler, scheduler, predictor and sparsity."""
+    offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed}
+    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
+        raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
+    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
+    return engine
+
+
+def build(settings: RunSettings) -> Trainer:
+    """A training run, ready to go. Rules are tried first, since that is quick; then the model is loaded."""
+    rules = build_rules(settings.parts, settings.n, settings.m)
+    run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
+    checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
+    weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
+    bench = set_up(settings, weights)
+    parts = Parts(
+        model=bench.model,
+        # The model as it was before the run, also when the run is resumed.
+        reference=_frozen(_load(settings.model, bench.device, settings.seed)) if _wants_kl(settings) else None,
+        save_model=partial(save_pretrained, bench.model, bench.tokenizer),
+        task=bench.task,
+        engine=bench.engine,
+        pad_token_id=bench.pad_token_id,
+        downsample=rules.downsample,
+        advantage=rules.advantage,
+        correction=rules.correction,
+        loss=rules.loss,
+        trackers=_trackers(settings, run_dir, checkpoint, console),
+        meter=WallMeter(bench.device, on_phase=console.phase),
+        say=console.say,
+        warn=console.warn,
+    )
+    return Trainer(settings, parts, run_dir, checkpoint)
+
+
+def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Path | None:
+    if resume is None:
+        return None
+    folder = resolve_run(resume, Path("outputs"))
+    found = find_checkpoint(folder)
+    for reason in found.skipped:
+        warn(f"checkpoint passed over: {reason}")
+    if found.path is None:
+        raise UserError(
+            f"resume={resume} holds no complete checkpoint; start anew without resume=, or name another run"
+        )
+    return found.path
+
+
+def _trackers(
+    settings: RunSettings, run_dir: Path, checkpoint: Path | None, console: ConsoleTracker
+) -> tuple[Tracker, ...]:
+    first_step = None
+    if checkpoint is not None:
+        done = int(checkpoint.name.removeprefix("step_").partition(".")[0])
+        first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
+    offered = {
+        "run_dir": run_dir,
+        "config": dataclasses.asdict(settings),
+        "say": console.say,
+        "warn": console.warn,
+    }
+    files = JsonlTracker(run_dir, first_step, console.warn)
+    return files, console, make("logger", settings.parts["logger"], offered)
+
+
+def _wants_kl(settings: RunSettings) -> bool:
+    return bool(settings.parts["loss"].get("kl_coef", 0.0))
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()
+
+
+def evaluate_model(settings: EvalRunSettings) -> EvalResult:
+    """Greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
+    bench = set_up(settings, settings.model)
+    exam, run_dir = settings.eval, Path(settings.run_dir)
+    held_out = bench.task.prompts("eval")
+    count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
+    prompts = [held_out[i] for i in range(count)]
+    sampling = Sampling(
+        exam.temperature, settings.sampling.top_p, settings.sampling.top_k, settings.sampling.max_new_tokens
+    )
+    start = time.perf_counter()
+    with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
+        result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
+    rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
+    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
+    seconds = time.perf_counter() - start
+    asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "problems": len(prompts), "k": exam.k}
+    write_summary(run_dir, {"status": "completed", **asked, "seconds": seconds, **result.metrics})
+    return result
+
+
+def checkpoint_overrides(place: str) -> list[str]:
+    """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights."""
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
+    found = find_checkpoint(folder)
+    for reason in found.skipped:
+        print(f"passed over {reason}", file=sys.stderr)
+    if found.path is None and (found.skipped or not (folder / "config.json").is_file()):
+        raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
+    weights = (found.path or folder).resolve()
+    run_dir = weights.parent.parent
+    of_the_run = overrides_of_run(run_dir) if (run_dir / ".hydra" / "config.yaml").is_file() else []
+    return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+
+
+def resume_overrides(place: str) -> list[str]:
+    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from."""
+    folder = resolve_run(place, Path("outputs"))
+    run_dir = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
+    return [*overrides_to_resume(run_dir), *overrides({"resume": str(folder)})]

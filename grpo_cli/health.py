@@ -1,0 +1,88 @@
+"""Reads each step's metrics and warns, naming the key to change, when a run is not learning what it should.
+
+It changes nothing and stops nothing. Each warning comes once, and again only after its condition has cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+TRUNCATED_SHARE = 0.9
+ZERO_STD_SHARE = 0.9
+RATIO_RANGE = (0.9, 1.1)
+EQUAL_STEPS = 5
+
+
+class HealthCheck:
+    """Remembers which conditions hold and how long all rewards have been equal."""
+
+    def __init__(self) -> None:
+        self._holding: set[str] = set()
+        self._equal_steps = 0
+
+    def check(self, metrics: Mapping[str, float]) -> list[str]:
+        """The warnings that are new with this step's metrics. A condition whose metric is absent stays as it was."""
+        found = {
+            "truncated": _truncated(metrics),
+            "zero_std": _zero_std(metrics),
+            "mismatch": _mismatch(metrics),
+            "equal": self._all_equal(metrics),
+        }
+        new = [text for name, text in found.items() if text and name not in self._holding]
+        for name, text in found.items():
+            if text:
+                self._holding.add(name)
+            elif text is not None:
+                self._holding.discard(name)
+        return new
+
+    def _all_equal(self, metrics: Mapping[str, float]) -> str | None:
+        if "reward/std" not in metrics:
+            return None
+        self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
+        if self._equal_steps < EQUAL_STEPS:
+            return ""
+        return (
+            f"every reward of the last {self._equal_steps} steps was {metrics.get('reward/mean', float('nan')):g}, so "
+            "nothing was learnt. Read a few replies in rollouts.jsonl: if they look right, the task's answers or its "
+            "judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a higher "
+            "sampling.temperature."
+        )
+
+
+# Each condition answers a warning, "" when all is well, or None when its metric was not measured.
+
+
+def _truncated(metrics: Mapping[str, float]) -> str | None:
+    share = metrics.get("response/truncated")
+    if share is None or share <= TRUNCATED_SHARE:
+        return None if share is None else ""
+    return (
+        f"response/truncated is {share:.2f}: that share of the rollouts was cut off before it ended, so its reward "
+        "says little. Raise sampling.max_new_tokens."
+    )
+
+
+def _zero_std(metrics: Mapping[str, float]) -> str | None:
+    share = metrics.get("group/zero_std")
+    if share is None or share <= ZERO_STD_SHARE:
+        return None if share is None else ""
+    return (
+        f"group/zero_std is {share:.2f}: in that share of the groups all rewards are equal, and such a group teaches "
+        f"nothing (reward/mean is {metrics.get('reward/mean', float('nan')):.2f}). Raise n or sampling.temperature, or "
+        "choose problems that are neither too easy nor too hard (task)."
+    )
+
+
+def _mismatch(metrics: Mapping[str, float]) -> str | None:
+    ratio = metrics.get("mismatch/ratio_mean")
+    low, high = RATIO_RANGE
+    if ratio is None:
+        return None
+    if low <= ratio <= high:  # false for NaN, which is no less of a problem
+        return ""
+    return (
+        f"mismatch/ratio_mean is {ratio:.3f}, outside {low}-{high}: the sampler and the trained policy disagree. "
+        "Choose a correction (correction=tis), set sampling.top_p=1 and sampling.top_k=0, compute in full precision "
+        "(model.dtype=float32 model.autocast=none), or evict fewer keys (sparsity)."
+    )

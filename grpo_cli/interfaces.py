@@ -1,0 +1,114 @@
+"""What each part that the trainer uses has to do. A part is one function or one small class, chosen by a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.types import (
+    Batch,
+    EngineStats,
+    LossOutput,
+    Prompt,
+    Record,
+    Request,
+    Reward,
+    Rollout,
+    ScoredGroup,
+    Totals,
+)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems and their judge. A task holds the tokenizer; nobody else turns text into tokens or back."""
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        """The prompts of `train` or `eval`. The two are disjoint and always in the same order."""
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        """Judge one rollout. Must not execute anything that the model wrote."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Tokens as a person reads them, special tokens left out."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Makes rollouts. Each request comes back exactly once, in order of finishing."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]: ...
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost; complete once its iterator is exhausted."""
+
+    def update_weights(self) -> None:
+        """Called after each optimizer step; a no-op for an engine that shares the trainer's modules."""
+
+
+@runtime_checkable
+class DownsampleRule(Protocol):
+    """Which rollouts of a group are trained on: `keep` distinct indices into the group.
+
+    Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt).
+    """
+
+    def __call__(self, group: ScoredGroup, keep: int, rng: np.random.Generator) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class AdvantageFn(Protocol):
+    """Rewards to advantages. Both come along so that the baseline is the function's choice."""
+
+    def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
+
+
+@runtime_checkable
+class Correction(Protocol):
+    """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
+
+    Metrics are measured whatever is applied. `needs_policy_logprobs` says whether the weights and mask depend on the
+    log-probabilities at all; if not, measuring can wait for the learner's own forward pass.
+    """
+
+    @property
+    def needs_policy_logprobs(self) -> bool: ...
+
+    def __call__(
+        self,
+        sampler_logprobs: Float[Tensor, "B T"],
+        policy_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Mapping[str, float]]: ...
+
+
+@runtime_checkable
+class LossFn(Protocol):
+    """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum."""
+
+    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput: ...
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Where records go."""
+
+    def log(self, record: Record) -> None: ...
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Called once, however the run ended; `summary` is what `summary.json` says."""
+
+
+@runtime_checkable
+class Meter(Protocol):
+    """Named spans of time (and memory) inside a step."""
+
+    def span(self, name: str) -> Any:
+        """A context manager; spans of one name add up, and may nest under other names."""
+
+    def take(self) -> Mapping[str, float]:
+        """Metrics `time/<name>` in seconds since the last `take`, then starts over."""

@@ -1,0 +1,134 @@
+"""What moves the weights: log-probabilities of a batch, its loss in micro-batches, one guarded optimizer step.
+
+It knows nothing of prompts, rewards or rollouts. The model and the optimizer are the two things that change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.batch import micro_batches, rows_of, to_device, totals
+from grpo_cli.interfaces import LossFn
+from grpo_cli.logprobs import token_logprobs
+from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.types import Batch
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step, or the reason why there was none. `logprobs` are the learner's, from before the step."""
+
+    metrics: Mapping[str, float]
+    logprobs: Float[Tensor, "B T"]
+    fault: str | None
+
+
+class Learner:
+    """A model and the AdamW that trains it (every parameter that asks for a gradient)."""
+
+    def __init__(
+        self, model: Any, loss: LossFn, model_settings: ModelSettings, train: TrainSettings, optim: OptimSettings
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._train = train
+        self._optim = optim
+        self._autocast_word = model_settings.autocast
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that the computation runs in, rollouts included."""
+        if self._autocast_word == "none":
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
+
+    @torch.no_grad()
+    def logprobs(self, model: Any, batch: Batch, temperature: float) -> Float[Tensor, "B T"]:
+        """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
+        result = torch.zeros(batch.input_ids.shape)
+        with self.autocast():
+            for rows in micro_batches(batch, self._train.micro_batch_tokens):
+                part = to_device(rows_of(batch, rows), self._device)
+                values = token_logprobs(
+                    model, part.input_ids, part.response_mask, temperature, self._train.logprob_chunk
+                )
+                result[rows, : values.shape[1]] = values.cpu()
+        return result
+
+    def update(self, batch: Batch, temperature: float, max_new_tokens: int, step: int) -> Update:
+        """Gradients of the whole batch, then one optimizer step, unless something in them is not finite."""
+        self._optimizer.zero_grad(set_to_none=True)
+        divisors = totals(batch, max_new_tokens)
+        logprobs = torch.zeros(batch.input_ids.shape)
+        sums: dict[str, Tensor] = {}
+        with self._training():
+            for rows in micro_batches(batch, self._train.micro_batch_tokens):
+                part = to_device(rows_of(batch, rows), self._device)
+                with self.autocast():
+                    values = token_logprobs(
+                        self._model, part.input_ids, part.response_mask, temperature, self._train.logprob_chunk
+                    )
+                output = self._loss(values, part, divisors)
+                output.loss.backward()
+                logprobs[rows, : values.shape[1]] = values.detach().cpu()
+                for name, share in {"loss/total": output.loss.detach(), **output.metrics}.items():
+                    sums[name] = sums[name] + share if name in sums else share
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
+        metrics = {name: float(value) for name, value in sums.items()} | {"optim/grad_norm": float(norm)}
+        fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
+        if fault is None:
+            rate = learning_rate(self._optim, step, self._train.steps)
+            metrics["optim/lr"] = rate
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return Update(metrics, logprobs, fault)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
+        self._model.train()
+        try:
+            yield
+        finally:
+            self._model.eval()
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
+
+
+def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
+    """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
+
+    >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0)
+    >>> [learning_rate(half, step, 6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    if optim.schedule == "linear":
+        return optim.lr * (1.0 - done)
+    if optim.schedule == "cosine":
+        return optim.lr * 0.5 * (1.0 + torch.cos(torch.tensor(torch.pi * done)).item())
+    return optim.lr

@@ -1,0 +1,196 @@
+"""The one list of metric names, each with its sentence, and the functions that compute metrics from values.
+
+Not a place where anything is stored or sent: the trainer merges these dictionaries into a `Record`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo_cli.types import Finish, ScoredGroup
+
+# A name in angle brackets stands for one word, or for a number where the name is `k`.
+METRICS: Mapping[str, str] = {
+    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection.",
+    "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
+    "reward/kept_mean": "Mean total reward over the rollouts that were trained on; selection biases it.",
+    "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
+    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing.",
+    "group/zero_std_kept": "The same share after selection, among the rollouts that were kept.",
+    "response/length_mean": "Mean number of generated tokens per rollout, the end-of-sequence token included.",
+    "response/length_max": "Number of tokens of the longest rollout of the step.",
+    "response/truncated": "Share of rollouts that reached sampling.max_new_tokens without ending.",
+    "tokens/generated": "Tokens generated for training since the run began.",
+    "tokens/trained": "Response tokens trained on since the run began.",
+    "rollouts/generated": "Rollouts generated for training since the run began.",
+    "rollouts/trained": "Rollouts trained on since the run began.",
+    "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
+    "loss/policy": "The policy-gradient part of the loss.",
+    "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
+    "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
+    "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
+    "optim/lr": "Learning rate of the step.",
+    "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
+    "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
+    "mismatch/ratio_mean": "Mean over response tokens of policy probability / sampler probability; 1 if they agree.",
+    "mismatch/ratio_min": "Smallest of those ratios in the step.",
+    "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",
+    "mismatch/log_ratio_q01": "1 % quantile of the logarithm of that ratio.",
+    "mismatch/kl": "Estimated KL divergence from the sampler to the dense policy, per token.",
+    "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
+    "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
+    "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
+    "engine/decode_steps": "Batched forward passes that made one token per busy slot.",
+    "engine/slots": "Slots the engine decoded with.",
+    "engine/slot_utilisation": "Share of slot-steps that produced a token.",
+    "engine/kv_peak_bytes": "Most bytes the key-value cache held at once, exact from shapes.",
+    "engine/prefill_tokens": "Prompt tokens that were run through the model.",
+    "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",
+    "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",
+    "predictor/mean_absolute_error": "Mean absolute difference of predicted and true lengths, in tokens.",
+    "time/rollout": "Seconds of this step spent generating.",
+    "time/reward": "Seconds of this step spent judging.",
+    "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
+    "time/update": "Seconds of this step spent on forward, backward and optimizer.",
+    "time/eval": "Seconds of this step spent on evaluation.",
+    "time/checkpoint": "Seconds of this step spent saving.",
+    "time/step": "Seconds of the whole step.",
+    "time/<phase>": "Seconds of this step spent in this phase.",
+    "clock/train_seconds": "Seconds of training since the run began, evaluation left out.",
+    "speed/tokens_per_second": "Generated tokens per second of rollout time.",
+    "memory/peak_bytes": "Peak memory: resident size of the process on a CPU, the allocator's maximum on a GPU.",
+    "eval/accuracy": "Share of held-out problems solved by greedy decoding.",
+    "eval/accuracy_low": "Lower end of the 95 % interval of eval/accuracy.",
+    "eval/accuracy_high": "Upper end of the 95 % interval of eval/accuracy.",
+    "eval/pass@<k>": "Probability that at least one of k sampled answers is right, unbiased, mean over problems.",
+    "eval/pass@<k>_low": "Lower end of the 95 % interval of that pass@k.",
+    "eval/pass@<k>_high": "Upper end of the 95 % interval of that pass@k.",
+    "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
+}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    escaped = re.escape(name).replace(re.escape("<k>"), r"[1-9][0-9]*")
+    return re.compile(re.sub(r"<[a-z]+>", r"[^/]+", escaped))
+
+
+_PATTERNS = {_pattern(name): sentence for name, sentence in METRICS.items() if "<" in name}
+
+
+def describe(name: str) -> str:
+    """The sentence that says what metric `name` is. Raises KeyError for a name that is not in the list."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, sentence in _PATTERNS.items():
+        if pattern.fullmatch(name):
+            return sentence
+    raise KeyError(f"{name!r} is not a metric: give it a sentence in metrics.METRICS")
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """What the step's rollouts were like: all of them, before selection. Empty if there are none."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    lengths = [len(rollout) for rollout in rollouts]
+    totals = np.concatenate([group.totals for group in groups])
+    return {
+        "reward/mean": float(totals.mean()),
+        # The floating-point deviation of equal numbers need not be 0: that of (0.1, 0.1, 0.1) is 1.4e-17.
+        "reward/std": 0.0 if _all_equal(totals) else float(totals.std()),
+        **_part_means(groups),
+        "group/zero_std": zero_std_share(groups),
+        "response/length_mean": sum(lengths) / len(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
+    }
+
+
+def kept_metrics(kept: Sequence[ScoredGroup]) -> dict[str, float]:
+    """What the rollouts that are trained on were like. Empty if none was kept: a mean of nothing is no number."""
+    totals = np.concatenate([np.zeros(0), *(group.totals for group in kept)])
+    if not len(totals):
+        return {}
+    return {"reward/kept_mean": float(totals.mean()), "group/zero_std_kept": zero_std_share(kept)}
+
+
+def zero_std_share(groups: Sequence[ScoredGroup]) -> float:
+    """Share of the groups whose rewards are all exactly equal; groups without rollouts do not count.
+
+    Equality and not a small standard deviation: a group of equal rewards has an advantage of exactly 0, and one of
+    nearly equal rewards, once divided by its deviation, does not.
+    """
+    filled = [group.totals for group in groups if len(group.totals)]
+    return sum(_all_equal(totals) for totals in filled) / len(filled) if filled else 0.0
+
+
+def _all_equal(values: np.ndarray) -> bool:
+    return bool((values == values[0]).all())
+
+
+def _part_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for reward in group.rewards:
+            for part, value in reward.parts.items():
+                values.setdefault(part, []).append(value)
+    for part in values:
+        if f"reward/{part}" in METRICS:
+            raise ValueError(f"a reward part cannot be called {part!r}: the metric reward/{part} means something else")
+    return {f"reward/{part}": sum(items) / len(items) for part, items in values.items()}
+
+
+def pass_at_k(correct: int, n: int, k: int) -> float:
+    """Unbiased probability that at least one of k answers is right, from n answers of which `correct` are.
+
+    1 - C(n - c, k) / C(n, k), the share of k-subsets with a right answer (Chen et al. 2021, arXiv 2107.03374). The
+    naive 1 - (1 - c/n)^k is biased low.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= correct <= n, got correct={correct}, n={n}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal distribution
+
+
+def wilson_interval(successes: float | int, n: float | int) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
+
+    `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes in {n} trials")
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = successes / n, NORMAL_95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = NORMAL_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    # At 0 and at n the ends are exactly 0 and 1; the arithmetic misses them by a rounding.
+    return 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half
+
+
+def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, float]:
+    """95 % interval of the mean of values in [0, 1], such as one pass@k per problem; problems are what is sampled.
+
+    The Wilson interval with an effective number of trials: n p(1-p) / s^2 coin flips with the mean's probability have
+    a mean as uncertain as this one. Values of 0 and 1 alone thus give `wilson_interval`, also when they are all 0 or
+    all 1, where a normal or a bootstrap interval would have no width. `trials` is how many coin flips a value stands
+    for at most (the samples per problem); it bounds how certain nearly equal values can make us, and 1 is safe.
+    """
+    if not all(0.0 <= value <= 1.0 for value in values):
+        raise ValueError("mean_interval takes values between 0 and 1")
+    n = len(values)
+    if n == 0:
+        return 0.0, 1.0
+    share = math.fsum(values) / n
+    coin, spread = share * (1 - share), math.fsum((value - share) ** 2 for value in values) / n
+    if coin == 0:
+        flips = float(n)
+    else:
+        flips = n * (trials if spread * trials <= coin else coin / spread)
+    return wilson_interval(min(share * flips, flips), flips)

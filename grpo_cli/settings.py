@@ -1,0 +1,95 @@
+"""The plain numbers and words a run is made with: typed, frozen, free of torch, and with no rule attached.
+
+`config.py` fills these from Hydra and checks how they relate; everybody else only reads them. The defaults live in
+`conf/`, where each has its comment, so none is repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a completion is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens can never be drawn although the model gives them probability."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which weights, in which precision."""
+
+    path: str
+    dtype: str  # float32 | bfloat16: of the weights
+    autocast: str  # none | bfloat16: of the computation
+    random_init: bool
+    trust_remote_code: bool
+    gradient_checkpointing: bool
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    steps: int
+    prompts: int
+    micro_batch_tokens: int
+    epochs: int
+    minibatches: int
+    logprob_chunk: int
+    max_bad_steps: int
+    checkpoint_every: int
+    keep_checkpoints: int
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    warmup_steps: int
+    schedule: str  # constant | linear | cosine
+    max_grad_norm: float
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    every: int
+    problems: int
+    k: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    rollouts: int
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
+    the `_target_` that builds it."""
+
+    n: int
+    m: int
+    seed: int
+    resume: str | None
+    device: str
+    run_dir: str
+    model: ModelSettings
+    train: TrainSettings
+    sampling: Sampling
+    optim: OptimSettings
+    eval: EvalSettings
+    record: RecordSettings
+    parts: Mapping[str, Mapping[str, Any]]

@@ -1,0 +1,179 @@
+"""Sums and differences of a few small numbers, worked out on paper: the embedded task.
+
+A prompt is `12+7-5+30=` and a reply rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that last
+number is judged, so a reply may do several operations at once; doing one at a time is longer and safer. The length of a
+careful reply grows with the square of the number of terms. Nothing a model writes is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.types import Finish, Prompt, Reward, Rollout
+
+_LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of signed terms that is worked out from left to right, the first term being non-negative."""
+
+    terms: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return str(self.terms[0]) + "".join(f"{term:+d}" for term in self.terms[1:])
+
+    def after(self, operations: int) -> Sum:
+        """What is left to do after that many operations: `12+7-5` after one is `19-5`."""
+        return Sum((sum(self.terms[: operations + 1]), *self.terms[operations + 1 :]))
+
+
+def draw_sum(rng: Random, num_terms: int, max_operand: int, max_value: int) -> Sum:
+    """A number in 1..`max_value`, then operands in 1..`max_operand`; running results stay within 0..`max_value`."""
+    terms = [rng.randint(1, max_value)]
+    value = terms[0]
+    for _ in range(num_terms - 1):
+        operand = rng.randint(1, max_operand)
+        if value - operand < 0 or (value + operand <= max_value and rng.random() < 0.5):
+            terms.append(operand)
+        else:
+            terms.append(-operand)
+        value += terms[-1]
+    return Sum(tuple(terms))
+
+
+def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> str:
+    """The reply that does `operations[i]` operations in line i; by default one at a time, which is the longest.
+
+    >>> worked_solution(Sum((12, 7, -5, 30)))
+    '19-5+30=14+30=44'
+    >>> worked_solution(Sum((12, 7, -5, 30)), (2, 1))
+    '14+30=44'
+    """
+    lines = []
+    for count in operations if operations is not None else (1,) * (len(problem.terms) - 1):
+        problem = problem.after(count)
+        lines.append(str(problem))
+    if len(problem.terms) != 1:
+        raise ValueError(f"the operations leave {problem} undone")
+    return "=".join(lines)
+
+
+def final_answer(reply: str) -> str | None:
+    """The number after the last `=` (or the whole reply), None when it is no plain number without leading zeros."""
+    last = reply.rsplit("=", 1)[-1]
+    return last if _NUMBER.fullmatch(last) else None
+
+
+def is_well_formed(reply: str) -> bool:
+    """Whether the reply is lines of sums joined by `=`, the last of them a plain number."""
+    return final_answer(reply) is not None and all(_LINE.fullmatch(line) for line in reply.split("="))
+
+
+class Arithmetic:
+    """The task. `train` has `train_problems` problems, each made when asked for; their number of terms is uniform.
+
+    `eval` is the same for every seed and goes through the numbers of terms in turn, so that every beginning of it
+    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a reply that ended
+    by itself with the right number, else 0.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        min_terms: int = 2,
+        max_terms: int = 8,
+        max_operand: int = 9,
+        max_value: int = 99,
+        train_problems: int = 1_000_000,
+        eval_problems: int = 448,
+    ) -> None:
+        _check_sizes(min_terms, max_terms, max_operand, max_value, train_problems, eval_problems)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._term_counts = range(min_terms, max_terms + 1)
+        self._max_operand = max_operand
+        self._max_value = max_value
+        self._train = GeneratedPrompts(self._train_prompt, train_problems)
+        self._eval = tuple(
+            self._prompt(f"eval-{i}", problem) for i, problem in enumerate(self._eval_sums(eval_problems))
+        )
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        if split == "train":
+            return self._train
+        if split == "eval":
+            return self._eval
+        raise UserError(f"task=arithmetic was asked for the split {split!r}; it has train and eval")
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        finished = rollout.finish is Finish.EOS
+        # the end is taken off by its place and not by its kind: other special tokens inside a number must spoil it
+        reply = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        correct = float(finished and final_answer(reply) == prompt.answer)
+        return Reward(correct, {"correct": correct, "well_formed": float(finished and is_well_formed(reply))})
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, skip_special_tokens=True)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str), "one sequence of tokens decodes to one string"
+        return text
+
+    def _train_prompt(self, index: int) -> Prompt:
+        """Problem `index` of the train split: a function of the seed and the index alone."""
+        rng = Random(f"arithmetic/train/{self._seed}/{index}")
+        num_terms = rng.choice(self._term_counts)
+        while is_held_out(str(problem := draw_sum(rng, num_terms, self._max_operand, self._max_value))):
+            pass
+        return self._prompt(f"train-{index}", problem)
+
+    def _eval_sums(self, count: int) -> list[Sum]:
+        """Distinct held-out problems; a number of terms that has run out of new ones is an error of the settings."""
+        rng = Random("arithmetic/eval")
+        seen: dict[Sum, None] = {}
+        for i in range(count):
+            num_terms = self._term_counts[i % len(self._term_counts)]
+            for _ in range(10_000):
+                problem = draw_sum(rng, num_terms, self._max_operand, self._max_value)
+                if problem not in seen and is_held_out(str(problem)):
+                    seen[problem] = None
+                    break
+            else:
+                raise UserError(
+                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more "
+                    f"of {num_terms} terms up to {self._max_operand}; ask for fewer, or raise task.max_operand"
+                )
+        return list(seen)
+
+    def _prompt(self, prompt_id: str, problem: Sum) -> Prompt:
+        token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
+        return Prompt(prompt_id, tuple(token_ids), answer=str(sum(problem.terms)))
+
+
+def _check_sizes(
+    min_terms: int, max_terms: int, max_operand: int, max_value: int, train_problems: int, eval_problems: int
+) -> None:
+    problems = []
+    if not 2 <= min_terms <= max_terms <= 64:
+        problems.append(f"task.min_terms={min_terms} and task.max_terms={max_terms} must satisfy 2 <= min <= max <= 64")
+    if not 1 <= max_operand <= 999:
+        problems.append(f"task.max_operand={max_operand} must be between 1 and 999")
+    if not 2 * max_operand <= max_value <= 9999:
+        problems.append(f"task.max_value={max_value} must be between 2 * task.max_operand={2 * max_operand} and 9999")
+    if train_problems < 1:
+        problems.append(f"task.train_problems={train_problems} must be at least 1")
+    if eval_problems < 1:
+        problems.append(f"task.eval_problems={eval_problems} must be at least 1")
+    if problems:
+        raise UserError("\n".join(problems))

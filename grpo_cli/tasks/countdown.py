@@ -1,0 +1,286 @@
+"""Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a reply is `25+7*3`.
+
+A reply is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed to
+`eval`, and what is no expression earns nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.types import Finish, Prompt, Reward, Rollout
+
+MAX_CHARACTERS = 256
+MAX_TOKENS = 64
+MAX_DEPTH = 16
+MAX_DIGITS = 6
+
+_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
+_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+
+
+class NotAnExpression(ValueError):
+    """The text is no expression within the limits, or divides by zero."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An expression's exact value and every number it names, in order."""
+
+    value: Fraction
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers in the order they are shown, and the target."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    def __str__(self) -> str:
+        return f"{','.join(map(str, self.numbers))}:{self.target}"
+
+    @property
+    def key(self) -> str:
+        """The same for all orders of the numbers, so that no split sees another's problem rearranged."""
+        return str(Problem(tuple(sorted(self.numbers)), self.target))
+
+
+def evaluate(text: str) -> Evaluated:
+    """Compute an expression of plain numbers, + - * / and parentheses, with the usual precedence, left to right.
+
+    At most 256 characters, 64 tokens, 16 nested parentheses and 6 digits a number. Raises NotAnExpression.
+
+    >>> evaluate("(25-3)/4").value
+    Fraction(11, 2)
+    """
+    parser = _Parser(_tokens(text))
+    value = parser.sum(depth=0)
+    if parser.peek() is not None:
+        raise NotAnExpression(f"{parser.peek()!r} where the expression should end")
+    return Evaluated(value, tuple(parser.numbers))
+
+
+def _tokens(text: str) -> list[str]:
+    if len(text) > MAX_CHARACTERS:
+        raise NotAnExpression(f"{len(text)} characters")
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None or len(match[0]) > MAX_DIGITS or len(tokens) == MAX_TOKENS:
+            raise NotAnExpression(f"cannot read {text[position : position + 8]!r}")
+        tokens.append(match[0])
+        position = match.end()
+    return tokens
+
+
+class _Parser:
+    """sum := product (("+" | "-") product)*; product := atom (("*" | "/") atom)*; atom := number | "(" sum ")"."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._position = 0
+        self.numbers: list[int] = []
+
+    def peek(self) -> str | None:
+        return self._tokens[self._position] if self._position < len(self._tokens) else None
+
+    def sum(self, depth: int) -> Fraction:
+        value = self._product(depth)
+        while (sign := self.peek()) in ("+", "-"):
+            self._position += 1
+            value = _OPERATIONS[sign](value, self._product(depth))
+        return value
+
+    def _product(self, depth: int) -> Fraction:
+        value = self._atom(depth)
+        while (sign := self.peek()) in ("*", "/"):
+            self._position += 1
+            factor = self._atom(depth)
+            if sign == "/" and factor == 0:
+                raise NotAnExpression("division by zero")
+            value = _OPERATIONS[sign](value, factor)
+        return value
+
+    def _atom(self, depth: int) -> Fraction:
+        token = self._next()
+        if token == "(":
+            if depth == MAX_DEPTH:
+                raise NotAnExpression(f"more than {MAX_DEPTH} nested parentheses")
+            value = self.sum(depth + 1)
+            if self._next() != ")":
+                raise NotAnExpression("a parenthesis that is not closed")
+            return value
+        if not token.isdigit():
+            # two numbers side by side need no case of their own: `007` is read as 0, 0, 7 and ends the expression early
+            raise NotAnExpression(f"{token!r} where a number should be")
+        self.numbers.append(int(token))
+        return Fraction(self.numbers[-1])
+
+    def _next(self) -> str:
+        token = self.peek()
+        if token is None:
+            raise NotAnExpression("it ends too early")
+        self._position += 1
+        return token
+
+
+def uses_allowed(used: Sequence[int], given: Sequence[int], use_all: bool) -> bool:
+    """Whether each given number is used once (`use_all`) or at most once; a number given twice may be used twice."""
+    counts, allowed = Counter(used), Counter(given)
+    return counts == allowed if use_all else counts <= allowed
+
+
+def draw_problem(rng: Random, count: int, max_number: int, max_target: int) -> tuple[Problem, str]:
+    """A problem and one of its solutions, which uses every number once and whose results are all positive integers."""
+    while True:
+        numbers = tuple(rng.randint(1, max_number) for _ in range(count))
+        target, solution = _combine(rng, numbers)
+        if target <= max_target and target not in numbers:
+            return Problem(numbers, target), solution
+
+
+def _combine(rng: Random, numbers: Sequence[int]) -> tuple[int, str]:
+    """Join random pairs by random operations until one positive integer is left, and write down how."""
+    left = [(number, str(number), 3) for number in numbers]  # value, text, and how tightly the text binds
+    while len(left) > 1:
+        rng.shuffle(left)
+        (a, a_text, a_binds), (b, b_text, b_binds) = sorted((left.pop(), left.pop()), reverse=True)
+        signs = ["+", "*"] + ["-"] * (a > b) + ["/"] * (a % b == 0)
+        sign = rng.choice(signs)
+        binds = 2 if sign in "*/" else 1
+        a_text = a_text if a_binds >= binds else f"({a_text})"
+        b_text = b_text if b_binds > binds or (b_binds == binds and sign in "+*") else f"({b_text})"
+        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
+        left.append((value, f"{a_text}{sign}{b_text}", binds))
+    return left[0][0], left[0][1]
+
+
+class Countdown:
+    """The task. Every problem can be solved with all of its numbers; how many there are is uniform in `train`.
+
+    `eval` is the same for every seed and goes through the counts in turn. No problem is in both splits, in no order of
+    its numbers. The reward is 1 for a reply that ended by itself, names the given numbers as allowed (`use_all`: each
+    exactly once, else each at most once) and equals the target, else 0.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        min_numbers: int = 3,
+        max_numbers: int = 4,
+        max_number: int = 20,
+        max_target: int = 99,
+        use_all: bool = True,
+        train_problems: int = 1_000_000,
+        eval_problems: int = 256,
+    ) -> None:
+        _check_sizes(min_numbers, max_numbers, max_number, max_target, train_problems, eval_problems)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._counts = range(min_numbers, max_numbers + 1)
+        self._max_number = max_number
+        self._max_target = max_target
+        self._use_all = use_all
+        self._train = GeneratedPrompts(self._train_prompt, train_problems)
+        held_out = self._eval_problems(eval_problems)
+        self._eval = tuple(self._prompt(f"eval-{i}", problem) for i, problem in enumerate(held_out))
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        if split == "train":
+            return self._train
+        if split == "eval":
+            return self._eval
+        raise UserError(f"task=countdown was asked for the split {split!r}; it has train and eval")
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        finished = rollout.finish is Finish.EOS
+        # the end is taken off by its place and not by its kind: other special tokens inside must spoil the expression
+        reply = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        try:
+            found = evaluate(reply) if finished else None
+        except NotAnExpression:
+            found = None
+        numbers, target = prompt.answer.split(":")
+        allowed = found is not None and uses_allowed(
+            found.numbers, [int(number) for number in numbers.split(",")], self._use_all
+        )
+        correct = float(found is not None and allowed and found.value == int(target))
+        return Reward(correct, {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)})
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids, skip_special_tokens=True)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str), "one sequence of tokens decodes to one string"
+        return text
+
+    def _train_prompt(self, index: int) -> Prompt:
+        """Problem `index` of the train split: a function of the seed and the index alone."""
+        rng = Random(f"countdown/train/{self._seed}/{index}")
+        count = rng.choice(self._counts)
+        while True:
+            problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
+            if not is_held_out(problem.key):
+                return self._prompt(f"train-{index}", problem)
+
+    def _eval_problems(self, size: int) -> list[Problem]:
+        """Held-out problems, no two alike in any order of their numbers."""
+        rng = Random("countdown/eval")
+        seen: dict[str, Problem] = {}
+        for i in range(size):
+            count = self._counts[i % len(self._counts)]
+            for _ in range(10_000):
+                problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
+                if problem.key not in seen and is_held_out(problem.key):
+                    seen[problem.key] = problem
+                    break
+            else:
+                raise UserError(
+                    f"task.eval_problems={size}: only {i} distinct held-out problems were found, there are no more of "
+                    f"{count} numbers up to {self._max_number}; ask for fewer, or raise task.max_number"
+                )
+        return list(seen.values())
+
+    def _prompt(self, prompt_id: str, problem: Problem) -> Prompt:
+        token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
+        return Prompt(prompt_id, tuple(token_ids), answer=str(problem))
+
+
+def _check_sizes(
+    min_numbers: int, max_numbers: int, max_number: int, max_target: int, train_problems: int, eval_problems: int
+) -> None:
+    problems = []
+    if not 2 <= min_numbers <= max_numbers <= 8:
+        problems.append(
+            f"task.min_numbers={min_numbers} and task.max_numbers={max_numbers} must satisfy 2 <= min <= max <= 8"
+        )
+    if not 2 <= max_number <= 999:
+        problems.append(f"task.max_number={max_number} must be between 2 and 999")
+    if not max_number <= max_target <= 9999:
+        problems.append(f"task.max_target={max_target} must be between task.max_number={max_number} and 9999")
+    if train_problems < 1:
+        problems.append(f"task.train_problems={train_problems} must be at least 1")
+    if eval_problems < 1:
+        problems.append(f"task.eval_problems={eval_problems} must be at least 1")
+    if problems:
+        raise UserError("\n".join(problems))

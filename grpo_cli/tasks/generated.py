@@ -1,0 +1,42 @@
+"""What tasks with generated problems share: a train split that is made as it is read, and who is held out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import overload
+
+from grpo_cli.types import Prompt
+
+HELD_OUT_ONE_IN = 8
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether a problem belongs to the eval split: a hash of its text decides, so no seed can move it."""
+    digest = blake2b(problem.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class GeneratedPrompts(Sequence[Prompt]):
+    """`size` prompts, each made by `make(index)` when it is asked for: a million of them cost nothing."""
+
+    make: Callable[[int], Prompt]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self.make(i) for i in range(*index.indices(self.size))]
+        if not -self.size <= index < self.size:
+            raise IndexError(f"prompt {index} of {self.size}")
+        return self.make(index % self.size)

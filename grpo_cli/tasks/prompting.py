@@ -1,0 +1,78 @@
+"""A question to the tokens a model reads: the tokenizer's chat template when it has one, else a plain text template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from grpo_cli.errors import UserError
+
+PLACEHOLDER = "{question}"
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that a task uses."""
+
+    chat_template: Any
+
+    def __call__(self, text: str) -> Any: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """How questions are put.
+
+    With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
+    `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
+    with the question in its place, after `system_prompt` and an empty line. Braces in a question mean nothing.
+    """
+
+    tokenizer: Tokenizer
+    template: str
+    system_prompt: str | None
+    use_chat_template: bool
+
+    def __post_init__(self) -> None:
+        if PLACEHOLDER not in self.template:
+            raise UserError(
+                f"task.template={self.template!r} has no place for the question; write {PLACEHOLDER} where it belongs, "
+                f'as in "Question: {PLACEHOLDER}\\nAnswer:"'
+            )
+
+    @property
+    def is_chat(self) -> bool:
+        return self.use_chat_template and bool(self.tokenizer.chat_template)
+
+    def encode(self, question: str) -> tuple[int, ...]:
+        """The prompt's tokens, never cut."""
+        if self.is_chat:
+            return tuple(self._encode_chat(question))
+        text = self.template.replace(PLACEHOLDER, question)
+        if self.system_prompt:
+            text = f"{self.system_prompt}\n\n{text}"
+        return tuple(self.tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, special tokens left out."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _encode_chat(self, question: str) -> list[int]:
+        from jinja2 import TemplateError  # comes with `transformers`' chat templates, and is slow to import
+
+        messages = [{"role": "user", "content": question}]
+        if self.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except TemplateError as error:
+            roles = " and a ".join(message["role"] for message in messages)
+            raise UserError(
+                f"the tokenizer's chat template refused a {roles} message: {error}; "
+                "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
+            ) from error

@@ -1,0 +1,378 @@
+"""Where records go besides the screen: JSONL files in the run folder, always, and W&B when it is asked for.
+
+A tracker that was asked for must start. Once training runs it may only warn: the run is worth more than its log.
+"""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import re
+import shlex
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from grpo_cli.errors import UserError
+from grpo_cli.files import json_line, sync_folder, write_atomically
+from grpo_cli.types import Example, Record
+
+Say = Callable[[str], None]
+
+
+def to_stderr(text: str) -> None:
+    """How a tracker speaks when nobody gave it a console."""
+    print(text, file=sys.stderr)
+
+
+class NoTracker:
+    """Sends records nowhere."""
+
+    def log(self, record: Record) -> None:
+        pass
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+class JsonlTracker:
+    """`metrics.jsonl`, one object per step, and `rollouts.jsonl`, one object per example; both begin with the step.
+
+    Every record is handed to the operating system as whole lines before `log` returns, so a killed process loses
+    nothing. Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity" (see `files.json_line`).
+
+    A fresh run (`first_step=None`) refuses a folder that already has records. A resumed one says the first step it will
+    log: rows of that step and later ones, written by the process that is being resumed, are cut off, so that no step
+    appears twice; so is a last line that a crash left half written.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int | None = None, warn: Say = to_stderr) -> None:
+        self._warn = warn
+        self._warned = False
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._metrics, self._rollouts = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
+            for path in (self._metrics, self._rollouts):
+                _prepare(path, first_step)
+                _append(path, [])
+        except OSError as error:
+            raise UserError(
+                f"the run folder {run_dir} cannot be written ({error.strerror or error}). Choose another with "
+                "hydra.run.dir=<folder>, or make it writable."
+            ) from error
+
+    def log(self, record: Record) -> None:
+        try:
+            _append(self._metrics, [json_line({"step": record.step, **record.metrics})])
+            _append(self._rollouts, [json_line(_row(record.step, example)) for example in record.examples])
+        except OSError as error:
+            if not self._warned:
+                self._warn(f"step {record.step} could not be written to metrics.jsonl and rollouts.jsonl: {error}")
+            self._warned = True
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        pass  # nothing is held open between records
+
+
+def _row(step: int, example: Example) -> dict[str, Any]:
+    return {"step": step, **{field.name: getattr(example, field.name) for field in fields(example)}}
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    """All of the lines, or none: what a full disk cuts short is taken back."""
+    # A lone surrogate cannot be UTF-8; its backslash escape happens to be JSON's as well.
+    data = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _prepare(path: Path, first_step: int | None) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    if first_step is None:
+        raise UserError(
+            f"{path} already holds the records of a run. Continue that run with resume={path.parent}, or choose "
+            "another folder with hydra.run.dir=<folder>."
+        )
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(path, "rb") as old, open(temporary, "wb") as new:
+        for number, line in enumerate(old, start=1):
+            if line.endswith(b"\n") and _step_of(path, number, line) < first_step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}, line {number}: no record ({error}). Repair or remove that line to resume.") from error
+
+
+# How long W&B may take to answer, before an automatic choice becomes offline and an explicit one an error; and how long
+# a finished run may go on sending.
+AUTO_SECONDS, EXPLICIT_SECONDS, FINISH_SECONDS = 15.0, 60.0, 60.0
+MODES = ("auto", "online", "offline", "disabled")
+HIDDEN = "<hidden>"
+_SECRET_KEY = re.compile(
+    r"(^|[-_])((api|access|private|secret)[-_]?key|secret|password|passwd|passphrase|credentials?|token)$", re.I
+)
+_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` with everything that looks like a secret replaced by "<hidden>".
+
+    Hidden are: texts under a key named like one (`api_key`, `hf_token`, `password`), texts that contain the value of an
+    environment variable named like one, and texts that look like an access token or an address with a password in it.
+    Numbers stay, whatever their key (`max_token=5`).
+    """
+    known = [value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8]
+
+    def clean(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): clean(str(name), item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(key, item) for item in value]
+        if isinstance(value, str) and (
+            _SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or any(secret in value for secret in known)
+        ):
+            return HIDDEN
+        return value
+
+    return {str(key): clean(str(key), value) for key, value in config.items()}
+
+
+class WandbTracker:
+    """Sends records to Weights & Biases, its files below `run_dir`.
+
+    `mode=auto` (in which the environment's WANDB_MODE is heeded) goes online when an API key is configured, in the
+    environment or in the netrc file. Without one, or when the server does not answer soon, it stays offline and
+    says how to send the run later. Asked for `online` or `offline`, it starts that way or raises UserError. Once it has
+    started, the first failure of W&B is told through `warn` and ends the sending; metrics.jsonl has everything anyway.
+
+    The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps are a metric
+    of their own (`step`) and the x axis of all others: W&B's internal counter cannot go back to a checkpoint.
+    Examples are gathered in a table `rollouts`, sent every `table_every` records and at the end.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str = "auto",
+        table_every: int = 10,
+        say: Say = to_stderr,
+        warn: Say = to_stderr,
+    ) -> None:
+        if mode not in MODES:
+            raise UserError(f"logger.mode={mode} must be one of {', '.join(MODES)}")
+        environment_mode = os.environ.get("WANDB_MODE", "")
+        self._mode = environment_mode if mode == "auto" and environment_mode in MODES else mode
+        self._run_dir, self._table_every = run_dir, table_every
+        self._say, self._warn = say, warn
+        self._rows: list[list[Any]] = []
+        self._records = 0
+        self._run: Any = None
+        self._folders = "run-*"
+        if self._mode != "disabled":
+            arguments = {"project": project, "entity": entity, "name": name, "group": group, "tags": list(tags)}
+            with self._files_below_run_dir():
+                self._start({**arguments, "config": without_secrets(config)})
+
+    def log(self, record: Record) -> None:
+        if self._run is None:
+            return
+        self._rows += [_table_row(record.step, example) for example in record.examples]
+        self._records += 1
+        send_table = self._rows and self._table_every > 0 and self._records % self._table_every == 0
+        with self._warn_only():
+            self._run.log({"step": record.step, **record.metrics, **(self._take_table() if send_table else {})})
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        if self._run is None:
+            return
+        with self._warn_only():
+            if self._rows and self._table_every > 0:
+                self._run.log(self._take_table())
+            scalar = (str, int, float, bool, type(None))
+            self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
+            self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
+        self._run = None
+
+    def _start(self, arguments: Mapping[str, Any]) -> None:
+        """Online or offline, whichever `mode` asks for and the network allows."""
+        explicit = self._mode != "auto"
+        online = self._mode == "online" or (self._mode == "auto" and _has_key())
+        if online and explicit and not _has_key():
+            raise UserError(
+                "logger.mode=online, but no W&B API key is configured. Run `wandb login`, or use logger.mode=offline."
+            )
+        try:
+            if online:
+                online = self._try_online(arguments, explicit)
+            if not online:
+                self._folders = "offline-run-*"
+                self._run = self._init("offline", arguments, timeout=EXPLICIT_SECONDS)
+        except Exception as error:
+            if not _is_wandb_failure(error):
+                raise
+            self._stop_service()
+            if explicit:
+                raise UserError(
+                    f"logger.mode={self._mode}, but W&B did not start: {_first_line(error)}. Check the key and the "
+                    "network, or choose logger.mode=auto or logger=jsonl."
+                ) from error
+            self._warn(f"W&B did not start ({_first_line(error)}): this run has metrics.jsonl and rollouts.jsonl only.")
+            return
+        where = self._run.url if online else f"offline; send this run later with: {self._sync_command()}"
+        self._say(f"W&B: {where}")
+
+    def _try_online(self, arguments: Mapping[str, Any], explicit: bool) -> bool:
+        try:
+            self._run = self._init("online", arguments, timeout=EXPLICIT_SECONDS if explicit else AUTO_SECONDS)
+        except Exception as error:
+            if explicit or not _is_wandb_failure(error):
+                raise
+            self._stop_service()  # it still holds the run's id
+            self._say(f"W&B is not available online ({_first_line(error)}).")
+            return False
+        return True
+
+    def _init(self, mode: Literal["online", "offline"], arguments: Mapping[str, Any], timeout: float) -> Any:
+        import wandb
+
+        # A run that ends without a network must not wait for one: what was not sent stays on the disk.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # it would record the live view's every frame
+            disable_code=True,
+            init_timeout=timeout,
+            finish_timeout=FINISH_SECONDS,
+            finish_timeout_raises=True,
+        )
+        wandb.setup(settings=wandb.Settings(silent=True))
+        run = wandb.init(
+            dir=str(self._run_dir),
+            mode=mode,
+            id=_run_id(self._run_dir),
+            resume="allow",
+            reinit="create_new",
+            settings=settings,
+            **arguments,
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _take_table(self) -> dict[str, Any]:
+        import wandb
+
+        rows, self._rows = self._rows, []
+        columns: list[str | int] = ["step", *(field.name for field in fields(Example))]
+        return {"rollouts": wandb.Table(columns=columns, data=rows, allow_mixed_types=True)}
+
+    @contextmanager
+    def _warn_only(self) -> Iterator[None]:
+        try:
+            with self._files_below_run_dir():
+                yield
+        except Exception as error:
+            if not _is_wandb_failure(error):
+                raise
+            self._run = None
+            self._stop_service()
+            self._warn(
+                f"W&B failed ({_first_line(error)}), and gets nothing more of this run; metrics.jsonl has it all. "
+                f"What W&B has on disk can be sent with: {self._sync_command()}"
+            )
+
+    @contextmanager
+    def _files_below_run_dir(self) -> Iterator[None]:
+        """W&B stages tables and writes service logs in the home directory unless these variables say otherwise."""
+        folder = self._run_dir / "wandb"
+        ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
+        missing = {name: value for name, value in ours.items() if name not in os.environ}
+        os.environ.update(missing)
+        try:
+            yield
+        finally:
+            for name in missing:
+                os.environ.pop(name, None)
+
+    def _stop_service(self) -> None:
+        import wandb
+
+        try:
+            wandb.teardown(1)
+        except Exception as error:  # a service that died cannot be told to stop
+            if not _is_wandb_failure(error):
+                raise
+
+    def _sync_command(self) -> str:
+        return f"wandb sync {shlex.quote(str(self._run_dir / 'wandb'))}/{self._folders}"
+
+
+def _table_row(step: int, example: Example) -> list[Any]:
+    values = (getattr(example, field.name) for field in fields(example))
+    return [step, *(json_line(value) if isinstance(value, Mapping) else value for value in values)]
+
+
+def _is_wandb_failure(error: Exception) -> bool:
+    """Whether W&B or its connection failed, rather than this program. W&B's errors have no common base class."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "wandb"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _run_id(run_dir: Path) -> str:
+    """The run's W&B id, made on first use and the same ever after."""
+    path = run_dir / "wandb_id.txt"
+    known = path.read_text().strip() if path.exists() else ""
+    if known:
+        return known
+    new = uuid.uuid4().hex[:12]
+    write_atomically(path, f"{new}\n".encode())
+    return new
+
+
+def _has_key() -> bool:
+    """Whether W&B would find credentials without asking the person at the terminal."""
+    import wandb
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
+    if settings.api_key:
+        return True
+    hosts = {urlsplit(settings.base_url).netloc}
+    if "WANDB_BASE_URL" not in os.environ:
+        hosts.add("api.wandb.ai")  # keys stored under the public server's old name are taken for the new one
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc").expanduser()
+    try:
+        stored = netrc.netrc(path)
+    except (OSError, netrc.NetrcParseError):
+        return False  # W&B says what is wrong with the file when it is asked to go online
+    return any(stored.authenticators(host) for host in hosts)

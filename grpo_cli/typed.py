@@ -1,0 +1,96 @@
+"""Plain values (what YAML and the command line yield) to dataclasses, strictly and with everything wrong said at once.
+
+Nothing is converted but a whole number to a float: `true` is no number, `2.0` no whole number, `"3"` neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_MISSING = "???"
+
+
+def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
+    """`values` as the dataclass `kind`, or None and at least one more line in `problems`."""
+    found: list[str] = []
+    result = _read(kind, values, "", found)
+    problems += found
+    return None if found else typing.cast(T, result)
+
+
+def missing(key: str, value: Any) -> Iterator[str]:
+    """A line for each value under `key` that has yet to be given."""
+    if value == _MISSING:
+        yield f"{key} has no value; give {key}=..."
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from missing(f"{key}.{name}", item)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean x?` for the nearest known word, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def is_a(kind: Any, value: Any) -> bool:
+    """Whether YAML would call the value that: true is no number, but a whole number is a number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def shown(value: Any) -> str:
+    """The value as a person would type it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
+    if value == _MISSING:
+        problems.extend(missing(key, value))
+    elif dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, key, problems)
+    elif typing.get_origin(kind) is tuple:
+        return _read_tuple(typing.get_args(kind), value, key, problems)
+    elif typing.get_origin(kind) is Mapping:
+        return value
+    elif isinstance(kind, types.UnionType):
+        return None if value is None else _read(_without_none(kind), value, key, problems)
+    elif not is_a(kind, value):
+        problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
+    else:
+        return float(value) if kind is float else value
+    return None
+
+
+def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
+    if not isinstance(value, dict):
+        problems.append(f"{key}={shown(value)} must be a group of settings")
+        return None
+    prefix = f"{key}." if key else ""
+    hints = typing.get_type_hints(kind)
+    problems.extend(f"{prefix}{name} is no setting{closest(name, hints)}" for name in value if name not in hints)
+    problems.extend(f"{prefix}{name} is missing from the configuration" for name in hints if name not in value)
+    fields = {name: _read(hints[name], value[name], prefix + name, problems) for name in hints if name in value}
+    return None if problems else kind(**fields)
+
+
+def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str]) -> Any:
+    if not isinstance(value, list) or len(value) != len(kinds):
+        problems.append(f"{key}={shown(value)} must be a list of {len(kinds)} values")
+        return None
+    items = zip(kinds, value, strict=True)
+    return tuple(_read(item_kind, item, f"{key}[{i}]", problems) for i, (item_kind, item) in enumerate(items))
+
+
+def _without_none(kind: Any) -> Any:
+    (only,) = [member for member in typing.get_args(kind) if member is not types.NoneType]
+    return only

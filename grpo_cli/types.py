@@ -1,0 +1,184 @@
+"""The values that travel through a run, and nothing that acts on them.
+
+Each is frozen, and its type says how far along the line it is:
+prompt -> request -> rollout -> group -> scored group (-> kept scored group) -> batch -> loss -> record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_cli.settings import Sampling
+
+
+class Finish(StrEnum):
+    """Why a rollout ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A problem: what the model reads, and what its answer is judged against."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rollout to be made. Its tokens are a function of the weights and of this value alone."""
+
+    prompt: Prompt
+    sample: int
+    seed: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
+
+    `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
+    from (temperature, truncation and evicted keys included). `kept_kv` is the most response keys the engine held for
+    this rollout in any layer.
+    """
+
+    request: Request
+    token_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    finish: Finish
+    kept_kv: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All rollouts of one prompt, in the order of their sample number. Group sizes may differ."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group and the reward of each of its rollouts."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    rewards: tuple[Reward, ...]
+
+    def take(self, indices: Sequence[int]) -> ScoredGroup:
+        """The same group with only the rollouts at `indices`, in that order."""
+        return replace(
+            self,
+            rollouts=tuple(self.rollouts[i] for i in indices),
+            rewards=tuple(self.rewards[i] for i in indices),
+        )
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """The total rewards, float64, one per rollout."""
+        totals = np.array([reward.total for reward in self.rewards], dtype=np.float64)
+        totals.setflags(write=False)
+        return totals
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Kept rollouts as tensors, one row each: prompt, response, padding on the right.
+
+    Position t of every `B T` field speaks of token t (so a log-probability at t was predicted from t - 1); outside
+    `response_mask` the fields are zero. `loss_mask` is the part of `response_mask` that is trained on (a correction may
+    take tokens away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has
+    not moved since the rollouts: its own detached log-probabilities are the old policy's.
+    """
+
+    input_ids: Int[Tensor, "B T"]
+    response_mask: Bool[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    weights: Float[Tensor, "B T"]
+    sampler_logprobs: Float[Tensor, "B T"]
+    policy_logprobs: Float[Tensor, "B T"] | None
+    ref_logprobs: Float[Tensor, "B T"] | None
+    advantages: Float[Tensor, "B"]
+    lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole update, whatever micro-batches it is cut into: the divisors of the loss."""
+
+    sequences: int
+    tokens: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's share of the loss (shares add up to the loss) and its share of each metric's mean."""
+
+    loss: Float[Tensor, ""]
+    metrics: Mapping[str, Float[Tensor, ""]]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the last `generate` cost. Bytes are exact, from shapes; a decode step is one batched forward."""
+
+    decode_steps: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    slots: int = 0
+    slot_utilisation: float = 0.0
+    kv_peak_bytes: int = 0
+    details: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One rollout as a person reads it: a row of `rollouts.jsonl` and of the W&B table."""
+
+    prompt_id: str
+    sample: int
+    prompt: str
+    reply: str
+    answer: str
+    reward: float
+    parts: Mapping[str, float]
+    length: int
+    finish: str
+    kept: bool
+    reason: str
+    advantage: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a step leaves behind: named numbers (see `metrics.py`) and a few rollouts to read."""
+
+    step: int
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...] = ()

@@ -1,0 +1,76 @@
+"""Small models and requests for tests of the engine and the trainer, made in memory in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tiny_hf import FAMILIES, _randomise
+from transformers import PreTrainedModel
+
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import Full
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.sparsity import Dense
+from grpo_cli.rollout import seed_of
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Prompt, Request, Rollout
+
+VOCABULARY, EOS = 24, 1
+
+
+def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A random model whose every weight counts; float32, in evaluation mode."""
+    config_class, model_class = FAMILIES[family]
+    settings: dict[str, Any] = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=EOS,
+    )
+    if family == "mistral":
+        settings["sliding_window"] = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(settings | config)))
+        _randomise(model)
+    return model.eval()
+
+
+def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int = 0, **words: Any) -> list[Request]:
+    """`n` requests for each of `prompts` prompts of 3 to 39 random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    sampling = Sampling(max_new_tokens=tokens, **words)
+    requests = []
+    for name in range(prompts):
+        length = int(torch.randint(3, 40, (), generator=generator))
+        ids = tuple(torch.randint(2, VOCABULARY, (length,), generator=generator).tolist())
+        prompt = Prompt(f"p{name}", ids, "")
+        requests += [Request(prompt, sample, seed_of(seed, name, sample), sampling) for sample in range(n)]
+    return requests
+
+
+def make_engine(model: Any, **parts: Any) -> TorchEngine:
+    """An engine with everything off but what is given."""
+    defaults: dict[str, Any] = dict(sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    return TorchEngine(model, (EOS,), **(defaults | parts))
+
+
+Contents = Mapping[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...], str]]
+
+
+def contents(rollouts: Any) -> Contents:
+    """What rollouts say, whatever the order they came in: tokens, log-probabilities and why they ended."""
+    made: list[Rollout] = list(rollouts)
+    found = {(r.request.prompt.id, r.request.sample): (r.token_ids, r.sampler_logprobs, r.finish.value) for r in made}
+    assert len(found) == len(made), "a request came back twice"
+    return found

@@ -1,0 +1,350 @@
+"""What counts as the final answer of a text, and when two answers are the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, equal, extract_answer, gold_answer, parse_number
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+STRICT = [
+    ("He pays 3 * 6 = 18.\n#### 18", "18"),
+    ("####18", "18"),
+    ("##### 18", "18"),
+    ("#### -7", "-7"),
+    ("#### - 7", "-7"),
+    ("#### \u22127", "-7"),
+    ("#### \u20137", "-7"),
+    ("#### 1,234,567", "1234567"),
+    ("#### $1,234.00", "1234"),
+    ("#### -$5.50", "-11/2"),
+    ("#### $-5", "-5"),
+    ("#### 18.", "18"),
+    ("#### 18.00.", "18"),
+    ("#### .75", "3/4"),
+    ("#### 50%", "50"),
+    ("#### 5 apples", "5"),
+    ("#### 5kg", "5"),
+    ("#### 5 m^2", "5"),
+    ("#### 12 (that is, 3 * 4)", "12"),
+    ("#### **12**", "12"),
+    ("#### 3 * 4 = 12 dollars", "12"),
+    ("#### x = 12", "12"),
+    ("#### 3/4", "3/4"),
+    ("#### 1 1/2 cups", "3/2"),
+    ("#### 1e3", "1000"),
+    ("#### 5\n\nI hope this helps. There are 7 days in a week.", "5"),
+    ("#### 4\nNo, I forgot one.\n#### 5", "5"),
+    ("#### 4\nSo \\boxed{5}.", "5"),
+    ("\\boxed{4}, that is:\n#### 5", "5"),
+    ("The answer is 3.\n#### 5", "5"),
+    ("#### $\\boxed{72}$", "72"),
+    ("\\boxed{72}", "72"),
+    ("\\boxed {72}", "72"),
+    ("\\boxed{ - 72 }", "-72"),
+    ("\\boxed{\\boxed{72}}", "72"),
+    ("$\\boxed{\\$1{,}234.50}$", "2469/2"),
+    ("\\boxed{10\\,000}", "10000"),
+    ("\\boxed{10\u202f000}", "10000"),
+    ("\\boxed{50\\%}", "50"),
+    ("\\boxed{45^\\circ}", "45"),
+    ("\\boxed{\\frac{3}{4}}", "3/4"),
+    ("\\boxed{-\\dfrac{3}{4}}", "-3/4"),
+    ("\\boxed{\\frac{-3}{4}}", "-3/4"),
+    ("\\boxed{\\frac34}", "3/4"),
+    ("\\boxed{1\\frac{1}{2}}", "3/2"),
+    ("\\boxed{x = 5}", "5"),
+    ("\\boxed{5\\text{ apples}}", "5"),
+    ("\\boxed{\\text{5 apples}}", "5"),
+    ("\\boxed{\\text{She has } \\$18}", "18"),
+    ("\\boxed{\\left(5\\right)}", "5"),
+]
+
+LENIENT = [
+    ("The answer is 5.", "5"),
+    ("THE FINAL ANSWER IS: $5.00!", "5"),
+    ("the answer is \\(5\\) because 2 + 3 makes it", "5"),
+    ("**Answer:** 5 apples, 2 of them green", "5"),
+    ("**Answer**: 5", "5"),
+    ("Answer: \\frac{3}{4} of 8", "3/4"),
+    ("The answer is\n\n-5", "-5"),
+    ("The answer is 3 + 4 = 7.", "7"),
+    ("The answer is 3 + 4, that is 7.", "7"),
+    ("The answer is not 5, it is 6.", "6"),
+    ("The answer is 5. I hope this answer is clear.", "5"),
+    ("Q: How many?\nA: 5 apples", "5"),
+    ("A: 5", "5"),
+    ("A: First there are 5, then 3 more, so 8.", "8"),
+    ("A: 5 apples were bought. Then 3 more. So 8.", "8"),
+    ("So she has 10 - 4 = 6 eggs left", "6"),
+    ("10-5", "5"),
+    ("it falls from 3 to -5 degrees", "-5"),
+    ("between 3 and 5-", "5"),
+    ("the numbers are 1,2,3", "3"),
+    ("It costs 1,234,567.89 dollars.", "123456789/100"),
+    ("It takes him ...5", "5"),
+    ("She ate 3/4", "3/4"),
+    ("There are 5. 3/4 of them", "3/4"),
+    ("5 molecules of H2O", "5"),
+    ("#### five, so 5", "5"),
+    ("#### Step 2\nAdd 3 to get 8", "8"),
+    ("\\boxed{}: 5", "5"),
+    ("The answer is \\boxed{5", "5"),
+    ("7", "7"),
+]
+
+NO_ANSWER = [
+    "",
+    "I do not know.",
+    "eighteen",
+    "version 3.5.2",
+    "H2O",
+    "1/0",
+    "#### 1/0",
+    "#### 5:30",
+    "#### 5-10",
+    "#### 5 - 10",
+    "#### 1,2",
+    "#### 3 x 4",
+    "#### 2^10",
+    "#### 2**10",
+    "#### 1/2/3",
+    "The answer is 7.\n#### 3 + 4",
+    "7 or \\boxed{5, 6}",
+    "7 or \\boxed{5 \\text{ or } 6}",
+    "7 or \\boxed{5\\pi}",
+    "7 or \\boxed{\\sqrt{2}}",
+    "7 or \\boxed{5x+2}",
+    "7 or \\boxed{1.5 \\times 10^3}",
+    "9" * (MAX_DIGITS + 1),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), STRICT)
+def test_an_answer_in_the_form_asked_for_is_strict(text: str, value: str) -> None:
+    found = extract_answer(text)
+    assert (found.value, found.strict) == (Fraction(value), True)
+
+
+@pytest.mark.parametrize(("text", "value"), LENIENT)
+def test_an_answer_in_another_form_is_lenient(text: str, value: str) -> None:
+    found = extract_answer(text)
+    assert (found.value, found.strict) == (Fraction(value), False)
+
+
+@pytest.mark.parametrize("text", NO_ANSWER)
+def test_what_is_no_plain_number_is_no_answer(text: str) -> None:
+    assert extract_answer(text).value is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("#### $1,234.00 each.", "$1,234.00"), ("It is -3/4.", "-3/4"), ("#### 5:30", "5:30"), ("", "")]
+)
+def test_the_piece_that_was_read_is_shown(text: str, shown: str) -> None:
+    assert extract_answer(text).text == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("18", "18"),
+        ("$18.50", "37/2"),
+        ("5 apples per day.", "5"),
+        ("3/4", "3/4"),
+        ("2 + 3 = <<2+3=5>>5\n#### 5", "5"),
+        ("So \\boxed{5}", "5"),
+        ("2 + 3 is 5. The answer is 5", "5"),
+        ("2 apples and 3 pears", None),
+        ("There are 5", None),
+        ("7 and \\boxed{5\\pi}", None),
+        ("five", None),
+    ],
+)
+def test_a_gold_answer_is_never_guessed_among_several_numbers(text: str, value: str | None) -> None:
+    assert gold_answer(text) == (Fraction(value) if value else None)
+
+
+def test_comparison_is_exact() -> None:
+    tenth = parse_number("0.1")
+    assert tenth is not None and equal(tenth + tenth + tenth, parse_number("0.3"))  # floats: 0.30000000000000004
+    assert not equal(parse_number("0.33"), parse_number("1/3"))
+    assert equal(parse_number("0.50"), parse_number("2/4"))
+    assert not equal(parse_number("9007199254740993"), parse_number("9007199254740992"))  # the same float
+
+
+def test_no_answer_equals_no_answer_is_false() -> None:
+    assert not equal(None, None)
+    assert not equal(None, Fraction(0)) and not equal(Fraction(0), None)
+
+
+def test_an_answer_must_be_near_its_marker() -> None:
+    assert extract_answer("#### " + " " * MAX_ANSWER + "5").strict is False
+    assert extract_answer("\\boxed{5" + "\\ " * MAX_ANSWER + "}").strict is False
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    whole=st.integers(0, 10**12),
+    cents=st.sampled_from(["", ".00", ".5", ".25", ".000"]),
+    negative=st.booleans(),
+    grouped=st.booleans(),
+    money=st.booleans(),
+    frame=st.sampled_from(
+        [
+            "#### {}",
+            "\\boxed{{{}}}",
+            "The answer is {}.",
+            "A: {}",
+            "so 2 * 3 gives {} apples.",
+            "Final answer: **{}**",
+            "{}",
+        ]
+    ),
+)
+def test_however_a_number_is_written_it_is_the_same_number(
+    whole: int, cents: str, negative: bool, grouped: bool, money: bool, frame: str
+) -> None:
+    written = ("-" if negative else "") + ("$" if money else "") + (f"{whole:,}" if grouped else str(whole)) + cents
+    cent_value = {"": 0, ".00": 0, ".000": 0, ".5": Fraction(1, 2), ".25": Fraction(1, 4)}[cents]
+    assert extract_answer(frame.format(written)).value == (whole + cent_value) * (-1 if negative else 1)
+
+
+PIECES = [
+    "#### ",
+    "\\boxed{",
+    "}",
+    "{",
+    "\\frac",
+    "answer is ",
+    "A:",
+    "\n",
+    " ",
+    "-",
+    ".",
+    ",",
+    "/",
+    "$",
+    "=",
+    "^",
+    "12",
+    "0",
+    "x",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
+def test_any_text_is_judged_without_an_error_and_shows_what_was_read(text: str) -> None:
+    found = extract_answer(text)
+    assert found.value is None or any(digit in found.text for digit in "012")
+
+
+ADVERSARIAL = [
+    *(
+        "1",
+        "1,",
+        "1.",
+        ",",
+        ".",
+        "1,111",
+        "1,1111",
+        "-",
+        "- ",
+        "$",
+        "1/",
+        "1 1/",
+        "1/1 ",
+        "9 9",
+        "{",
+        "}",
+        "(",
+        "*",
+        " ",
+    ),
+    *("\n", "#", "#### ", "#### 1", "####\n", "\\boxed", "\\boxed{", "\\boxed{1", "\\boxed{1}", "\\frac{", "\\frac{1}"),
+    *("\\frac{1}{", "\\frac1", "\\,", "1\\,", "1{,}", "\\text{", "\\text{a", "\\left(", "\\", "answer", "answer is "),
+    *(
+        "answer is $$$$",
+        "answer is 1 ",
+        "answer:",
+        "A:",
+        "\nA:",
+        "\nA: 1",
+        "=",
+        "1=",
+        "a1",
+        "e1",
+        "1e1",
+        "1\u202f",
+        "x",
+    ),
+    *("\u2212", "\u0661"),
+]
+
+
+def test_hostile_texts_take_time_in_proportion_to_their_length() -> None:
+    # Texts of 100 kB: in linear time all of them take a few seconds, in quadratic time one of them takes minutes. The
+    # limit only ends the hang.
+    code = (
+        "import json, sys\n"
+        "from grpo_cli.tasks.answers import extract_answer, gold_answer\n"
+        "for piece in json.load(sys.stdin):\n"
+        "    text = piece * (100_000 // len(piece))\n"
+        "    gold_answer(text)\n"
+        "    for hostile in (text + '!', '1' + text + 'a', 'answer is ' + text):\n"
+        "        extract_answer(hostile)\n"
+    )
+    root = Path(__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(ADVERSARIAL), text=True, check=True, timeout=300, cwd=root
+    )
+
+
+def gold_solutions() -> list[str]:
+    if not GSM8K.is_dir():
+        pytest.skip("the GSM8K files are not here")
+    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    return [json.loads(line)["answer"] for line in lines]
+
+
+def test_every_gsm8k_solution_gives_its_own_answer_in_every_form() -> None:
+    solutions = gold_solutions()
+    assert len(solutions) == 7473 + 1319
+    for i, solution in enumerate(solutions):
+        worked, _, answer = solution.rpartition("#### ")
+        value = Fraction(int(answer.replace(",", "")))
+        assert gold_answer(solution) == value
+        found = extract_answer(solution)
+        assert (found.value, found.strict) == (value, True)
+        endings = [
+            f"$\\boxed{{{answer}}}$",
+            f"The answer is ${answer}.",
+            f"A: {answer}.00",
+            f"So it is {answer} in all.",
+        ]
+        if "answer" in worked.lower():  # a few say "the answer is" on their way
+            endings.pop()
+        found = extract_answer(worked + endings[i % len(endings)])
+        assert (found.value, found.strict) == (value, i % len(endings) == 0)
+
+
+def test_a_gsm8k_solution_with_a_changed_answer_is_wrong() -> None:
+    for i, solution in enumerate(gold_solutions()):
+        worked, _, answer = solution.rpartition("#### ")
+        gold = gold_answer(solution)
+        assert gold is not None
+        changed = [f"{gold + 1}", f"{gold - 10}", f"1{answer.lstrip('-')}", f"{answer}.5"]
+        if gold != 0:
+            changed += [f"{answer}0", f"{answer}/3", f"{-gold}"]
+        text = changed[i % len(changed)]
+        for ending in ("#### {}", "\\boxed{{{}}}", "The answer is {}"):
+            assert not equal(extract_answer(worked + ending.format(text)).value, gold), (text, ending, answer)

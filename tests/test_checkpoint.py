@@ -1,0 +1,386 @@
+"""A checkpoint is whole or it is not one: after a kill, a full disk and damage the last good one is found and named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from grpo_cli import files
+from grpo_cli.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_state,
+    require_checkpoint,
+    resolve_run,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    write_summary,
+)
+from grpo_cli.errors import UserError
+
+
+def write_model(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "vocab.txt").write_text("a b c")
+
+
+def save(root: Path, step: int, keep: int = 9, model: Callable[[Path], None] = write_model, **state: Any) -> Path:
+    return save_checkpoint(root, step, model, {"step": step, **state}, keep)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_what_was_saved_is_found_and_loaded(root: Path) -> None:
+    state = {
+        "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0)}}},
+        "cursor": (1, 2),
+        "words": OrderedDict(a=None),
+    }
+    path = save(root, 100, **state)
+    assert path == root / "step_000100"
+    assert names(path) == ["COMPLETE", "config.json", "tokenizer", "trainer_state.pt"]
+    assert names(root) == ["step_000100"]
+    for folder in (root.parent, root, path):
+        assert find_checkpoint(folder).path == path
+    loaded = load_state(path)
+    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], torch.arange(3.0))
+    assert loaded["cursor"] == (1, 2) and loaded["words"] == {"a": None} and loaded["step"] == 100
+
+
+def test_the_newest_is_found_by_number_and_not_by_spelling(root: Path) -> None:
+    for step in (999_999, 1_000_000, 5):
+        save(root, step)
+    assert find_checkpoint(root).path == root / "step_1000000"
+
+
+def test_without_any_checkpoint_nothing_is_found(root: Path) -> None:
+    assert find_checkpoint(root).path is None and find_checkpoint(root).skipped == ()
+    with pytest.raises(UserError, match="none was ever saved"):
+        require_checkpoint(root.parent)
+
+
+def test_only_the_last_few_are_kept_and_never_fewer_than_the_one_just_written(root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(root, step, keep=2)
+    assert names(root) == ["step_000003", "step_000004"]
+    save(root, 2, keep=2)  # a run that went back to an earlier step: what it just wrote stays
+    assert names(root) == ["step_000002", "step_000004"]
+    save(root, 5, keep=0)
+    assert names(root) == ["step_000005"]
+
+
+def test_incomplete_checkpoints_do_not_count_among_those_kept(root: Path) -> None:
+    for step in (1, 2, 3):
+        save(root, step)
+    (root / "step_000002" / "COMPLETE").unlink()
+    save(root, 4, keep=2)
+    assert [name for name in names(root) if (root / name / "COMPLETE").exists()] == ["step_000003", "step_000004"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def alter(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: truncate(folder / "trainer_state.pt"), r"trainer_state.pt has \d+ bytes instead of \d+"),
+        (lambda folder: alter(folder / "trainer_state.pt"), "trainer_state.pt is not what was saved"),
+        (lambda folder: alter(folder / "tokenizer" / "vocab.txt"), "tokenizer/vocab.txt is not what was saved"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / "COMPLETE").unlink(), "the save was interrupted"),
+        (lambda folder: truncate(folder / "COMPLETE"), "COMPLETE is damaged"),
+        (lambda folder: (folder / "COMPLETE").write_text("[]"), "COMPLETE is damaged"),
+        (lambda folder: (folder / "COMPLETE").write_text('{"files": {}}'), "does not list trainer_state.pt"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(
+    root: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    save(root, 1)
+    damage(save(root, 2))
+    found = find_checkpoint(root)
+    assert found.path == root / "step_000001"
+    (skipped,) = found.skipped
+    assert skipped.startswith("step_000002: ")
+    with pytest.raises(UserError, match=reason):
+        require_checkpoint(root / "step_000002")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
+def test_a_save_that_raises_leaves_no_trace_and_is_not_disguised(root: Path, error: BaseException) -> None:
+    save(root, 1)
+
+    def broken(folder: Path) -> None:
+        write_model(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        save(root, 2, model=broken)
+    assert names(root) == ["step_000001"] and find_checkpoint(root).path == root / "step_000001"
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_says_so(root: Path) -> None:
+    save(root, 1)
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="step 2 could not be saved.*No space left.*step_000001") as caught:
+        save(root, 2, keep=1, model=full)
+    assert isinstance(caught.value, UserError)
+    assert names(root) == ["step_000001"] and find_checkpoint(root).path == root / "step_000001"
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_a_disk_that_fails_at_any_write_of_ours_costs_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    save(root, 2, mark="old")
+    calls = iter(range(100))
+    real = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if next(calls) >= 2 * call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(CheckpointError):
+        save(root, 2, mark="new")
+    monkeypatch.undo()
+    assert next(calls) > 2 * call, "the save never got that far"
+    assert names(root) == ["step_000002"]
+    assert load_state(require_checkpoint(root).path)["mark"] == "old"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("writer", ["torch", "safetensors"])
+def test_a_real_writer_running_out_of_room_is_told_as_that(root: Path, writer: str) -> None:
+    big = torch.zeros(100_000)
+
+    def model(folder: Path) -> None:
+        if writer == "safetensors":
+            save_file({"big": big}, folder / "model.safetensors")
+
+    save(root, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="step 2 could not be saved.*File too large"):
+            save(root, 2, model=model, big=big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(root) == ["step_000001"]
+
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from grpo_cli.checkpoint import save_checkpoint
+
+def save(root, step, mark, keep):
+    def model(folder):
+        for name in ("a", "b"):
+            (folder / name).write_text(mark)
+    save_checkpoint(root, step, model, {"mark": mark}, keep)
+
+def die_at(moment):
+    calls = iter(range(10_000))
+    def dying(function):
+        def call(*arguments, **options):
+            if next(calls) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+        return call
+    os.fsync, os.replace, shutil.rmtree = dying(os.fsync), dying(os.replace), dying(shutil.rmtree)
+    Path.write_text, Path.unlink, Path.mkdir = dying(Path.write_text), dying(Path.unlink), dying(Path.mkdir)
+
+for moment in range(10_000):
+    root = Path(sys.argv[1]) / str(moment)
+    if (child := os.fork()) == 0:
+        try:
+            save(root, 1, "one", 2)
+            save(root, 2, "two", 2)
+            die_at(moment)
+            save(root, 2, "again", 1)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status != -signal.SIGKILL:
+        break
+print(status, moment)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True)
+    status, moments = map(int, result.stdout.split())
+    assert status == 0 and moments > 15, result.stderr
+    marks = []
+    for moment in range(moments):
+        root = tmp_path / str(moment)
+        path = require_checkpoint(root).path
+        assert path is not None
+        marks.append(load_state(path)["mark"])
+        save(root, 3, keep=1)  # which clears up what the killed save left
+        assert names(root) == ["step_000003"]
+    # First the old one is found, from some moment on the new one; never the one before, though it is still there.
+    assert set(marks) == {"two", "again"} and marks == sorted(marks, reverse=True)
+
+
+def test_a_killed_save_is_named_when_its_leftover_is_seen(root: Path) -> None:
+    save(root, 1)
+    (root / "step_000002.tmp").mkdir()
+    assert find_checkpoint(root).skipped == ("step_000002.tmp: the save was interrupted (no COMPLETE file)",)
+
+
+def test_saving_a_step_again_replaces_it(root: Path) -> None:
+    save(root, 1, mark="old")
+    save(root, 1, mark="new")
+    assert names(root) == ["step_000001"] and load_state(root / "step_000001")["mark"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.float64(1.0), "float64"),
+        (np.zeros(2), "ndarray"),
+        ({1}, "set"),
+        (Path("x"), "PosixPath"),
+        (print, "builtin"),
+    ],
+)
+def test_state_that_safe_loading_would_refuse_is_refused_when_saving(root: Path, value: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"state\['a'\]\[1\] is a {name}"):
+        save(root, 1, a=[1, value])
+    assert not root.exists()
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("exploded",)
+
+
+def test_loading_a_state_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": Bomb()}, tmp_path / "trainer_state.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_state(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_for_people(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory.*There is no earlier checkpoint"):
+        save(tmp_path / "file" / "checkpoints", 1)
+    with pytest.raises(UserError, match="summary.json cannot be written"):
+        write_summary(tmp_path / "file", {})
+
+
+def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path: Path) -> None:
+    train = tmp_path / "train"
+    for run in ("2026-01-02", "2026-01-01", "sweep/0"):
+        save(train / run / "checkpoints", 7)
+    (train / "2026-01-03" / "checkpoints").mkdir(parents=True)
+    truncate(save(train / "damaged" / "checkpoints", 1) / "config.json")
+    assert resolve_run("auto", tmp_path) == train / "sweep" / "0"
+    shutil.rmtree(train / "sweep")
+    assert resolve_run("auto", tmp_path) == train / "2026-01-01"
+
+
+def test_a_run_or_a_checkpoint_can_be_named(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(root, 3)
+    assert resolve_run(str(root.parent), tmp_path) == resolve_run(str(root), tmp_path) == root.parent
+    assert resolve_run(f"{path}/", tmp_path) == path
+    monkeypatch.chdir(path)
+    assert resolve_run(".", tmp_path) == path
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"resume=.*empty is no run folder: it has no checkpoints/"):
+        resolve_run(str(tmp_path / "empty"), tmp_path)
+    with pytest.raises(UserError, match="resume=nowhere does not exist"):
+        resolve_run("nowhere", tmp_path)
+    with pytest.raises(UserError, match="checkpoint=auto found no run with a complete checkpoint"):
+        resolve_run("auto", tmp_path, key="checkpoint")
+
+
+def test_random_states_continue_where_they_were(root: Path) -> None:
+    def draw() -> tuple[Any, ...]:
+        return (
+            torch.rand(3).tolist(),
+            np.random.rand(3).tolist(),
+            np.random.randn(),
+            random.random(),
+            random.gauss(0, 1),
+        )
+
+    before = rng_state()
+    try:
+        np.random.randn()  # leaves half a pair behind, and so does gauss: both are part of the state
+        random.gauss(0, 1)
+        state, expected = rng_state(), draw()
+        path = save(root, 1, rng=state)
+        draw()
+        set_rng_state(load_state(path)["rng"])
+        assert draw() == expected
+    finally:
+        set_rng_state(before)
+
+
+def test_a_summary_is_valid_json_and_replaces_the_last_one(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"status": "failed"})
+    write_summary(tmp_path, {"status": "finished", "loss": float("nan"), "path": tmp_path, "steps": np.int64(3)})
+    text = (tmp_path / "summary.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "status": "finished",
+        "loss": "NaN",
+        "path": str(tmp_path),
+        "steps": 3,
+    }
+    assert names(tmp_path) == ["summary.json"]
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_summary(tmp_path, {"status": "first"})
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", fail)
+    with pytest.raises(UserError, match="No space left"):
+        write_summary(tmp_path, {"status": "second"})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "first"}
+    assert names(tmp_path) == ["summary.json"]

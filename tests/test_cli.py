@@ -1,0 +1,298 @@
+"""The `grpo` program as a person meets it: help, completion, and one short message for what they got wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from grpo_cli import __version__, cli
+from grpo_cli.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def grpo(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
+
+
+def refusal(*arguments: str) -> str:
+    result = grpo(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_help_lists_the_commands_and_the_version_is_the_package_s():
+    assert {"train", "eval"} <= set(grpo("--help").stdout.split())
+    assert grpo("--version").stdout == f"grpo {__version__}\n"
+
+
+def test_help_and_completion_import_neither_torch_nor_hydra():
+    """That is why `grpo --help` answers at once."""
+    heavy = ("torch", "transformers", "hydra", "omegaconf", "wandb", "rich")
+    program = (
+        "import sys, contextlib, io\n"
+        "from grpo_cli.cli import main\n"
+        "sys.argv = ['grpo', '--help']\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
+    shown = grpo(command, "--help").stdout
+    assert "sampler: full, infinite, micro" in shown
+    assert "max_new_tokens: 128" in shown
+    examples = shown.partition("== Examples ==")[2].splitlines()
+    assert sum(line.startswith(f"grpo {command}") and "--cfg" not in line for line in examples) == 3
+
+
+def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
+    shown = yaml.safe_load(grpo("train", "--cfg", "job", "n=4", "sampler=micro").stdout)
+    assert (shown["n"], shown["sampler"]["slots"]) == (4, 16)
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_flags_may_stand_anywhere():
+    assert yaml.safe_load(grpo("train", "n=4", "--cfg", "job", "m=2").stdout)["m"] == 2
+
+
+def test_every_example_in_the_help_composes():
+    for command in ("train", "eval"):
+        examples = grpo(command, "--help").stdout.partition("== Examples ==")[2].splitlines()
+        for line in examples:
+            words = line.split("  ")[0].split()
+            if words[:2] != ["grpo", command] or "--cfg" in words or any("<" in word or "," in word for word in words):
+                continue
+            assert grpo(*words[1:], "--cfg", "job").exit_code == 0, line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sampler=ful"], "sampler=ful is not one of the choices full, infinite, micro; did you mean full?"),
+        (["-m", "sampler=full,ful"], "sampler=ful is not one of the choices full, infinite, micro; did you mean full?"),
+        (["samplr=full"], "samplr is no setting; did you mean sampler?"),
+        (["optim.lrr=3"], "optim.lrr is no setting; did you mean optim.lr?"),
+        (["sampler=micro", "sampler.slot=3"], "sampler.slot is no setting; did you mean sampler.slots?"),
+        (["zzz=3"], "zzz is no setting\n"),
+        (["fast"], "fast cannot be read: write key=value or group=choice"),
+        (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),
+        (["n=abc"], "n=abc must be a whole number"),
+        (["n=0"], "n=0 must be at least 2"),
+        (["model=hf"], "model.path has no value; give model.path=..."),
+        (["--config-name=other"], "Cannot find primary config 'other'"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments, message):
+    assert message in refusal("train", *arguments)
+
+
+def test_several_violations_come_together():
+    assert refusal("train", "n=0", "train.micro_batch_tokens=0") == (
+        "error: 2 settings cannot be used:\n"
+        "  - n=0 must be at least 2: GRPO compares the rollouts of a prompt with each other\n"
+        "  - train.micro_batch_tokens=0 must be at least 1\n"
+    )
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
+    (elsewhere / "outputs").write_text("in the way")
+    assert "choose another folder with hydra.run.dir=<folder>" in refusal("train")
+
+
+def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
+    """Replaces training: every call keeps its config, and then raises or returns `outcome`."""
+    calls: list[Any] = []
+
+    def job(cfg: Any) -> Any:
+        calls.append(cfg)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(cli, "_train", job)
+    return calls
+
+
+def test_an_error_of_the_user_inside_a_run_is_printed_alone(monkeypatch):
+    fake_job(monkeypatch, UserError("task.path=x is empty"))
+    assert refusal("train") == "error: task.path=x is empty\n"
+
+
+def test_an_error_of_ours_inside_a_run_keeps_its_traceback(monkeypatch):
+    fake_job(monkeypatch, OSError("a bug"))
+    result = grpo("train")
+    assert (result.exit_code, type(result.exception)) == (1, OSError)
+
+
+def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewhere):
+    calls = fake_job(monkeypatch, None)
+    assert grpo("train").exit_code == grpo("train").exit_code == 0
+    folders = [cfg for cfg in (elsewhere / "outputs" / "train").iterdir()]
+    assert len(folders) == len(calls) == 2
+    assert all((folder / ".hydra" / "overrides.yaml").is_file() for folder in folders)
+    assert not list(elsewhere.rglob("*.log"))
+
+
+def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere):
+    calls = fake_job(monkeypatch, None)
+    result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo")
+    assert result.exit_code == 0
+    assert "job 3: seed=2 advantage=rloo" in result.stdout
+    assert [(cfg.seed, cfg.advantage._target_.rpartition(".")[2]) for cfg in calls] == [
+        (1, "grpo"),
+        (1, "rloo"),
+        (2, "grpo"),
+        (2, "rloo"),
+    ]
+    (sweep,) = (elsewhere / "outputs" / "multirun").iterdir()
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+
+
+def test_a_sweep_with_a_bad_job_ends_with_its_message(monkeypatch):
+    result = grpo("train", "-m", "n=0,1")
+    assert result.exit_code == 2
+    assert "n=0 must be at least 2" in result.stderr
+
+
+def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch, elsewhere):
+    (elsewhere / "my_rules_for_this_test.py").write_text("mine = 1\n")
+    (elsewhere / "json.py").write_text("raise RuntimeError('hides the library')\n")
+    seen = []
+
+    def job(cfg: Any) -> None:
+        import my_rules_for_this_test
+
+        seen.append((my_rules_for_this_test.mine, sys.path[-1]))
+
+    monkeypatch.setattr(cli, "_train", job)
+    before = list(sys.path)
+    assert grpo("train").exit_code == 0
+    assert seen == [(1, str(elsewhere))]
+    assert sys.path == before
+    assert json.loads("1") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "offered"),
+    [
+        ([], "sampler=", ["sampler=full", "sampler=infinite", "sampler=micro"]),
+        (["n=4"], "sampler=in", ["sampler=infinite"]),
+        (["sampler"], "", ["full", "infinite", "micro"]),  # how bash cuts `sampler=`
+        (["n", "=", "4", "sampler", "="], "in", ["infinite"]),  # and `sampler=in`
+        ([], "s", ["sampler=", "scheduler=", "sparsity="]),
+        ([], "samp", ["sampler=full", "sampler=infinite", "sampler=micro"]),
+        ([], "nothing=", []),
+    ],
+)
+def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
+    assert cli.offered("train", words, incomplete) == offered
+
+
+def test_completion_offers_only_the_groups_of_the_command():
+    assert "loss=" in cli.offered("train", [], "")
+    assert "loss=" not in cli.offered("eval", [], "")
+
+
+@pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])
+def test_completion_works_through_the_shell_s_protocol(line):
+    words = line.split()
+    environment = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    shown = CliRunner().invoke(cli.app, [], prog_name="grpo", env=environment)
+    assert shown.stdout.strip() in ("infinite", "sampler=infinite")
+
+
+SMALL = [
+    "train.prompts=2",
+    "n=2",
+    "sampling.max_new_tokens=6",
+    "eval.problems=3",
+    "eval.k=2",
+    "logger=jsonl",
+    "device=cpu",
+]
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
+    assert grpo("train", *SMALL, "train.steps=1", "seed=7").exit_code == 0
+    (run,) = (elsewhere / "outputs" / "train").iterdir()
+
+    assert "raise train.steps to go on" in refusal_after_words("train", "resume=auto")
+    for steps in (2, 3):  # twice, since the second time the overrides are those of a resumed run
+        resumed = grpo("train", "resume=auto", f"train.steps={steps}")
+        assert resumed.exit_code == 0, resumed.output
+        assert f"resumed at step {steps - 1}" in resumed.stdout
+    assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
+    assert [row["step"] for row in metrics_of(run)] == [0, 1, 2, 3]
+    config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
+    assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)
+
+    evaluated = grpo("eval", f"checkpoint={run}")
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "pass@2" in evaluated.stdout
+    (folder,) = (elsewhere / "outputs" / "eval").iterdir()
+    summary = json.loads((folder / "summary.json").read_text())
+    in_training = {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("eval/")}
+    assert in_training == {name: value for name, value in summary.items() if name.startswith("eval/")}
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 3 + 3 * 2
+
+
+def refusal_after_words(*arguments: str) -> str:
+    """A refusal that comes once the run has begun to speak."""
+    result = grpo(*arguments)
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
+    rule = "def worst(group, keep, rng):\n    return group.totals.argsort()[:keep].tolist()\n"
+    (elsewhere / "rules_for_this_test.py").write_text(rule)
+    result = grpo(
+        "train",
+        *SMALL,
+        "train.steps=1",
+        "m=1",
+        "advantage.stats_over=group",
+        "eval.every=0",
+        "downsample._target_=rules_for_this_test.worst",
+    )
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "resume=auto"], "resume=auto found no run with a complete checkpoint"),
+        (["train", "resume=nowhere"], "resume=nowhere does not exist"),
+        (["train", "resume=empty"], "resume=empty is no run folder"),
+        (["train", "-m", "resume=empty", "seed=1,2"], "resume=empty continues one run; leave out -m"),
+        (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is no folder"),
+        (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
+        (["eval", "eval.k=0"], "eval.k=0 must be at least 1"),
+        (["eval", "loss=grpo"], "loss is no setting"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
+    (elsewhere / "empty").mkdir()
+    assert message in refusal(*arguments)

@@ -1,0 +1,223 @@
+"""Settings: what is composed from conf/, what is refused and in which words, and that every YAML fits its target."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from pathlib import Path
+
+import hydra
+import hydra.utils
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_cli.config import (
+    EVAL_PARTS,
+    TRAIN_PARTS,
+    check,
+    check_eval,
+    choices,
+    config_dir,
+    overrides_of_run,
+    parse,
+    parse_eval,
+)
+from grpo_cli.errors import UserError
+from grpo_cli.settings import RunSettings
+
+CONF = config_dir()
+GROUP_FILES = sorted(CONF.glob("*/*.yaml"))
+
+
+@functools.cache
+def composed(command: str, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose(command, [*overrides, "run_dir=outputs/x"])
+
+
+def compose(*overrides: str, command: str = "train") -> DictConfig:
+    """What Hydra makes of the overrides. Choices are composed once, as that takes long, and values set afterwards."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    groups = [o.input_line for o in parsed if (CONF / o.key_or_group).is_dir() and o.value() is not None]
+    cfg = copy.deepcopy(composed(command, *groups))
+    OmegaConf.set_struct(cfg, False)
+    for override in parsed:
+        if override.input_line not in groups:
+            OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)
+    return cfg
+
+
+def settings(*overrides: str) -> RunSettings:
+    return parse(compose(*overrides))
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(UserError) as refused:
+        check(settings(*overrides))
+    return str(refused.value)
+
+
+def test_the_defaults_are_accepted_and_typed():
+    run = settings()
+    check(run)
+    assert (run.n, run.m, run.seed, run.resume) == (16, 16, 0, None)
+    assert run.optim.betas == (0.9, 0.99)
+    assert run.sampling.max_new_tokens == 128
+    assert set(run.parts) == set(TRAIN_PARTS)
+
+
+def test_the_defaults_of_eval_are_accepted():
+    run = parse_eval(compose(command="eval"))
+    check_eval(run)
+    assert set(run.parts) == set(EVAL_PARTS)
+
+
+@pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_choice_can_be_composed(file):
+    group, words = file.parent.name, yaml.safe_load(file.read_text()) or {}
+    required = [f"{group}.{key}=x" for key, value in words.items() if value == "???"]
+    predictor = ["predictor=mean"] if group == "scheduler" else []
+    fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
+    check(settings(f"{group}={file.stem}", *predictor, *fewer, *required))
+
+
+@pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_target_exists_and_takes_what_its_yaml_gives(file):
+    words = yaml.safe_load(file.read_text()) or {}
+    if file.parent.name in ("model", "experiment"):  # no target: settings of the package's own
+        return
+    target = hydra.utils.get_object(words.pop("_target_"))
+    words.pop("_partial_", None)
+    if isinstance(target, type):
+        assert callable(target)
+    inspect.signature(target).bind_partial(**words)
+
+
+@pytest.mark.parametrize("file", [CONF / "train.yaml", CONF / "eval.yaml", *GROUP_FILES], ids=lambda file: file.stem)
+def test_every_key_has_a_comment_above_it(file):
+    """A comment covers the keys right below it; so does the file's first line for `_target_` and its like."""
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# "), "a file opens with what the choice is"
+    bare = []
+    for above, line in zip(lines, lines[1:], strict=False):
+        if line.startswith("hydra:"):  # Hydra's own keys
+            break
+        key = line.strip().partition(":")[0]
+        opens_block = line.rstrip().endswith(":")
+        if ":" not in line or line.lstrip().startswith(("#", "-")) or key.startswith("_") or opens_block:
+            continue
+        if not above.strip() or above.rstrip().endswith(":"):
+            bare.append(line)
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("n=abc", "n=abc must be a whole number"),
+        ("seed=true", "seed=true must be a whole number"),
+        ("seed=1.0", "seed=1.0 must be a whole number"),
+        ("train.steps='3'", "train.steps=3 must be a whole number"),
+        ("optim.lr=fast", "optim.lr=fast must be a number"),
+        ("optim.lr=null", "optim.lr=null must be a number"),
+        ("model.random_init=1", "model.random_init=1 must be true or false"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of 2 values"),
+        ("optim.betas=[0.9,x]", "optim.betas[1]=x must be a number"),
+        ("optim=3", "optim=3 must be a group of settings"),
+        ("+optim.lrr=3", "optim.lrr is no setting; did you mean lr?"),
+        ("+sead=3", "sead is no setting; did you mean seed?"),
+        ("model=hf", "model.path has no value; give model.path=..."),
+        ("task=jsonl", "task.path has no value; give task.path=..."),
+        ("n=${nowhere}", "n: Interpolation key 'nowhere' not found"),
+        ("sampler=null", "sampler says nowhere what to build: choose one of full, infinite, micro"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named(override, message):
+    with pytest.raises(UserError) as refused:
+        settings(override)
+    assert message in str(refused.value)
+
+
+def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
+    run = settings("optim.lr=1", "sampling.temperature=2")
+    assert isinstance(run.optim.lr, float) and run.optim.lr == 1.0
+    assert isinstance(run.sampling.temperature, float)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["n=0"], "n=0 must be at least 2"),
+        (["n=1"], "n=1 must be at least 2"),
+        (["m=0"], "m=0 must be at least 1"),
+        (["n=4", "m=8"], "m=8 must not be more than n=4"),
+        (["m=4"], "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxreward, maxvar"),
+        (["m=1", "downsample=maxvar", "advantage.stats_over=group"], "m=1 cannot be chosen by downsample=maxvar"),
+        (["m=1", "downsample=random"], "m=1 leaves advantage=grpo nothing to compare with"),
+        (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0 must be at least 1"),
+        (["train.steps=0"], "train.steps=0 must be at least 1"),
+        (["train.prompts=-1"], "train.prompts=-1 must be at least 1"),
+        (["train.prompts=2", "n=2", "train.minibatches=5"], "must not be more than the 4 rollouts trained on per step"),
+        (["sampling.temperature=0"], "sampling.temperature=0.0 must be more than 0"),
+        (["sampling.top_p=0.9"], "truncated sampling biases the importance ratio"),
+        (["sampling.top_k=50"], "truncated sampling biases the importance ratio"),
+        (["sampling.top_p=1.5"], "sampling.top_p=1.5 must be more than 0 and at most 1"),
+        (["sampling.max_new_tokens=0"], "sampling.max_new_tokens=0 must be at least 1"),
+        (["optim.lr=0"], "optim.lr=0.0 must be more than 0"),
+        (["optim.lr=nan"], "optim.lr=nan must be more than 0"),
+        (["optim.schedule=cosin"], "must be one of constant, linear, cosine; did you mean cosine?"),
+        (["optim.betas=[0.9,1]"], "optim.betas[1]=1.0 must be at least 0 and less than 1"),
+        (["eval.k=0"], "eval.k=0 must be at least 1"),
+        (["eval.temperature=0"], "eval.temperature=0.0 must be more than 0"),
+        (["scheduler=lpt"], "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean"),
+        (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be a whole number of at least 1"),
+        (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
+        (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
+        (["loss.kl_coef=-1"], "loss.kl_coef=-1 must be at least 0"),
+        (["loss.clip_low=low"], "loss.clip_low=low must be a number"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(overrides, message):
+    assert message in refusal(*overrides)
+
+
+def test_all_violations_are_said_at_once():
+    text = refusal("n=0", "train.micro_batch_tokens=0", "optim.lr=-1", "device=tpu")
+    assert text.startswith("4 settings cannot be used:")
+    for key in ("n=0", "train.micro_batch_tokens=0", "optim.lr=-1.0", "device=tpu"):
+        assert f"  - {key} must be" in text
+
+
+def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group():
+    check(settings("n=2", "m=1", "downsample=random", "advantage.stats_over=group"))
+
+
+def test_eval_may_truncate_and_takes_all_problems():
+    check_eval(parse_eval(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval")))
+
+
+def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
+    """Also those that come from a named experiment or another default, which the command line does not show."""
+    hostile = r"it's \ C:\new\ ${n} \'"
+    run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "m=8", "n=8")
+    run.task.template = hostile.replace("${", "\\${")
+    run.model.random_init = True
+    hidden = tmp_path / ".hydra"
+    hidden.mkdir()
+    OmegaConf.save(run, hidden / "config.yaml")
+    names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
+    names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
+    OmegaConf.save({"hydra": {"runtime": {"choices": names}}}, hidden / "hydra.yaml")
+
+    again = compose(*overrides_of_run(tmp_path), command="eval")
+    assert again.task.template == hostile
+    assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
+    assert (again.model.path, again.model.random_init) == ("x", True)
+    assert (again.sampling.max_new_tokens, again.seed) == (7, 5)
+
+
+def test_the_choices_of_every_group_are_those_of_its_folder():
+    assert choices("sampler") == ["full", "infinite", "micro"]

@@ -1,0 +1,166 @@
+"""What a person sees: lines when nobody watches a terminal, a view that fits when somebody does."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from grpo_cli.console import STILL_SECONDS, ConsoleTracker, duration, short, size, sparkline, step_line, summary_line
+from grpo_cli.interfaces import Tracker
+from grpo_cli.types import Record
+
+METRICS = {
+    "reward/mean": 0.5,
+    "response/length_mean": 38.2,
+    "response/truncated": 0.02,
+    "speed/tokens_per_second": 5321.0,
+    "time/step": 1.3,
+    "time/rollout": 0.6,
+    "time/update": 0.7,
+    "memory/peak_bytes": 850e6,
+}
+EVAL = {"eval/accuracy": 0.71, "eval/accuracy_low": 0.66, "eval/accuracy_high": 0.76}
+
+
+class Screen:
+    """A tracker with a made-up clock, and what it wrote."""
+
+    def __init__(self, total: int, terminal: bool = False, **options: Any) -> None:
+        self.now = 0.0
+        self.file = io.StringIO()
+        self.console = Console(file=self.file, force_terminal=terminal, width=80, **options)
+        self.tracker = ConsoleTracker(total, self.console, clock=lambda: self.now)
+
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+    def view(self) -> str:
+        with self.console.capture() as capture:
+            self.console.print(self.tracker._view())
+        return capture.get()
+
+
+def test_a_plain_line_says_what_there_is() -> None:
+    parts = ["step   7/200", "reward 0.500", "eval 0.710", "length 38", "2% cut off", "5.3k tokens/s", "1.30 s/step"]
+    expected = "  ".join([*parts, "811 MiB", "4m07s left"])
+    assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
+    assert step_line(Record(0, EVAL), 200, left=None) == "step   0/200  eval 0.710"
+
+
+def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation() -> None:
+    screen = Screen(total=1000)
+    for step in range(1, 1001):
+        screen.now += 0.5
+        screen.tracker.log(Record(step, METRICS | (EVAL if step == 333 else {})))
+    screen.tracker.close({"status": "finished"})
+    steps = [int(line.split()[1].partition("/")[0]) for line in screen.lines() if line.startswith("step")]
+    assert steps == sorted({1, 333, *range(10, 1001, 10)})
+
+
+def test_a_slow_plain_run_prints_every_step() -> None:
+    screen = Screen(total=1000)
+    for step in range(1, 20):
+        screen.now += 11.0
+        screen.tracker.log(Record(step, METRICS))
+    assert len(screen.lines()) == 19
+    screen.tracker.close({})
+
+
+def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup() -> None:
+    screen = Screen(total=10)
+    text = "[bold]resumed[/bold] at step 3 of /a/very/long/path " + "x" * 100
+    screen.tracker.say(text)
+    screen.tracker.warn(text)
+    assert screen.lines() == [text, f"warning: {text}"]
+
+
+def test_the_time_left_is_that_of_the_steps_to_come() -> None:
+    screen = Screen(total=10)
+    screen.tracker.start()
+    screen.now = 500.0  # the first evaluation takes long, but is no step
+    screen.tracker.log(Record(0, EVAL))
+    for step in (1, 2):
+        screen.now += 3.0
+        screen.tracker.log(Record(step, METRICS))
+    assert screen.tracker._seconds_left() == pytest.approx(8 * 3.0)
+    screen.tracker.close({})
+
+
+def test_a_resumed_run_does_not_count_the_steps_of_its_first_life() -> None:
+    screen = Screen(total=110)
+    screen.tracker.start(step=100)
+    screen.now = 2.0
+    screen.tracker.log(Record(101, METRICS))
+    assert screen.tracker._seconds_left() == pytest.approx(9 * 2.0)
+    screen.tracker.close({})
+
+
+def test_a_run_that_is_silent_says_what_it_waits_for() -> None:
+    screen = Screen(total=10)
+    screen.tracker.phase(("step", "reward"))
+    screen.now = STILL_SECONDS - 1
+    assert screen.tracker._reminder() is None
+    screen.now = STILL_SECONDS + 1
+    assert screen.tracker._reminder() == "after step 0: still in reward, for 1m01s"
+    assert screen.tracker._reminder() is None
+    screen.now = 2 * STILL_SECONDS
+    assert screen.tracker._reminder() == "after step 0: still in reward, for 2m00s"
+    screen.tracker.phase(())
+    screen.now *= 100
+    assert screen.tracker._reminder() is None
+
+
+def test_the_live_view_shows_everything_and_fits() -> None:
+    screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
+    tracker: Tracker = screen.tracker
+    for step in range(1, 11):
+        screen.now += 1.0
+        tracker.log(Record(step, {**METRICS, "reward/mean": step / 10} | (EVAL if step == 5 else {})))
+    screen.tracker.warn("response/truncated is 0.95 " * 5)
+    screen.tracker.phase(("step", "rollout"))
+    screen.now += 3.0
+    view = screen.view()
+    for part in ("step 10/20", "10 s left", "rollout 3 s", "1.000", "▁", "█", "0.710  (0.660 to 0.760)  at step 5"):
+        assert part in view
+    for part in ("length 38", "2% cut off", "5.3k tokens/s", "update 0.70 s  rollout 0.60 s", "811 MiB", "! step 10:"):
+        assert part in view
+    tracker.close({"status": "finished"})
+    assert "finished" in screen.lines()[-1]
+    assert "\x1b[?25h" in screen.file.getvalue(), "the cursor is back"
+
+
+def test_the_live_view_shows_what_it_knows_before_the_first_step() -> None:
+    screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
+    screen.tracker.start()
+    assert "step 0/20" in screen.view()
+    screen.tracker.close({"status": "interrupted"})
+
+
+def test_a_terminal_without_cursor_movement_gets_plain_lines() -> None:
+    screen = Screen(total=2, terminal=True, _environ={"TERM": "dumb"})
+    screen.tracker.log(Record(1, METRICS))
+    screen.tracker.close({})
+    assert screen.lines()[0].startswith("step 1/2")
+
+
+def test_the_last_line_is_the_summary() -> None:
+    summary = {"steps": 200, "seconds": 231.7, "status": "finished", "peak_bytes": 2**30, "ok": True, "nested": {}}
+    assert summary_line(summary) == "finished  steps 200  seconds 232  peak_bytes 1.0 GiB  ok True"
+
+
+def test_numbers_are_short() -> None:
+    assert [short(x) for x in (0, 0.51234, 38.0, 999, 5321, 1.2e6, 3e9, -5321, float("nan"))] == (
+        ["0", "0.512", "38", "999", "5.3k", "1.2M", "3.0G", "-5.3k", "nan"]
+    )
+    assert [duration(x) for x in (0.4, 59, 61, 3599, 11_100)] == ["0 s", "59 s", "1m01s", "59m59s", "3h05m"]
+    assert [size(x) for x in (850e6, 1.5e9)] == ["811 MiB", "1.4 GiB"]
+
+
+def test_a_sparkline_spans_its_own_range() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▄▄"
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁ █"
+    assert sparkline([float("nan")]) == ""

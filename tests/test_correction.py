@@ -1,0 +1,335 @@
+"""Mismatch correction: weights, rejections and metrics by hand, and the identities they obey."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from grpo_cli import correction, loss
+from grpo_cli.correction import Correct, correct
+from grpo_cli.errors import UserError
+from grpo_cli.interfaces import Correction
+from grpo_cli.types import Batch, Totals
+
+CONF = Path(__file__).parents[1] / "conf" / "correction"
+PRESETS: dict[str, dict[str, object]] = {
+    path.stem: {str(word): value for word, value in OmegaConf.load(path).items() if word != "_target_"}
+    for path in sorted(CONF.glob("*.yaml"))
+}
+
+
+def apply(part: Correct, xi: list[list[float]], mask: list[list[int]] | None = None):
+    """Weights, mask and metrics for given ratios; where the mask is 0 the log-probabilities are garbage."""
+    ratios = torch.tensor(xi, dtype=torch.float64)
+    valid = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
+    sampler = torch.full_like(ratios, -2.0).float()
+    policy = (sampler + ratios.log()).float()
+    garbage = valid == 0
+    weights, kept, metrics = part(
+        sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage
+    )
+    return weights.tolist(), kept.int().tolist(), metrics
+
+
+def close(values):
+    return pytest.approx(values, rel=1e-5, abs=1e-7)
+
+
+def test_nothing_is_corrected_by_default_and_everything_is_measured():
+    weights, kept, metrics = apply(Correct(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
+    assert weights == [[1, 1, 1], [1, 1, 0]] and kept == [[1, 1, 1], [1, 1, 0]]
+    xi = [0.5, 2.0, 1e-6, 1.0, 1.0]
+    assert metrics["mismatch/ratio_mean"] == close(sum(xi) / 5)
+    assert metrics["mismatch/ratio_min"] == close(1e-6)
+    assert metrics["mismatch/kl"] == close(sum(x - 1 - math.log(x) for x in xi) / 5)
+    assert metrics["mismatch/rejected"] == 0 and metrics["mismatch/masked_tokens"] == 0
+    assert metrics["mismatch/weight_mean"] == 1
+    assert not Correct().needs_policy_logprobs
+
+
+def test_token_weights_are_truncated_at_the_threshold():
+    weights, kept, metrics = apply(correct(**PRESETS["tis"]), [[0.5, 1.0, 2.5, 100.0]])
+    assert weights[0] == close([0.5, 1.0, 2.0, 2.0]) and kept == [[1, 1, 1, 1]]
+    assert metrics["mismatch/weight_mean"] == close(5.5 / 4)
+    floored = apply(Correct(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
+    assert floored[0] == close([0.8, 1.0, 3.0])
+
+
+def test_masked_importance_takes_the_pull_and_leaves_the_divisor():
+    weights, kept, metrics = apply(correct(**PRESETS["mis"]), [[0.4, 0.5001, 4.9, 5.1], [0.1, 7.0, 0.2, 0.3]])
+    assert weights[0] == close([0, 0.5001, 4.9, 0]) and weights[1] == [0, 0, 0, 0]
+    assert kept == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/masked_tokens"] == close(6 / 8)
+
+
+def test_sequence_weights_are_the_product_of_the_ratios():
+    part = Correct(importance="sequence", is_threshold=3.0)
+    weights, _, _ = apply(part, [[0.5, 3.0, 7.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1]])
+    assert weights[0] == close([1.5, 1.5, 0]) and weights[1] == close([3, 3, 3])
+    masked = apply(replace(part, is_mode="mask"), [[0.5, 3.0], [2.0, 2.0]])
+    assert masked[0][0] == close([1.5, 1.5]) and masked[0][1] == [0, 0]
+    assert masked[2]["mismatch/rejected"] == 0.5
+
+
+def test_one_impossible_token_vetoes_its_sequence_and_no_other():
+    part = Correct(rejection="veto", veto=1e-4)
+    xi = [[1.0, 0.9e-4, 1.0], [1.0, 1.1e-4, 1.0], [1.0, 1.0, 1e-9]]
+    weights, kept, metrics = apply(part, xi, [[1, 1, 1], [1, 1, 1], [1, 1, 0]])  # the third's lies in the padding
+    assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
+    assert weights == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
+    assert metrics["mismatch/rejected"] == close(1 / 3) and metrics["mismatch/masked_tokens"] == close(3 / 8)
+
+
+@pytest.mark.parametrize("vetoed", [0, 1, 3, 4])
+def test_rejected_counts_the_rejected_and_not_the_kept(vetoed):
+    """The released code's counter increments for the sequences it keeps."""
+    xi = [[1.0, 1e-6]] * vetoed + [[1.0, 1.0]] * (4 - vetoed)
+    assert apply(Correct(rejection="veto"), xi)[2]["mismatch/rejected"] == vetoed / 4
+
+
+def test_sequences_without_a_response_are_not_counted_as_rejected():
+    metrics = apply(Correct(rejection="veto"), [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
+    assert metrics["mismatch/rejected"] == 0.5
+
+
+def test_the_mask_band_takes_tokens_out_one_by_one():
+    part = Correct(mask_low=0.5, mask_high=1.5)
+    weights, kept, metrics = apply(part, [[0.49, 0.51, 1.0, 1.49, 1.51]])
+    assert kept == [[0, 1, 1, 1, 0]] and weights == [[0, 1, 1, 1, 0]]
+    assert metrics["mismatch/masked_tokens"] == close(2 / 5) and metrics["mismatch/rejected"] == 0
+    assert apply(replace(part, mask_high=None), [[0.4, 9.0]])[1] == [[0, 1]]
+    assert apply(replace(part, mask_low=None), [[0.4, 9.0]])[1] == [[1, 0]]
+
+
+def test_the_release_normalises_before_it_rejects():
+    """Truncated weights 1.0 1.5 1e-6, 0.4 1.2 1.4 have mean 5.5 / 6, vetoed and masked ones included."""
+    weights, kept, metrics = apply(correct(**PRESETS["sparse_rl_release"]), [[1.0, 3.0, 1e-6], [0.4, 1.2, 1.4]])
+    assert kept == [[0, 0, 0], [0, 1, 1]]
+    mean = (1.0 + 1.5 + 1e-6 + 0.4 + 1.2 + 1.4) / 6
+    assert weights[0] == [0, 0, 0] and weights[1] == close([0, 1.2 / mean, 1.4 / mean])
+    assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/weight_mean"] == close(1.3 / mean)
+
+
+def test_batch_normalised_weights_have_mean_one():
+    part = Correct(importance="token", is_threshold=2.0, batch_normalise=True)
+    metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]
+    assert metrics["mismatch/weight_mean"] == close(1)
+    weights = apply(replace(part, importance="sequence"), [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
+    assert weights[0] == close([0.5] * 3) and weights[1] == close([1.5, 1.5, 0])  # mean of sequences, not of tokens
+    assert apply(replace(part, is_mode="mask", is_threshold=0.01), [[1.0, 2.0]])[0] == [[0, 0]]
+
+
+def test_the_published_preset_is_a_veto_and_a_truncated_reweighting():
+    weights, kept, _ = apply(correct(**PRESETS["sparse_rl"]), [[0.2, 1.0, 4.0], [1e-5, 1.0, 1.0]])
+    assert kept == [[1, 1, 1], [0, 0, 0]]
+    assert weights[0] == close([0.2, 1.0, 1.5]) and weights[1] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_without_a_mismatch_no_preset_changes_anything(name):
+    part = correct(**PRESETS[name])
+    weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
+    assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
+    assert metrics == {
+        "mismatch/ratio_mean": 1,
+        "mismatch/ratio_min": 1,
+        "mismatch/log_ratio_q001": 0,
+        "mismatch/log_ratio_q01": 0,
+        "mismatch/kl": 0,
+        "mismatch/rejected": 0,
+        "mismatch/masked_tokens": 0,
+        "mismatch/weight_mean": 1,
+    }
+    assert part.needs_policy_logprobs == (name != "none") and isinstance(part, Correction)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), vocabulary=st.integers(2, 40))
+def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabulary):
+    """E[xi | prefix] under the sampler is the policy's total probability: 1. Summed over the whole vocabulary.
+
+    Truncation can only lower it. Each vocabulary entry is one row of a single token.
+    """
+    g = torch.Generator().manual_seed(seed)
+    dense, sparse = (torch.randn(vocabulary, generator=g).log_softmax(0) for _ in range(2))
+    mask = torch.ones(vocabulary, 1, dtype=torch.bool)
+    for level in ("token", "sequence"):
+        part = Correct(importance=level)
+        weights, _, _ = part(sparse[:, None], dense[:, None], mask)
+        assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
+        truncated, _, _ = replace(part, is_threshold=1.5)(sparse[:, None], dense[:, None], mask)
+        assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
+
+
+def test_sequence_weights_are_unbiased_over_all_sequences():
+    """All 9 sequences of two tokens out of three, the sampler's second distribution depending on the first token."""
+    g = torch.Generator().manual_seed(0)
+    dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+    policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
+    weights, _, _ = Correct(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool))
+    assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_nothing_flows_back_through_the_ratio(name):
+    sampler = torch.full((2, 3), -1.0, requires_grad=True)
+    policy = torch.full((2, 3), -1.2, requires_grad=True)
+    weights, _, _ = correct(**PRESETS[name])(sampler, policy, torch.ones(2, 3, dtype=torch.bool))
+    assert not weights.requires_grad
+
+
+def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
+    """Through the loss: exactly their gradients are zero, and the others are those of a batch without them."""
+    xi = torch.tensor([[1.0, 1e-6, 1.0], [1.0, 0.3, 1.2], [0.9, 1.1, 1.0]])
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    sampler = torch.full((3, 3), -1.0)
+    weights, kept, _ = replace(correct(**PRESETS["sparse_rl_release"]), batch_normalise=False)(
+        sampler, sampler + xi.log(), mask
+    )
+
+    def gradient(weights, loss_mask, rows):
+        leaf = (sampler + xi.log())[rows].clone().requires_grad_()
+        zeros = torch.zeros(len(leaf), 3)
+        batch = Batch(
+            zeros.long(), mask[rows], loss_mask, weights, zeros, None, None, torch.ones(len(leaf)), zeros[:, 0].long()
+        )
+        totals = Totals(3, 5, 3)
+        loss.grpo(leaf, batch, totals, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence").loss.backward()
+        return leaf.grad
+
+    corrected = gradient(weights, kept, slice(0, 3))
+    assert (corrected == 0).int().tolist() == [[1, 1, 1], [0, 1, 0], [0, 0, 0]]
+    # sequence 2: mean over its two surviving tokens, of xi 1.0 and 1.2, a third of the batch each
+    assert corrected[1].tolist() == close([-1.0 / 2 / 3, 0, -1.2 / 2 / 3])
+    assert torch.equal(gradient(weights[2:], kept[2:], slice(2, 3)), corrected[2:])
+
+
+def test_ratios_too_large_to_represent_are_bounded():
+    for level in ("token", "sequence"):
+        weights, _, metrics = Correct(importance=level)(
+            torch.full((1, 3), -200.0), torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
+        )
+        assert weights[0].tolist() == close([math.exp(20)] * 3)
+        assert all(map(math.isfinite, metrics.values()))
+
+
+def test_a_veto_below_the_bound_on_ratios_still_fires():
+    """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
+    part, log_ratio = Correct(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
+    _, kept, _ = part(torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool))
+    assert kept.tolist() == [[False], [True]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(-30, 5, width=32), min_size=1, max_size=60), q=st.sampled_from([0.001, 0.01, 0.3, 1.0])
+)
+def test_lower_quantiles_are_those_of_torch(values, q):
+    tensor = torch.tensor(values)
+    assert float(correction.lower_quantile(tensor, q)) == pytest.approx(float(tensor.quantile(q)), abs=1e-4)
+
+
+def test_quantiles_of_more_values_than_torch_accepts():
+    values = torch.arange(2**24 + 1, dtype=torch.float32).flip(0)
+    with pytest.raises(RuntimeError, match="too large"):
+        values.quantile(0.01)
+    assert float(correction.lower_quantile(values, 0.001)) == pytest.approx(0.001 * 2**24, rel=1e-6)
+
+
+def test_quantiles_are_over_response_tokens():
+    """1001 tokens, log xi = 0, -1, ... -1000 percent: the 0.1 % quantile is the second smallest, 1 % the eleventh."""
+    log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
+    padded = torch.cat([log_ratio, torch.full((1, 50), -99.0)], dim=1)
+    mask = torch.arange(1051)[None] < 1001
+    metrics = Correct()(torch.zeros(1, 1051), padded, mask)[2]
+    assert metrics["mismatch/log_ratio_q001"] == close(-9.99)
+    assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
+
+
+def test_a_batch_without_response_tokens_has_no_mismatch():
+    metrics = apply(correct(**PRESETS["sparse_rl_release"]), [[3.0]], [[0]])[2]
+    assert metrics["mismatch/ratio_mean"] == 1 and metrics["mismatch/kl"] == 0 and metrics["mismatch/rejected"] == 0
+    json.dumps(dict(metrics), allow_nan=False)
+
+
+def test_missing_sampler_logprobs_are_refused():
+    sampler = torch.tensor([[-1.0, math.nan, -1.0]])
+    for name in PRESETS:
+        with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
+            correct(**PRESETS[name])(sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+
+
+def test_a_policy_that_is_no_number_is_not_masked_away():
+    """A silently dropped token would hide a broken model from the guard against bad steps."""
+    policy = torch.tensor([[-1.0, math.nan]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for name in PRESETS:
+        weights, kept, _ = correct(**PRESETS[name])(torch.full((1, 2), -1.0), policy, mask)
+        assert kept.all() and (name == "none" or weights.isnan().any())
+
+
+def test_each_row_has_the_reason_for_its_rejection():
+    log_ratio = torch.tensor([[1.0, 1.0], [1.0, 1e-6], [0.1, 9.0], [1.0, 1.0], [0.6, 0.6]]).log()
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0], [1, 1]]).bool()
+    part = Correct("sequence", 2.0, 0.5, "mask", rejection="veto", mask_low=0.5, mask_high=1.5)
+    reasons = part.reasons(torch.zeros(5, 2), log_ratio, mask)
+    assert reasons == (
+        "",
+        "veto: a token with xi 1e-06 < 0.0001",
+        "mask: no token with xi in [0.5, 1.5]",
+        "empty: no response token",
+        "is: no weight in [0.5, 2.0] (product of xi 0.36)",
+    )
+    weights, _, metrics = part(torch.zeros(5, 2), log_ratio, mask)
+    assert [bool(row.any()) for row in weights] == [reason == "" for reason in reasons]
+    assert metrics["mismatch/rejected"] == close(3 / 4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_file_builds_what_its_words_say(name):
+    part = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert part == correct(**PRESETS[name])
+    assert (part.importance, part.rejection) == (PRESETS[name]["is"], PRESETS[name]["rs"])
+
+
+def test_null_and_whole_numbers_are_what_a_person_means_by_them():
+    config = OmegaConf.create("{is: null, rs: null, is_threshold: 2, is_threshold_low: null, mask_low: null}")
+    assert correct(**{str(key): value for key, value in config.items()}) == Correct(is_threshold=2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"is_treshold": 2.0}, r"correction.is_treshold is unknown \(did you mean correction.is_threshold\?\)"),
+        ({"importance": "token"}, "correction.importance is unknown.*there are is, is_threshold"),
+        ({"is": "tokens"}, "correction.is=tokens is unknown: use none, token, sequence"),
+        ({"rs": "sequence"}, "correction.rs=sequence is unknown: use none, veto"),
+        ({"is_mode": "clip"}, "correction.is_mode=clip is unknown: use truncate, mask"),
+        ({"is_threshold": "2"}, "correction.is_threshold='2' must be a number or null"),
+        ({"is_threshold": True}, "correction.is_threshold=True must be a number"),
+        ({"batch_normalise": 1}, "correction.batch_normalise=1 must be true or false"),
+        ({"veto": None}, "correction.veto=None must be a number"),
+        ({"veto": 0}, "correction.veto=0.0 must be between 0 and 1"),
+        ({"is_threshold": -1}, "correction.is_threshold=-1.0 must not be negative"),
+        ({"mask_low": 1.5, "mask_high": 0.5}, "mask_low=1.5 must not be greater than correction.mask_high=0.5"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_by_name(words, message):
+    with pytest.raises(UserError, match=message):
+        correct(**words)
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(UserError) as error:
+        correct(**{"is": "both", "rs": "some", "is_mode": "cut", "veto": 2})
+    assert len(str(error.value).splitlines()) == 4

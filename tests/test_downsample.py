@@ -1,0 +1,295 @@
+"""Down-sampling rules: what they keep, how they break ties, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli import downsample
+from grpo_cli.errors import UserError
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+
+CHOOSING_RULES = [downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile]
+
+
+def scored(rewards: list[float]) -> ScoredGroup:
+    prompt = Prompt("p7", (1, 2), "42")
+    rollouts = tuple(
+        Rollout(Request(prompt, sample, 0, Sampling()), (3,), (-1.0,), Finish.EOS, 1) for sample in range(len(rewards))
+    )
+    return ScoredGroup(prompt, rollouts, tuple(Reward(float(reward)) for reward in rewards))
+
+
+def stream(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def samples(group: ScoredGroup) -> list[int]:
+    return [rollout.request.sample for rollout in group.rollouts]
+
+
+def best_variance(rewards: list[float], keep: int) -> float:
+    return max(float(np.var(subset)) for subset in itertools.combinations(rewards, keep))
+
+
+# Real, four-valued and binary rewards: ties of every kind.
+reward_lists = st.one_of(
+    st.lists(st.floats(-100, 100).map(lambda x: round(x, 6)), min_size=2, max_size=9),
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=2, max_size=9),
+    st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=9),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rewards=reward_lists, data=st.data())
+def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, data):
+    keep = data.draw(st.integers(2, len(rewards)))
+    kept = downsample.max_variance_indices(np.array(rewards), keep, stream(data.draw(st.integers(0, 3)))).tolist()
+    assert len(set(kept)) == keep
+    assert np.var([rewards[i] for i in kept]) == pytest.approx(best_variance(rewards, keep), rel=1e-9, abs=1e-12)
+    chosen, ordered = sorted(rewards[i] for i in kept), sorted(rewards)
+    assert any(chosen == ordered[: keep - k] + ordered[len(ordered) - k :] for k in range(keep + 1))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "keep", "expected"),
+    [
+        ([0, 1, 2, 3, 10], 2, [0, 10]),
+        ([0, 1, 2, 3, 10], 3, [0, 1, 10]),  # variance 20.2; 0 3 10 gives 17.6
+        ([0, 7, 8, 9, 10], 3, [0, 9, 10]),
+        ([5, 5, 5, 5], 3, [5, 5, 5]),
+        ([0, 0, 0, 0, 0, 0, 0, 1], 4, [0, 0, 0, 1]),  # fewer successes than half
+        ([0, 1, 1, 1, 1, 1], 4, [0, 1, 1, 1]),
+    ],
+)
+def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
+    kept = downsample.checked(downsample.maxvar, scored(rewards), keep, stream())
+    assert sorted(kept.totals) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(ones=st.integers(0, 20), zeros=st.integers(0, 20), data=st.data())
+def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros, data):
+    if ones + zeros < 2:
+        return
+    keep = data.draw(st.integers(2, ones + zeros))
+    rewards = np.array([1.0] * ones + [0.0] * zeros)
+    kept_ones = rewards[downsample.max_variance_indices(rewards, keep, stream())].sum()
+    least, most = keep - min(zeros, keep), min(ones, keep)
+    assert kept_ones in {np.clip(keep // 2, least, most), np.clip((keep + 1) // 2, least, most)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rewards=st.lists(st.integers(-50, 50), min_size=3, max_size=9),
+    scale=st.sampled_from([-4.0, -0.5, 0.25, 8.0]),
+    offset=st.sampled_from([0.0, 3.0, -1024.0]),
+    data=st.data(),
+)
+def test_the_best_variance_scales_with_the_rewards_and_ignores_their_offset(rewards, scale, offset, data):
+    keep = data.draw(st.integers(2, len(rewards)))
+    plain, moved = np.array(rewards, dtype=float), scale * np.array(rewards, dtype=float) + offset
+    variance = np.var(plain[downsample.max_variance_indices(plain, keep, stream())])
+    variance_moved = np.var(moved[downsample.max_variance_indices(moved, keep, stream())])
+    assert variance_moved == pytest.approx(scale**2 * variance, rel=1e-9, abs=1e-12)
+
+
+def test_maxvar_survives_a_large_offset():
+    """Sums of squares of rewards near 1e9 lose everything below 1e2: the differences here are 1."""
+    small = np.array([0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 4.0])
+    for keep in range(2, 8):
+        kept = small[downsample.max_variance_indices(small + 1e9, keep, stream())]
+        assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=reward_lists, data=st.data())
+def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
+    keep = data.draw(st.integers(2, len(rewards)))
+    group = scored(rewards)
+    most = np.var(downsample.checked(downsample.maxvar, group, keep, stream()).totals)
+    for rule in CHOOSING_RULES:
+        assert np.var(downsample.checked(rule, group, keep, stream()).totals) <= most + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=reward_lists, data=st.data())
+def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, data):
+    keep = data.draw(st.integers(2, len(rewards)))
+    shuffled = data.draw(st.permutations(rewards))
+    for rule in (downsample.maxvar, downsample.maxreward, downsample.percentile):
+        kept = downsample.checked(rule, scored(rewards), keep, stream(1)).totals
+        kept_shuffled = downsample.checked(rule, scored(shuffled), keep, stream(2)).totals
+        assert sorted(kept) == sorted(kept_shuffled)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=reward_lists, data=st.data())
+def test_maxreward_leaves_nothing_better_behind(rewards, data):
+    keep = data.draw(st.integers(1, len(rewards) - 1))
+    kept = downsample.max_reward_indices(np.array(rewards), keep, stream())
+    left = np.delete(rewards, kept)
+    assert len(set(kept.tolist())) == keep
+    assert min(rewards[i] for i in kept) >= left.max()
+
+
+@pytest.mark.parametrize(
+    ("size", "keep", "expected"),
+    [
+        (8, 2, [1, 5]),  # quantiles 1/4 and 3/4 of eight: the 2nd and 6th smallest
+        (8, 4, [0, 2, 4, 6]),
+        (5, 2, [1, 3]),  # 1.25 -> 2nd, 3.75 -> 4th
+        (7, 3, [1, 3, 5]),
+        (6, 1, [2]),
+        (4, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles(size, keep, expected):
+    rewards = stream(5).permutation(size).astype(float)  # reward = rank
+    kept = downsample.percentile_indices(rewards, keep, stream())
+    assert rewards[kept].tolist() == expected
+
+
+@given(size=st.integers(1, 200), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_percentile_never_takes_one_twice(size, data):
+    keep = data.draw(st.integers(1, size))
+    kept = downsample.percentile_indices(np.zeros(size), keep, stream())
+    assert len(set(kept.tolist())) == keep
+
+
+@pytest.mark.parametrize("rule", CHOOSING_RULES)
+@pytest.mark.parametrize("rewards", [[1.0] * 10, [0.0, 1.0] * 5])
+def test_rollouts_of_equal_reward_are_kept_equally_often(rule, rewards):
+    """Chi-square over which of the tied samples are kept; 32.9 is the 0.9999 quantile for 9 degrees of freedom.
+
+    In both groups each sample has probability keep / 10; with two reward levels the counts are more even still.
+    `maxreward` keeps ones only in the second group: each of the five with probability 4 / 5.
+    """
+    group, keep, runs, rng = scored(rewards), 4, 600, stream(11)
+    counts = np.zeros(10)
+    for _ in range(runs):
+        counts[samples(downsample.checked(rule, group, keep, rng))] += 1
+    expected = np.full(10, runs * keep / 10)
+    if rule is downsample.maxreward and 0.0 in rewards:
+        expected = np.array(rewards) * runs * keep / 5
+        assert (counts[expected == 0] == 0).all()
+    some = expected > 0
+    assert ((counts[some] - expected[some]) ** 2 / expected[some]).sum() < 32.9
+
+
+def test_a_draw_among_ties_is_uniform_over_subsets():
+    """Each of the 6 pairs out of 4 candidates, not only each member, is equally likely; nothing else is drawn."""
+    candidates = np.array([True, False, True, True, True, False])
+    rng, counts = stream(3), {}
+    for _ in range(3000):
+        drawn = tuple(np.flatnonzero(downsample._draw(candidates, 2, rng)).tolist())
+        counts[drawn] = counts.get(drawn, 0) + 1
+    assert set(counts) == set(itertools.combinations([0, 2, 3, 4], 2))
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 27.9  # 0.99996 quantile, 5 degrees
+
+
+def test_ends_that_meet_in_one_value_draw_from_its_ties_once():
+    """Two from below and two from above 0 5 5 5 9: both borders are 5, and two of the three fives are drawn."""
+    rewards = np.array([5.0, 9.0, 5.0, 0.0, 5.0])
+    kept = {tuple(downsample._take_ends(rewards, np.sort(rewards), 2, 2, stream(s)).tolist()) for s in range(40)}
+    assert kept == {(0, 1, 2, 3), (0, 1, 3, 4), (1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 499, 500, 999, 1000])
+def test_a_draw_has_exactly_the_size_asked_for(count):
+    candidates = np.arange(2000) % 2 == 0
+    for seed in range(20):
+        drawn = downsample._draw(candidates, count, stream(seed))
+        assert drawn.sum() == count and not (drawn & ~candidates).any()
+
+
+@pytest.mark.parametrize("rule", CHOOSING_RULES)
+def test_a_rule_is_a_function_of_rewards_and_stream(rule):
+    group = scored([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    first, again = (downsample.choose(rule, group, 4, stream(9)) for _ in range(2))
+    assert first == again
+    assert len({tuple(downsample.choose(rule, group, 4, stream(seed))) for seed in range(20)}) > 1
+
+
+@pytest.mark.parametrize("rule", [downsample.all_rollouts, *CHOOSING_RULES])
+@pytest.mark.parametrize("keep", [3, 5])
+def test_a_group_of_m_or_fewer_is_kept_whole_and_in_order(rule, keep):
+    group = scored([1.0, 0.0, 0.5])
+    kept = downsample.checked(rule, group, keep, stream())
+    assert samples(kept) == [0, 1, 2] and kept.totals.tolist() == [1.0, 0.0, 0.5]
+
+
+def test_kept_rollouts_stay_in_the_order_of_the_group_with_their_own_rewards():
+    kept = downsample.checked(lambda group, keep, rng: [4, 0, 2], scored([0.0, 1.0, 2.0, 3.0, 4.0]), 3, stream())
+    assert samples(kept) == [0, 2, 4] and kept.totals.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_all_refuses_to_choose_and_says_what_can():
+    with pytest.raises(UserError, match=r"m=2 .*the 3 of prompt p7.*maxvar"):
+        downsample.all_rollouts(scored([1.0, 0.0, 0.5]), 2, stream())
+    assert downsample.all_rollouts(scored([1.0, 0.0]), 2, stream()) == [0, 1]
+
+
+def test_maxvar_of_a_single_rollout_is_refused():
+    with pytest.raises(UserError, match="m of at least 2"):
+        downsample.maxvar(scored([1.0, 0.0, 0.5]), 1, stream())
+
+
+def my_rule(group, keep, rng, answer):
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ([0, 0], "0 more than once"),
+        ([0], "returned 1 of them: return exactly 2"),
+        ([0, 1, 2], "returned 3 of them"),
+        ([0, 3], "returned 3: indices run from 0 to 2"),
+        ([-1, 0], "returned -1"),
+        ([0.0, 1.0], "no integer"),
+        (np.array([True, False, True]), "no integer"),
+        (None, "returned None: return a list of 2 integers"),
+    ],
+)
+def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint):
+    with pytest.raises(UserError, match=complaint) as error:
+        downsample.checked(partial(my_rule, answer=answer), scored([1.0, 0.0, 0.5]), 2, stream())
+    assert "my_rule" in str(error.value) and "prompt p7" in str(error.value)
+
+
+def test_a_rule_may_answer_with_an_array():
+    kept = downsample.checked(lambda group, keep, rng: np.array([2, 0]), scored([1.0, 0.0, 0.5]), 2, stream())
+    assert samples(kept) == [0, 2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_stops_with_its_sample_and_prompt(bad):
+    group = scored([1.0, 0.0, bad, 0.5])
+    with pytest.raises(UserError, match=r"sample 2 of prompt p7 \(1 of 4"):
+        downsample.check_rewards(group)
+    with pytest.raises(UserError, match="sample 2"):
+        downsample.checked(downsample.all_rollouts, group, 4, stream())
+    downsample.check_rewards(scored([1.0, 0.0]))
+
+
+def test_the_benchmark_script_writes_the_ratio_of_each_rule(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "bench.json"
+    monkeypatch.setattr(sys, "argv", ["bench", str(out), "--n", "1000", "--repeats", "1"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "bench_downsample.py"), run_name="__main__")
+    result = json.loads(out.read_text())
+    assert {row["rewards"] for row in result["rows"]} == {"continuous", "binary"}
+    assert all(row["ratio_to_sort"].keys() == {"maxvar", "maxreward", "percentile"} for row in result["rows"])
+    assert "maxvar costs at most" in capsys.readouterr().out

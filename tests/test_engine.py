@@ -1,0 +1,288 @@
+"""The rollout engine: a rollout is a function of its request, whatever else happens, and the memory is what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small import EOS, contents, make_engine, small_model, some_requests
+from tiny_hf import FAMILIES
+
+from grpo_cli.engine.interfaces import Plan, Running, Waiting
+from grpo_cli.engine.predict import NoPredictor, PrefixHead
+from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
+from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
+from grpo_cli.errors import UserError
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request, Rollout
+
+SAMPLERS = [Micro(slots=1), Micro(slots=5), Infinite(slots=1), Infinite(slots=3), Infinite(slots=7), Infinite(slots=99)]
+
+
+def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    """What plain `transformers` says of a rollout's tokens, without a cache and at temperature 1."""
+    start = len(rollout.request.prompt.token_ids)
+    ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, start - 1 : -1]
+    return logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int) -> None:
+    model = small_model(family, num_key_value_heads=kv_heads)
+    for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
+        torch.testing.assert_close(
+            torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
+        )
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": False}),
+        ("qwen3", {"head_dim": 16}),
+        ("qwen3", {"attention_bias": True}),
+        ("mistral", {"head_dim": 16, "tie_word_embeddings": False}),
+    ],
+)
+def test_what_families_differ_in_is_respected(family: str, config: dict[str, Any]) -> None:
+    model = small_model(family, **config)
+    for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
+        torch.testing.assert_close(
+            torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
+        )
+
+
+def test_a_rollout_does_not_depend_on_its_neighbours() -> None:
+    model, requests = small_model(), some_requests(prompts=3, n=4)
+    together = contents(make_engine(model).generate(requests))
+    for request in requests:
+        alone = contents(make_engine(model).generate([request]))
+        key = (request.prompt.id, request.sample)
+        assert alone[key] == together[key]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_the_number_of_slots_never_changes_a_rollout(sampler: Any, kv_heads: int) -> None:
+    model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=4, n=4)
+    assert contents(make_engine(model, sampler=sampler).generate(requests)) == contents(
+        make_engine(model).generate(requests)
+    )
+
+
+class Backwards(Fifo):
+    """The last request first, into the last free slot: mixes prompts, and fills slots out of order."""
+
+    def start(self, waiting: Sequence[Waiting], slots: int) -> None:
+        pass
+
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+        return Plan(tuple((w.index, slot) for w, slot in zip(reversed(waiting), reversed(free_slots), strict=False)))
+
+
+class Forgetful(NoPredictor):
+    """Has seen two tokens of everybody and makes its prediction from the sample's number."""
+
+    prefix_tokens = 2
+
+    def predict(self, requests: Sequence[Request], hidden: torch.Tensor | None) -> Sequence[float] | None:
+        assert hidden is not None and hidden.shape == (len(requests), 32)
+        return [float(7 * request.sample % 5 + 1) for request in requests]
+
+    def learn(self, finished: Sequence[Rollout], hidden: torch.Tensor | None) -> Mapping[str, float]:
+        assert hidden is not None and len(hidden) == len(finished)
+        return {"predictor/kendall_tau": 0.5}
+
+
+@pytest.mark.parametrize("scheduler", [Backwards, Sjf, Lpt, Fptas])
+@pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=3)], ids=str)
+def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sampler: Any) -> None:
+    model, requests = small_model(), some_requests(prompts=3, n=4)
+    engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Forgetful())
+    assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
+    assert engine.stats().details["predictor/kendall_tau"] == 0.5
+
+
+def test_the_prefix_predictor_learns_in_the_engine_and_costs_no_rollout() -> None:
+    model = small_model()
+    engine = make_engine(model, sampler=Infinite(slots=4), scheduler=Lpt(), predictor=PrefixHead(prefix_tokens=3))
+    for seed in range(3):
+        requests = some_requests(prompts=2, n=8, seed=seed)
+        assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
+    assert "engine/probe_steps" in engine.stats().details
+
+
+def test_cached_equals_uncached() -> None:
+    """Decoding with the cache and asking the model anew for every token draw the same tokens."""
+    model = small_model()
+    (request,) = some_requests(prompts=1, n=1)
+    (rollout,) = make_engine(model).generate([request])
+    ids = list(request.prompt.token_ids)
+    for token, logprob in zip(rollout.token_ids, rollout.sampler_logprobs, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        assert abs(float(logprobs[token]) - logprob) < 2e-5
+        ids.append(token)
+
+
+def test_every_rollout_ends_where_it_should() -> None:
+    for rollout in make_engine(small_model()).generate(some_requests(prompts=4, n=8, tokens=20)):
+        assert EOS not in rollout.token_ids[:-1]
+        if rollout.finish is Finish.EOS:
+            assert rollout.token_ids[-1] == EOS
+        else:
+            assert len(rollout) == 20 and rollout.token_ids[-1] != EOS
+        assert len(rollout.sampler_logprobs) == len(rollout) and rollout.kept_kv == len(rollout) - 1
+
+
+def test_requests_of_different_lengths_and_temperatures_share_a_batch() -> None:
+    model = small_model()
+    requests = []
+    for index, base in enumerate(some_requests(prompts=1, n=6)):
+        sampling = Sampling(temperature=[0.0, 0.5, 1.0][index % 3], max_new_tokens=[1, 4, 17, 30, 2, 9][index])
+        requests.append(Request(base.prompt, base.sample, base.seed, sampling))
+    together = contents(make_engine(model, sampler=Infinite(slots=2)).generate(requests))
+    for request in requests:
+        key = (request.prompt.id, request.sample)
+        assert together[key] == contents(make_engine(model).generate([request]))[key]
+        assert len(together[key][0]) <= request.sampling.max_new_tokens
+
+
+def test_greedy_is_the_most_probable_token_and_certain() -> None:
+    model = small_model()
+    (request,) = some_requests(prompts=1, n=1, tokens=12, temperature=0.0)
+    (rollout,) = make_engine(model).generate([request])
+    ids = list(request.prompt.token_ids)
+    for token in rollout.token_ids:
+        with torch.no_grad():
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(token)
+    assert set(rollout.sampler_logprobs) == {0.0}
+
+
+def test_the_kv_peak_is_what_the_shapes_say() -> None:
+    """2 layers x 2 heads x 8 dims x (keys and values) x 4 bytes = 256 bytes a token."""
+    requests = some_requests(prompts=3, n=4, tokens=33)
+    width = -(-max(len(r.prompt.token_ids) for r in requests) // 16) * 16
+    for sampler, slots, entries in ((Full(), 12, 3), (Micro(slots=4), 4, 3), (Infinite(slots=2), 2, 2)):
+        engine = make_engine(small_model(), sampler=sampler)
+        list(engine.generate(requests))
+        stats = engine.stats()
+        assert stats.slots == slots
+        assert stats.kv_peak_bytes == 256 * (slots * 32 + entries * width)
+
+
+def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> None:
+    model, requests = small_model(), some_requests(prompts=3, n=4)
+    prompt_tokens = sum(len(r.prompt.token_ids) for r in requests[::4])
+    for sampler in (Full(), Micro(slots=4), Infinite(slots=4)):
+        engine = make_engine(model, sampler=sampler)
+        steps = [len(r) - 1 for r in sorted(engine.generate(requests), key=lambda r: requests.index(r.request))]
+        stats = engine.stats()
+        assert stats.prefill_tokens == prompt_tokens
+        assert stats.generated_tokens == sum(steps) + len(steps)
+        if isinstance(sampler, Full):
+            assert stats.decode_steps == max(steps)
+        elif isinstance(sampler, Micro):
+            assert stats.decode_steps == sum(max(steps[i : i + 4]) for i in range(0, 12, 4))
+        else:
+            assert max(max(steps), -(-sum(steps) // 4)) <= stats.decode_steps
+        assert stats.slot_utilisation == pytest.approx(sum(steps) / (stats.decode_steps * stats.slots))
+
+
+def test_continuous_sampling_takes_no_more_steps_than_rounds() -> None:
+    model = small_model()
+    for seed in range(5):
+        requests = some_requests(prompts=2, n=6, seed=seed)
+        micro, infinite = make_engine(model, sampler=Micro(slots=3)), make_engine(model, sampler=Infinite(slots=3))
+        list(micro.generate(requests)), list(infinite.generate(requests))
+        assert infinite.stats().decode_steps <= micro.stats().decode_steps
+
+
+def test_prompt_entries_grow_when_a_scheduler_opens_more_prompts_than_slots() -> None:
+    class OneOfEach(Backwards):
+        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+            order = sorted(waiting, key=lambda w: (w.index % 3, w.index))  # all first samples, then all second ones
+            return Plan(tuple((w.index, slot) for w, slot in zip(order, free_slots, strict=False)))
+
+    model, requests = small_model(), some_requests(prompts=7, n=3)
+    engine = make_engine(model, sampler=Infinite(slots=2), scheduler=OneOfEach())
+    assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
+    assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::3])
+
+
+def test_a_plan_is_checked_before_anything_moves() -> None:
+    class Greedy(Backwards):
+        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+            return Plan(((0, 0), (0, 1)))
+
+    class Idle(Backwards):
+        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+            return Plan(())
+
+    for scheduler, words in ((Greedy(), "who waits, once"), (Idle(), "must admit somebody")):
+        with pytest.raises(AssertionError, match=words):
+            list(make_engine(small_model(), scheduler=scheduler).generate(some_requests()))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
+    request = Request(Prompt("long", (3,) * 250, ""), 0, 0, Sampling(max_new_tokens=7))
+    with pytest.raises(UserError, match=r"prompt long has 250 tokens .* together 257, .* context is 256"):
+        list(make_engine(small_model()).generate([request]))
+
+
+def test_no_requests_no_rollouts() -> None:
+    engine = make_engine(small_model())
+    assert list(engine.generate([])) == [] and engine.stats().decode_steps == 0
+
+
+def test_one_slot_per_request_at_most() -> None:
+    engine = make_engine(small_model(), sampler=Infinite(slots=1000))
+    list(engine.generate(some_requests(prompts=1, n=3)))
+    assert engine.stats().slots == 3
+
+
+def test_a_kv_budget_becomes_slots_and_is_never_exceeded() -> None:
+    requests = some_requests(prompts=1, n=20, tokens=33)
+    prompt_bytes = 256 * (-(-len(requests[0].prompt.token_ids) // 16) * 16)
+    budget = prompt_bytes + 256 * 32 * 5 + 1
+    engine = make_engine(small_model(), sampler=Infinite(kv_budget=budget))
+    list(engine.generate(requests))
+    assert engine.stats().slots == 5 and engine.stats().kv_peak_bytes <= budget
+
+
+def test_a_budget_too_small_for_one_sequence_says_the_least_that_would_do() -> None:
+    with pytest.raises(UserError, match="the least that would do is 300 bytes"):
+        Infinite(kv_budget="299").fit(8, KvShape(prompt_bytes=100, slot_bytes=200))
+    assert Infinite(kv_budget="300").fit(8, KvShape(prompt_bytes=100, slot_bytes=200)) == 1
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [parse_bytes(t) for t in ("512MiB", "1.5kb", 7, "2 GB")] == [512 * 2**20, 1500, 7, 2 * 10**9]
+    with pytest.raises(UserError, match="is no size"):
+        parse_bytes("lots")
+
+
+@pytest.mark.parametrize("make", [Micro, Infinite])
+def test_a_sampler_needs_slots_or_a_budget(make: Any) -> None:
+    with pytest.raises(UserError, match="must be at least 1"):
+        make(slots=0)
+    with pytest.raises(UserError, match=r"sampler\.slots=<number> or sampler\.kv_budget"):
+        make()

@@ -1,0 +1,75 @@
+"""Each warning comes when it should, names a key that exists, and does not repeat itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from grpo_cli.health import HealthCheck
+from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+
+WELL = {
+    "reward/mean": 0.5,
+    "reward/std": 0.5,
+    "response/truncated": 0.9,
+    "group/zero_std": 0.9,
+    "mismatch/ratio_mean": 1.1,
+}
+ILL = {
+    "truncated": ({"response/truncated": 0.91}, "sampling.max_new_tokens"),
+    "zero_std": ({"group/zero_std": 0.91}, "sampling.temperature"),
+    "ratio_low": ({"mismatch/ratio_mean": 0.89}, "correction"),
+    "ratio_high": ({"mismatch/ratio_mean": 1.11}, "correction"),
+    "ratio_nan": ({"mismatch/ratio_mean": float("nan")}, "correction"),
+}
+
+
+def test_a_run_at_the_edge_of_every_limit_gets_no_warning() -> None:
+    check = HealthCheck()
+    assert [check.check(WELL) for _ in range(20)] == [[]] * 20
+
+
+def test_metrics_that_were_not_measured_give_no_warning() -> None:
+    check = HealthCheck()
+    assert [check.check({"eval/accuracy": 0.0}) for _ in range(20)] == [[]] * 20
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_a_condition_is_warned_of_once_until_it_clears(case: str) -> None:
+    values, key = ILL[case]
+    check = HealthCheck()
+    (warning,) = check.check({**WELL, **values})
+    assert key in warning and next(iter(values)) in warning
+    assert check.check({**WELL, **values}) == []
+    assert check.check({}) == []  # a step without the measurement is not a recovery
+    assert check.check({**WELL, **values}) == []
+    assert check.check(WELL) == []
+    assert check.check({**WELL, **values}) == [warning]
+
+
+def test_equal_rewards_are_warned_of_at_the_fifth_step_in_a_row() -> None:
+    equal = {"reward/mean": 0.0, "reward/std": 0.0}
+    check = HealthCheck()
+    assert [check.check(equal) for _ in range(4)] == [[]] * 4
+    assert check.check({**equal, "reward/std": 0.1}) == []  # the row is broken and starts over
+    assert [check.check(equal) for _ in range(4)] == [[]] * 4
+    (warning,) = check.check(equal)
+    assert "last 5 steps" in warning and "task" in warning
+    assert check.check(equal) == []
+
+
+def test_several_conditions_are_warned_of_together() -> None:
+    assert len(HealthCheck().check({**WELL, "response/truncated": 1.0, "group/zero_std": 1.0})) == 2
+
+
+def test_the_keys_that_warnings_name_exist() -> None:
+    sections = {"sampling": Sampling, "model": ModelSettings}
+    known = {f"{name}.{field.name}" for name, kind in sections.items() for field in dataclasses.fields(kind)}
+    known |= {field.name for field in dataclasses.fields(RunSettings)}
+    check = HealthCheck()
+    warnings = [text for values, _ in ILL.values() for text in HealthCheck().check(values)]
+    warnings += [text for _ in range(5) for text in check.check({"reward/std": 0.0})]
+    named = {key for text in warnings for key in re.findall(r"\b(?:sampling|model)\.\w+", text)}
+    assert named and named <= known

@@ -1,0 +1,330 @@
+"""Word problems from a file: what is read, how it is split and put, how it is judged, and what each mistake is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_hf import make_tokenizer
+
+from grpo_cli.errors import UserError
+from grpo_cli.settings import Sampling
+from grpo_cli.tasks.jsonl import Jsonl
+from grpo_cli.tasks.rows import Row, read_rows
+from grpo_cli.types import Finish, Prompt, Request, Rollout
+
+TOKENIZER = make_tokenizer()
+CHAT = make_tokenizer(chat_template=True)
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def problems(count: int) -> list[dict[str, str]]:
+    return [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(count)]
+
+
+def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
+    return Jsonl(tokenizer, 0, path=path, **settings)
+
+
+def rollout(prompt: Prompt, reply: str, tokenizer: Any = TOKENIZER) -> Rollout:
+    token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
+    return Rollout(Request(prompt, 0, 0, Sampling()), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_every_row_is_in_one_split_once(tmp_path: Path) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(100)), eval_fraction=0.1)
+    train, held_out = list(task.prompts("train")), list(task.prompts("eval"))
+    assert (len(train), len(held_out)) == (90, 10)
+    lines = [int(prompt.id.split("-")[1]) for prompt in train + held_out]
+    assert sorted(lines) == list(range(1, 101))
+    assert {prompt.id.split("-")[0] for prompt in train} == {"train"}
+    assert {prompt.id.split("-")[0] for prompt in held_out} == {"eval"}
+
+
+def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", "", *problems(30))  # the blank first line counts as a line
+    for split in ("train", "eval"):
+        for prompt in make(path).prompts(split):
+            line = int(prompt.id.split("-")[1])
+            assert TOKENIZER.decode(list(prompt.token_ids)) == f"Question: What is {line - 2} + {line - 2}?\nAnswer:"
+            assert prompt.answer == str(2 * (line - 2))
+
+
+def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
+    rows = problems(40)
+    forwards, backwards = write(tmp_path / "f.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])
+    tasks = [Jsonl(TOKENIZER, seed, path=path) for seed in (0, 7) for path in (forwards, backwards)]
+    held_out = [{prompt.token_ids for prompt in task.prompts("eval")} for task in tasks]
+    assert all(held_out[0] == other for other in held_out)
+
+
+def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(20), *problems(20)), eval_fraction=0.25)
+    train, held_out = ({prompt.token_ids for prompt in task.prompts(split)} for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (15, 5) and not train & held_out
+    assert len(task.prompts("eval")) == 10
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+def test_neither_split_is_ever_empty(tmp_path: Path, fraction: float) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(2)), eval_fraction=fraction)
+    assert len(task.prompts("train")) == len(task.prompts("eval")) == 1
+
+
+def test_an_eval_file_is_the_eval_split(tmp_path: Path) -> None:
+    rows = problems(5)
+    task = make(write(tmp_path / "t.jsonl", *rows[:3]), eval_path=write(tmp_path / "e.jsonl", *rows[3:]))
+    assert [p.id for p in task.prompts("train")] == ["train-000001", "train-000002", "train-000003"]
+    assert [(p.id, p.answer) for p in task.prompts("eval")] == [("eval-000001", "6"), ("eval-000002", "8")]
+
+
+def test_prompts_can_be_sliced_and_counted_from_the_end(tmp_path: Path) -> None:
+    prompts = make(write(tmp_path / "p.jsonl", *problems(10))).prompts("train")
+    assert list(prompts[2:4]) == [prompts[2], prompts[3]] and prompts[-1] == list(prompts)[-1]
+    with pytest.raises(IndexError):
+        prompts[len(prompts)]
+
+
+def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
+    rows = [{"q": "a", "a": 0.5}, {"q": "b", "a": 12}, {"q": "c", "a": "$1,000"}, {"q": "d", "a": 1e3, "more": None}]
+    task = make(write(tmp_path / "p.jsonl", *rows), question_field="q", answer_field="a")
+    assert sorted(p.answer for split in ("train", "eval") for p in task.prompts(split)) == ["1/2", "1000", "1000", "12"]
+
+
+def test_a_number_keeps_the_digits_it_was_written_with(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", '{"question": "a", "answer": 0.10000000000000000000001}')
+    assert read_rows(path, "task.path", "question", "answer") == [Row(1, "a", "0.10000000000000000000001")]
+
+
+def test_files_from_windows_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}'
+    )
+    expected = [Row(1, "a\u2028b", "1"), Row(3, "c", "2")]
+    assert read_rows(str(path), "task.path", "question", "answer") == expected
+
+
+def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) -> None:
+    question = "If {x} is {question}, what is {0}?"  # braces in the data mean nothing
+    path = write(tmp_path / "p.jsonl", *[{"question": question + str(i), "answer": "1"} for i in range(3)])
+    prompt = make(path, template="Q: {question} A:", system_prompt="Think.").prompts("train")[0]
+    line = int(prompt.id[-1])
+    assert TOKENIZER.decode(list(prompt.token_ids)) == f"Think.\n\nQ: {question}{line - 1} A:"
+
+
+def test_a_chat_template_is_used_when_there_is_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(2))
+    prompt = make(path, CHAT, system_prompt="Think.").prompts("train")[0]
+    question = f"What is {int(prompt.id[-1]) - 1} + {int(prompt.id[-1]) - 1}?"
+    assert CHAT.decode(list(prompt.token_ids)) == (
+        f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.token_ids[0] == CHAT.convert_tokens_to_ids("<|im_start|>")  # one token, not its letters
+    bare = make(path, CHAT).prompts("train")[0]
+    assert CHAT.decode(list(bare.token_ids)).startswith("<|im_start|>user\n")
+
+
+def test_a_chat_template_can_be_left_alone(tmp_path: Path) -> None:
+    prompt = make(write(tmp_path / "p.jsonl", *problems(2)), CHAT, use_chat_template=False).prompts("train")[0]
+    assert CHAT.decode(list(prompt.token_ids)).startswith("Question: What is")
+
+
+def test_a_tokenizer_that_begins_texts_begins_the_prompt_once(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(add_bos=True)
+    prompt = make(write(tmp_path / "p.jsonl", *problems(2)), tokenizer).prompts("train")[0]
+    assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
+
+
+def test_text_leaves_special_tokens_out(tmp_path: Path) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(2)), CHAT)
+    assert task.text((*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id, CHAT.pad_token_id)) == "a  b ,c\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "lenient", "strict"),
+    [("#### 8", 1, 1), ("\\boxed{8.0}", 1, 1), ("It is 8.", 1, 0), ("#### 9", 0, 0), ("8 #### 9", 0, 0), ("", 0, 0)],
+)
+def test_both_gradings_are_reported_and_one_is_the_total(
+    tmp_path: Path, reply: str, lenient: float, strict: float
+) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(5))
+    prompt = Prompt("p", (1,), "8")
+    for grading, total in (("lenient", lenient), ("strict", strict)):
+        reward = make(path, grading=grading).reward(prompt, rollout(prompt, reply))
+        assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
+
+
+def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+    rows = problems(20)
+    rows[7]["question"] = "word " * 30
+    path = write(tmp_path / "p.jsonl", *rows)
+    needed = len(TOKENIZER(f"Question: {rows[7]['question']}\nAnswer:")["input_ids"])
+    make(path, max_prompt_tokens=needed)
+    message = message_of(lambda: make(path, max_prompt_tokens=needed - 1))
+    assert f"p.jsonl, line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in message
+    assert "sampling.max_new_tokens" in message
+    assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
+
+
+def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there(tmp_path: Path) -> None:
+    class Wasteful:
+        chat_template = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}
+
+        def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+            raise AssertionError("there is no chat template")
+
+        def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
+            return ""
+
+    task = make(write(tmp_path / "p.jsonl", *problems(12)), Wasteful(), max_prompt_tokens=20)
+    message = message_of(lambda: [list(task.prompts(split)) for split in ("train", "eval")])
+    assert "line 10: the prompt has" in message
+
+
+GOOD = '{"question": "a", "answer": "1"}'
+BAD_FILES = [
+    ([], "task.path={path} is empty"),
+    (["", "  "], "task.path={path} is empty"),
+    ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 is not valid JSON: Expecting value at column 28"),
+    ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
+    (["7"], "{path}, line 1 must be a JSON object with question and answer, but is a int"),
+    (
+        [GOOD, '{"prompt": "b", "answer": "2"}'],
+        "{path}, line 2 has no field 'question' (task.question_field); the fields found are: prompt, answer",
+    ),
+    (
+        ['{"prompt": "b"}'],
+        "{path}, line 1 has no field 'question' (task.question_field) and no field 'answer' (task.answer_field); "
+        "the fields found are: prompt",
+    ),
+    ([GOOD, "{}"], "the fields found are: none"),
+    (
+        ['{"question": ["b"], "answer": "2"}'],
+        "{path}, line 1: field 'question' must be text or a number, but is [\"b\"]",
+    ),
+    (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
+    (['{"question": "b", "answer": null}'], "{path}, line 1: field 'answer' must be text or a number, but is null"),
+    (['{"question": " ", "answer": "2"}'], "{path}, line 1: field 'question' is blank"),
+    (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN is no JSON value"),
+    (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
+    (['{"question": "b", "answer": ' + "9" * 5000 + "}"], "{path}, line 1 cannot be read as JSON: "),
+    (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
+    (
+        [GOOD, '{"question": "b", "answer": "five"}'],
+        "{path}, line 2: no number was understood in the field 'answer': 'five'; end it with '#### 42'",
+    ),
+    (
+        [GOOD, *[f'{{"question": "{i}", "answer": "one or two"}}' for i in range(3)]],
+        "{path}, line 2 (and 2 more of 4 rows): no number was understood",
+    ),
+    ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
+]
+
+
+@pytest.mark.parametrize(("lines", "expected"), BAD_FILES)
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str], expected: str) -> None:
+    path = write(tmp_path / "p.jsonl", *lines)
+    assert expected.replace("{path}", path) in message_of(lambda: make(path))
+
+
+def test_text_that_is_not_utf_8_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"question": "caf\xe9"}\n')
+    assert f"{path}, line 2 is not UTF-8 text: byte 18 is 0xe9" in message_of(lambda: make(str(path)))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.jsonl")
+    assert f"task.path={missing} cannot be read: there is no such file" in message_of(lambda: make(missing))
+    path = write(tmp_path / "p.jsonl", *problems(3))
+    assert f"task.eval_path={missing} cannot be read" in message_of(lambda: make(path, eval_path=missing))
+    assert f"task.path={tmp_path} cannot be read: Is a directory" in message_of(lambda: make(str(tmp_path)))
+
+
+def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
+    rows = problems(4)
+    path, eval_path = write(tmp_path / "t.jsonl", *rows[:3]), write(tmp_path / "e.jsonl", *rows[1:])
+    message = message_of(lambda: make(path, eval_path=eval_path))
+    assert f"2 of the 3 questions of task.eval_path={eval_path} are also in task.path={path}" in message
+    assert "e.jsonl, line 1 is " in message and "t.jsonl, line 2)" in message
+
+
+def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(3))
+    message = message_of(lambda: make(path, eval_fraction=1.5, grading="harsh"))
+    assert "task.eval_fraction=1.5 must lie between 0 and 1" in message
+    assert "task.grading=harsh must be one of lenient, strict" in message
+    message = message_of(lambda: make(path, template="Question: {problem}"))
+    assert "task.template='Question: {problem}' has no place for the question; write {question}" in message
+    assert "it has train and eval" in message_of(lambda: make(path).prompts("test"))
+
+
+def test_a_chat_template_that_refuses_is_told_with_a_way_out(tmp_path: Path) -> None:
+    template = "{{ raise_exception('no system role here') if messages[0].role == 'system' else messages[0].content }}"
+    path, tokenizer = write(tmp_path / "p.jsonl", *problems(3)), make_tokenizer(chat_template=template)
+    message = message_of(lambda: make(path, tokenizer, system_prompt="Think."))
+    assert "chat template refused a system and a user message: no system role here" in message
+    assert "task.system_prompt=null" in message
+    make(path, tokenizer)
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*names: str, split: str) -> list[dict[str, str]]:
+        asked.append((*names, split))
+        return problems(4) if split == "train" else [{"question": "last", "answer": "one"}]
+
+    hub(monkeypatch, load_dataset)
+    task = make("hub:someone/sums:train", eval_path=write(tmp_path / "e.jsonl", {"question": "x", "answer": "2"}))
+    assert [p.id for p in task.prompts("train")] == [f"train-{i:06d}" for i in range(1, 5)]
+    message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
+    assert "hub:someone/sums:hard:test, row 1: no number was understood" in message
+    assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
+def test_a_hub_that_cannot_be_reached_says_how_to_give_a_path(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load_dataset(*names: str, split: str) -> Any:
+        raise error
+
+    hub(monkeypatch, load_dataset)
+    message = message_of(lambda: make("hub:someone/sums:train"))
+    assert "hub:someone/sums:train could not be read from the hub: no route" in message
+    assert "give task.path=<file.jsonl>" in message
+
+
+def test_a_hub_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = message_of(lambda: make("hub:someone/sums:train"))
+    assert "the package `datasets`, which is not installed" in message and "task.path=<file.jsonl>" in message
+
+
+@pytest.mark.parametrize("source", ["hub:", "hub:sums", "hub:a:b:c:d", "hub::train", "hub:a:"])
+def test_a_hub_name_without_a_split_is_refused(source: str) -> None:
+    assert f"task.path={source} must read hub:NAME:SPLIT" in message_of(lambda: make(source))

@@ -1,0 +1,335 @@
+"""Losses: against an explicit loop with gradients worked out by hand, and what must not change the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli import loss
+from grpo_cli.errors import UserError
+from grpo_cli.types import Batch, Totals
+
+LOSSES = {"grpo": loss.grpo, "dapo": loss.dapo, "gspo": loss.gspo, "cispo": loss.cispo}
+PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "aggregation": "sequence"}
+
+
+def make_batch(mask: list[list[int]], advantages: list[float], **fields) -> Batch:
+    loss_mask = torch.tensor(mask, dtype=torch.bool)
+    zeros = torch.zeros(loss_mask.shape)
+    defaults = {
+        "input_ids": torch.zeros(loss_mask.shape, dtype=torch.long),
+        "response_mask": loss_mask,
+        "loss_mask": loss_mask,
+        "weights": zeros + 1,
+        "sampler_logprobs": zeros,
+        "policy_logprobs": None,
+        "ref_logprobs": None,
+        "advantages": torch.tensor(advantages),
+        "lengths": torch.full((len(mask),), loss_mask.shape[1]),
+    }
+    return Batch(**(defaults | fields))
+
+
+def random_batch(seed: int, rows: int = 5, width: int = 6, spread: float = 0.4) -> tuple[torch.Tensor, Batch, Totals]:
+    """Random log-probabilities and a batch with holes in its mask; the last row has nothing to train on."""
+    g = torch.Generator().manual_seed(seed)
+    logprobs = -torch.rand(rows, width, generator=g) * 3
+    mask = torch.rand(rows, width, generator=g) < 0.7
+    mask[0, 0], mask[-1] = True, False
+    batch = make_batch(
+        mask.int().tolist(),
+        torch.randn(rows, generator=g).tolist(),
+        weights=torch.rand(rows, width, generator=g) * 1.5,
+        policy_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
+        ref_logprobs=logprobs + spread * torch.randn(rows, width, generator=g),
+    )
+    return logprobs, batch, Totals(rows, int(mask.sum()), 9)
+
+
+def run(function, logprobs: torch.Tensor, batch: Batch, totals: Totals, **settings):
+    """Loss, its gradient with respect to the log-probabilities, and the metrics."""
+    leaf = logprobs.clone().requires_grad_()
+    output = function(leaf, batch, totals, **(PLAIN | settings))
+    output.loss.backward()
+    return float(output.loss.detach()), leaf.grad, {name: float(value) for name, value in output.metrics.items()}
+
+
+def share_of(batch: Batch, row: int, totals: Totals, aggregation: str) -> float:
+    """What one token of `row` counts for."""
+    if aggregation == "sequence":
+        return 1 / sum(batch.loss_mask[row].tolist()) / totals.sequences
+    if aggregation == "token":
+        return 1 / totals.tokens
+    return 1 / (totals.sequences * totals.max_new_tokens)
+
+
+def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggregation):
+    """Loss, gradient and metrics by loops over plain numbers, the gradient from the formulas by hand."""
+    rows, width = logprobs.shape
+    total, gradient = 0.0, [[0.0] * width for _ in range(rows)]
+    metrics = dict.fromkeys(("loss/policy", "loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"), 0.0)
+    for i in range(rows):
+        tokens = [t for t in range(width) if batch.loss_mask[i, t]]
+        differences = {t: float(logprobs[i, t] - batch.policy_logprobs[i, t]) for t in tokens}
+        for t in tokens:
+            share, advantage = share_of(batch, i, totals, aggregation), float(batch.advantages[i])
+            ratio = math.exp(sum(differences.values()) / len(tokens) if variant == "gspo" else differences[t])
+            bounded = min(max(ratio, 1 - clip_low), 1 + clip_high)
+            if variant == "cispo":
+                value, slope = -bounded * advantage * float(logprobs[i, t]), -bounded * advantage
+                clipped = bounded != ratio
+            else:
+                clipped = bounded * advantage < ratio * advantage
+                value = -min(ratio * advantage, bounded * advantage)
+                slope = 0.0 if clipped else -ratio * advantage
+            behind = float(batch.ref_logprobs[i, t] - logprobs[i, t])
+            weight, kl = float(batch.weights[i, t]), math.exp(behind) - behind - 1
+            total += share * (weight * value + kl_coef * kl)
+            gradient[i][t] = share * (weight * slope + kl_coef * (1 - math.exp(behind)))
+            metrics["loss/policy"] += share * weight * value
+            metrics["loss/kl"] += share * kl
+            metrics["loss/clip_fraction"] += clipped / totals.tokens
+            metrics["loss/policy_ratio_mean"] += ratio / totals.tokens
+    return total, torch.tensor(gradient), metrics
+
+
+@pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
+@pytest.mark.parametrize("variant", LOSSES)
+@pytest.mark.parametrize("seed", range(4))
+def test_loss_gradient_and_metrics_are_those_of_a_plain_loop(variant, aggregation, seed):
+    logprobs, batch, totals = random_batch(seed, rows=12)
+    chosen = {"clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "aggregation": aggregation}
+    value, gradient, metrics = run(LOSSES[variant], logprobs, batch, totals, **chosen)
+    expected, expected_gradient, expected_metrics = oracle(variant, logprobs, batch, totals, **chosen)
+    assert value == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5)
+    assert 0 < metrics["loss/clip_fraction"] < 1, "the case has clipped tokens and others"
+
+
+def test_grpo_by_hand():
+    """Two sequences: ratios 1.5 (clipped to 1.2, advantage 1) and 0.5, then 0.5 (clipped to 0.8, advantage -2)."""
+    half, more = math.log(0.5), math.log(1.5)
+    batch = make_batch([[1, 1], [1, 0]], [1.0, -2.0], policy_logprobs=torch.zeros(2, 2))
+    logprobs = torch.tensor([[more, half], [half, 0.0]])
+    value, gradient, metrics = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2)
+    # sequence 1: -(1.2 + 0.5) / 2 = -0.85; sequence 2: -min(0.5 * -2, 0.8 * -2) = 1.6; mean 0.375
+    assert value == pytest.approx(0.375)
+    assert gradient.flatten().tolist() == pytest.approx([0, -0.5 / 2 / 2, 0, 0])
+    assert metrics["loss/clip_fraction"] == pytest.approx(2 / 3)
+    assert metrics["loss/policy_ratio_mean"] == pytest.approx(2.5 / 3)
+    token = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="token")[0]
+    constant = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="constant")[0]
+    assert token == pytest.approx((-1.7 + 1.6) / 3) and constant == pytest.approx((-1.7 + 1.6) / 8)
+
+
+def test_gspo_by_hand():
+    """Token ratios 4 and 1/4 are a sequence ratio of 1: nothing is clipped, each token pulls by 1 * A / 2."""
+    batch = make_batch([[1, 1]], [3.0], policy_logprobs=torch.zeros(1, 2))
+    logprobs = torch.tensor([[math.log(4), -math.log(4)]])
+    value, gradient, metrics = run(loss.gspo, logprobs, batch, Totals(1, 2, 2))
+    assert value == pytest.approx(-3) and gradient.flatten().tolist() == pytest.approx([-1.5, -1.5])
+    assert metrics["loss/clip_fraction"] == 0 and metrics["loss/policy_ratio_mean"] == pytest.approx(1)
+
+
+def test_gspo_has_the_gradient_of_its_sequence_form():
+    logprobs, batch, totals = random_batch(3, spread=0.05)
+    batch = replace(batch, weights=torch.ones_like(batch.weights))
+    leaf = logprobs.double().requires_grad_()
+    sequence_loss = torch.zeros((), dtype=torch.float64)
+    for row in range(len(batch) - 1):
+        tokens = batch.loss_mask[row]
+        ratio = (leaf[row] - batch.policy_logprobs[row])[tokens].mean().exp()
+        sequence_loss = sequence_loss - ratio * batch.advantages[row] / totals.sequences
+    sequence_loss.backward()
+    value, gradient, _ = run(loss.gspo, logprobs, batch, totals, clip_low=0.9, clip_high=9.0)
+    assert value == pytest.approx(float(sequence_loss.detach()), abs=1e-6)
+    torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_cispo_keeps_a_bounded_gradient_where_grpo_drops_it():
+    batch = make_batch([[1]], [1.0], policy_logprobs=torch.tensor([[-5.0]]))
+    logprobs = torch.tensor([[-1.0]])  # ratio exp(4)
+    assert run(loss.grpo, logprobs, batch, Totals(1, 1, 1))[1].item() == 0
+    value, gradient, metrics = run(loss.cispo, logprobs, batch, Totals(1, 1, 1))
+    assert gradient.item() == pytest.approx(-1.28) and value == pytest.approx(1.28)
+    assert metrics["loss/clip_fraction"] == 1
+
+
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_without_policy_logprobs_the_learner_is_the_old_policy(function):
+    logprobs, batch, totals = random_batch(0)
+    batch = replace(batch, ref_logprobs=None)
+    implied = run(function, logprobs, replace(batch, policy_logprobs=None), totals)
+    given_ones = run(function, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
+    assert implied[0] == given_ones[0] and torch.equal(implied[1], given_ones[1])
+    assert implied[2]["loss/policy_ratio_mean"] == pytest.approx(1)
+    # the policy-gradient estimate: -A w per token, whatever the variant
+    shares = batch.loss_mask / batch.loss_mask.sum(1, keepdim=True).clamp(min=1) / totals.sequences
+    torch.testing.assert_close(implied[1], -shares * batch.weights * batch.advantages[:, None])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    cuts=st.sets(st.integers(1, 4)),
+    name=st.sampled_from(sorted(LOSSES)),
+    aggregation=st.sampled_from(loss.AGGREGATIONS),
+)
+def test_shares_of_micro_batches_add_up(seed, cuts, name, aggregation):
+    logprobs, batch, totals = random_batch(seed)
+    whole = run(LOSSES[name], logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
+    bounds = [0, *sorted(cuts), 5]
+    parts = [
+        run(LOSSES[name], logprobs[a:b], rows_of(batch, slice(a, b)), totals, kl_coef=0.1, aggregation=aggregation)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    assert sum(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-5)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1])
+    for metric, value in whole[2].items():
+        assert sum(part[2][metric] for part in parts) == pytest.approx(value, abs=1e-5)
+
+
+def rows_of(batch: Batch, rows: slice) -> Batch:
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[rows] for name in batch.__dataclass_fields__ if getattr(batch, name) is not None},
+    )
+
+
+@pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_the_kept_rows_alone_have_the_loss_they_have_among_wider_padding(function, aggregation):
+    """What lies in the padding, NaN and -inf included, must not leak into the loss or its gradient."""
+    logprobs, batch, totals = random_batch(1)
+    rubbish = torch.tensor([math.nan, -math.inf, math.inf, 1e30]).repeat(5, 1)
+    wide = torch.cat([logprobs, rubbish], dim=1).masked_fill(
+        ~torch.nn.functional.pad(batch.loss_mask, (0, 4)), math.nan
+    )
+    padded = replace(
+        batch,
+        **{
+            name: torch.nn.functional.pad(getattr(batch, name), (0, 4))
+            for name in ("input_ids", "response_mask", "loss_mask", "weights", "sampler_logprobs")
+        },
+        policy_logprobs=torch.cat([batch.policy_logprobs, rubbish.flip(0)], dim=1),
+        ref_logprobs=torch.cat([batch.ref_logprobs, rubbish], dim=1),
+    )
+    narrow = run(function, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
+    among = run(function, wide, padded, totals, kl_coef=0.1, aggregation=aggregation)
+    assert among[0] == pytest.approx(narrow[0]) and among[2] == pytest.approx(narrow[2])
+    torch.testing.assert_close(among[1][:, :6], narrow[1])
+    assert (among[1][:, 6:] == 0).all()
+
+
+def test_a_sequence_with_nothing_to_train_on_adds_nothing_and_is_counted():
+    one = make_batch([[1, 1]], [1.0])
+    two = make_batch([[1, 1], [0, 0]], [1.0, 5.0])
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    alone = run(loss.grpo, logprobs, one, Totals(1, 2, 2))
+    beside = run(loss.grpo, logprobs.repeat(2, 1), two, Totals(2, 2, 2))
+    assert alone[0] == -1 and beside[0] == -0.5
+    assert beside[1][1].tolist() == [0, 0]
+    per_token = run(loss.grpo, logprobs.repeat(2, 1), two, Totals(2, 2, 2), aggregation="token")
+    assert per_token[0] == -1
+
+
+@pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_a_batch_with_nothing_to_train_on_has_zero_loss_and_gradient(function, aggregation):
+    batch = make_batch([[0, 0]], [1.0])
+    value, gradient, _ = run(function, torch.tensor([[-1.0, -2.0]]), batch, Totals(0, 0, 2), aggregation=aggregation)
+    assert value == 0 and gradient.tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_mismatch_weights_scale_a_tokens_pull_and_neither_the_clip_nor_the_kl(function):
+    logprobs, batch, totals = random_batch(2)
+    doubled = replace(batch, weights=2 * batch.weights)
+    once, twice = (run(function, logprobs, each, totals) for each in (batch, doubled))
+    torch.testing.assert_close(twice[1], 2 * once[1])
+    assert twice[2]["loss/policy"] == pytest.approx(2 * once[2]["loss/policy"])
+    for name in ("loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"):
+        assert twice[2][name] == once[2][name]
+
+
+def test_weights_have_no_gradient():
+    logprobs, batch, totals = random_batch(2)
+    weights = batch.weights.clone().requires_grad_()
+    leaf = logprobs.clone().requires_grad_()
+    loss.grpo(leaf, replace(batch, weights=weights), totals, **PLAIN).loss.backward()
+    assert weights.grad is None and leaf.grad is not None
+
+
+def test_kl_is_zero_at_the_reference_and_never_negative():
+    logprobs, batch, totals = random_batch(4)
+    same = run(loss.grpo, logprobs, replace(batch, ref_logprobs=logprobs.clone()), totals, kl_coef=1.0)
+    assert same[2]["loss/kl"] == pytest.approx(0, abs=1e-7)
+    apart = run(loss.grpo, logprobs, batch, totals, kl_coef=1.0)
+    assert apart[2]["loss/kl"] > 0
+    assert apart[0] == pytest.approx(apart[2]["loss/policy"] + apart[2]["loss/kl"])
+
+
+def test_kl_is_measured_with_a_reference_even_when_it_is_not_part_of_the_loss():
+    logprobs, batch, totals = random_batch(4)
+    value, _, metrics = run(loss.grpo, logprobs, batch, totals, kl_coef=0.0)
+    assert value == metrics["loss/policy"] and metrics["loss/kl"] > 0
+    assert "loss/kl" not in run(loss.grpo, logprobs, replace(batch, ref_logprobs=None), totals)[2]
+
+
+def test_a_kl_term_without_a_reference_is_our_own_mistake():
+    logprobs, batch, totals = random_batch(4)
+    with pytest.raises(AssertionError, match="without reference"):
+        loss.grpo(logprobs, replace(batch, ref_logprobs=None), totals, **(PLAIN | {"kl_coef": 0.1}))
+
+
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_half_precision_inputs_are_computed_in_float32(function):
+    logprobs, batch, totals = random_batch(6)
+    coarse = logprobs.bfloat16()
+    low = run(function, coarse, batch, totals, kl_coef=0.1)
+    high = run(function, coarse.float(), batch, totals, kl_coef=0.1)
+    assert low[0] == high[0] and low[2] == high[2]
+    assert low[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("jump", [200.0, -200.0])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_policy_far_away_still_has_a_finite_loss_and_gradient(function, jump, advantage):
+    """exp(200) overflows float32, and a zero advantage times infinity is no number."""
+    batch = make_batch([[1, 1]], [advantage], policy_logprobs=torch.full((1, 2), -300.0))
+    batch = replace(batch, ref_logprobs=torch.full((1, 2), -300.0 - jump))
+    value, gradient, metrics = run(function, torch.full((1, 2), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
+    assert math.isfinite(value) and gradient.isfinite().all() and all(map(math.isfinite, metrics.values()))
+
+
+def test_dapo_is_grpo_by_other_settings():
+    logprobs, batch, totals = random_batch(7)
+    chosen = {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token"}
+    ours, plain = (run(function, logprobs, batch, totals, **chosen) for function in (loss.dapo, loss.grpo))
+    assert ours[0] == plain[0] and torch.equal(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_settings_that_mean_nothing_are_all_named_at_once(function):
+    logprobs, batch, totals = random_batch(0)
+    with pytest.raises(UserError) as error:
+        function(logprobs, batch, totals, clip_low=-0.1, clip_high=-1.0, kl_coef=-1.0, aggregation="mean")
+    message = str(error.value)
+    assert all(name in message for name in ("clip_low=-0.1", "clip_high=-1.0", "kl_coef=-1.0", "aggregation=mean"))
+    assert "sequence, token, constant" in message
+
+
+def test_nothing_is_written_to_the_arguments():
+    logprobs, batch, totals = random_batch(8)
+    before = [logprobs.clone()] + [getattr(batch, name).clone() for name in batch.__dataclass_fields__]
+    for function in LOSSES.values():
+        run(function, logprobs, batch, totals, kl_coef=0.1)
+    after = [logprobs] + [getattr(batch, name) for name in batch.__dataclass_fields__]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

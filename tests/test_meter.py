@@ -1,0 +1,167 @@
+"""Spans add up, nest and survive exceptions; memory is the process's own. Clocks are made up: nothing is timed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_cli.interfaces import Meter
+from grpo_cli.meter import NullMeter, WallMeter, peak_bytes
+from grpo_cli.metrics import describe
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_spans_of_one_name_add_up_and_take_starts_over(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+    for seconds in (1.0, 2.5):
+        with meter.span("rollout"):
+            clock.now += seconds
+        clock.now += 100.0  # between spans
+    assert meter.take() == {"time/rollout": 3.5}
+    assert meter.take() == {}
+
+
+def test_a_span_contains_the_spans_of_other_names_inside_it(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+    with meter.span("step"):
+        clock.now += 1.0
+        with meter.span("reward"):
+            clock.now += 2.0
+        with meter.span("update"):
+            clock.now += 4.0
+    assert meter.take() == {"time/step": 7.0, "time/reward": 2.0, "time/update": 4.0}
+
+
+def test_a_span_inside_one_of_its_own_name_is_not_counted_twice(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+    with meter.span("update"):
+        clock.now += 1.0
+        with meter.span("update"):
+            clock.now += 2.0
+    assert meter.take() == {"time/update": 3.0}
+
+
+def test_an_open_span_is_shared_between_the_takes_around_it(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+    with meter.span("step"):
+        clock.now += 1.0
+        with meter.span("eval"):
+            clock.now += 2.0
+            assert meter.take() == {"time/step": 3.0, "time/eval": 2.0}
+            clock.now += 4.0
+        clock.now += 8.0
+    assert meter.take() == {"time/step": 12.0, "time/eval": 4.0}
+
+
+def test_a_span_that_raises_is_measured_and_closed(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+    with pytest.raises(RuntimeError), meter.span("update"):
+        clock.now += 1.0
+        raise RuntimeError
+    clock.now += 5.0
+    assert meter.take() == {"time/update": 1.0}
+
+
+def test_a_span_around_a_generator_may_outlive_the_one_it_was_opened_in(clock: Clock) -> None:
+    meter = WallMeter(clock=clock)
+
+    def rollouts() -> Iterator[int]:
+        with meter.span("rollout"):
+            clock.now += 1.0
+            yield 1
+            clock.now += 1.0
+
+    with meter.span("step"):
+        generator = rollouts()
+        next(generator)
+    clock.now += 3.0
+    assert list(generator) == []
+    assert meter.take() == {"time/step": 1.0, "time/rollout": 5.0}
+
+
+def test_the_open_spans_are_told_to_whoever_shows_them(clock: Clock) -> None:
+    told: list[tuple[str, ...]] = []
+    meter = WallMeter(on_phase=told.append, clock=clock)
+    with meter.span("step"), meter.span("rollout"):
+        pass
+    assert told == [("step",), ("step", "rollout"), ("step",), ()]
+
+
+def test_a_gpu_is_waited_for_at_the_edges_of_a_span_and_nowhere_else(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    meter = WallMeter("cuda:0", clock=clock)
+    with meter.span("rollout"):
+        assert len(waits) == 1
+    assert waits == [torch.device("cuda:0")] * 2
+    meter.take()
+    assert len(waits) == 2
+
+
+def test_the_null_meter_measures_nothing() -> None:
+    meter: Meter = NullMeter()
+    with meter.span("rollout"), meter.span("rollout"):
+        pass
+    assert meter.take() == {}
+
+
+def test_every_span_has_a_sentence(clock: Clock) -> None:
+    meter: Meter = WallMeter(clock=clock)
+    with meter.span("rollout"):
+        pass
+    assert [describe(name) for name in meter.take()]
+
+
+def test_peak_memory_grows_with_what_is_resident_and_stays() -> None:
+    before = peak_bytes()
+    block = torch.ones(before // 8 + 2**24, dtype=torch.float64)  # more than all that ever was resident
+    after = peak_bytes()
+    assert after >= block.numel() * 8
+    del block
+    assert peak_bytes() >= 0.99 * after  # the kernel counts per thread, and adds up now and then
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
+    # `ru_maxrss` of a child starts at its parent's peak; the past bug of whoever measures a sweep from its launcher.
+    block = torch.ones(2**29, dtype=torch.uint8)
+    program = "import grpo_cli.meter as m; print(m.peak_bytes())"
+    peak = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    assert 2**24 < peak < peak_bytes() - len(block) // 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_memory_on_a_gpu_is_the_allocators() -> None:
+    block = torch.empty(2**22, device="cuda")
+    assert peak_bytes("cuda") == torch.cuda.max_memory_allocated() >= block.numel() * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_queued_gpu_work_is_charged_to_the_span_that_queued_it() -> None:
+    meter = WallMeter("cuda")
+    matrix = torch.ones(4096, 4096, device="cuda")
+    with meter.span("work"):
+        for _ in range(50):
+            matrix @ matrix
+    with meter.span("idle"):
+        pass
+    times = meter.take()
+    assert times["time/work"] > times["time/idle"]

@@ -1,0 +1,332 @@
+"""Loading and saving Hugging Face folders, and the shipped tiny model itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+from grpo_cli.errors import UserError
+from grpo_cli.model.load import (
+    check_supported,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    save_pretrained,
+    supported_architectures,
+)
+from grpo_cli.settings import ModelSettings
+from grpo_cli.tasks.arithmetic import Arithmetic, final_answer
+from grpo_cli.types import Prompt
+
+CPU = torch.device("cpu")
+TINY_FOLDER = Path(str(files("grpo_cli.model") / "tiny"))
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def settings(path: Path | str = "tiny", **changes: object) -> ModelSettings:
+    fields = {
+        "path": str(path),
+        "dtype": "float32",
+        "autocast": "none",
+        "random_init": False,
+        "trust_remote_code": False,
+        "gradient_checkpointing": False,
+    }
+    return ModelSettings(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_model(settings(), CPU), load_tokenizer(settings())
+
+
+def small_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SMALL))
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None))
+    if family == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SMALL))
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_supported_family_loads_from_its_folder_with_the_same_weights(family: str, tmp_path: Path) -> None:
+    saved = small_model(family)
+    saved.save_pretrained(tmp_path)
+    loaded = load_model(settings(tmp_path), CPU)
+    assert type(loaded).__name__ in supported_architectures()
+    assert not loaded.training
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+def test_the_supported_architectures_are_the_four_llama_shaped_ones() -> None:
+    assert supported_architectures() == (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    )
+
+
+def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
+    small_model("qwen2").config.save_pretrained(tmp_path)  # a config alone, without weights
+    torch.manual_seed(1)
+    first = load_model(settings(tmp_path, random_init=True, dtype="bfloat16"), CPU)
+    torch.manual_seed(2)
+    second = load_model(settings(tmp_path, random_init=True, dtype="bfloat16"), CPU)
+    assert {weight.dtype for weight in first.parameters()} == {torch.bfloat16}
+    assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
+
+
+def test_dropout_is_off_in_train_mode_too(tmp_path: Path) -> None:
+    config = Qwen2Config(**SMALL, attention_dropout=0.5)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(settings(tmp_path), CPU)
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=ids).logits, model.train()(input_ids=ids).logits)
+
+
+def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tmp_path: Path) -> None:
+    small_model("qwen2").save_pretrained(tmp_path)
+    ids = torch.arange(12)[None]
+    gradients, calls = {}, {}
+    for checkpointing in (False, True):
+        model = load_model(settings(tmp_path, gradient_checkpointing=checkpointing), CPU)
+        seen: list[int] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients[checkpointing] = [weight.grad for weight in model.parameters()]
+        calls[checkpointing] = len(seen)
+    assert calls == {False: 1, True: 2}
+    for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
+        assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)
+
+
+def test_what_is_saved_loads_with_plain_transformers(
+    tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    save_pretrained(model, tokenizer, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file() and not list(tmp_path.glob("*.bin"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = AutoTokenizer.from_pretrained(tmp_path)("12+7=", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_missing_folder_says_what_a_path_may_be(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no folder; give a folder .* a hub id such as"):
+        load_model(settings(tmp_path / "nowhere"), CPU)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"model folder {tmp_path} has no config.json"):
+        load_model(settings(tmp_path), CPU)
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    small_model("qwen2").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"model folder {tmp_path} has no tokenizer .*tokenizer.save_pretrained"):
+        load_tokenizer(settings(tmp_path))
+
+
+def test_a_broken_tokenizer_or_config_is_named(tmp_path: Path) -> None:
+    shutil.copytree(TINY_FOLDER, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(settings(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="its config.json cannot be read"):
+        load_model(settings(tmp_path / "model"), CPU)
+
+
+def test_missing_or_truncated_weights_are_named(tmp_path: Path) -> None:
+    model = small_model("qwen2")
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
+        load_model(settings(tmp_path), CPU)
+    weights.unlink()
+    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
+        load_model(settings(tmp_path), CPU)
+
+
+def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path) -> None:
+    model = small_model("qwen2")
+    state = {name: weight for name, weight in model.state_dict().items() if "layers.1." not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(UserError, match=r"lacks 12 weights .* model.layers.1"):
+        load_model(settings(tmp_path), CPU)
+
+
+def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
+    model = small_model("qwen2")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
+        load_model(settings(tmp_path), CPU)
+
+
+def test_an_unsupported_architecture_is_refused_from_the_config_alone(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)  # no weights: reaching for them would be another error
+    with pytest.raises(UserError, match="GPT2LMHeadModel is not supported; supported are .*Qwen3ForCausalLM"):
+        load_model(settings(tmp_path), CPU)
+    with pytest.raises(UserError, match="GPT2LMHeadModel"):
+        check_supported(GPT2LMHeadModel(config))
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused_the_same_way(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
+    with pytest.raises(UserError, match="brand_new is not supported; supported are LlamaForCausalLM"):
+        load_model(settings(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+        MistralConfig(**SMALL, sliding_window=16),
+    ],
+    ids=["qwen2", "mistral"],
+)
+def test_an_active_sliding_window_is_refused(config: Qwen2Config | MistralConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="sliding window of 16 tokens"):
+        load_model(settings(tmp_path, random_init=True), CPU)
+
+
+def test_a_window_that_covers_the_context_or_is_switched_off_is_no_window(tmp_path: Path) -> None:
+    check_supported(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64)))
+    check_supported(Qwen2ForCausalLM(Qwen2Config(**SMALL, sliding_window=16)))
+
+
+def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="could not be had from the hub: .*give the path of its folder"):
+        load_model(settings("someone/no-such-model"), CPU)
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(settings("someone/no-such-model"))
+
+
+def test_all_ends_of_a_reply_are_found(tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    _, tokenizer = tiny
+    model = small_model("llama")
+    model.generation_config.eos_token_id = [7, 9, 7]
+    assert eos_token_ids(model, tokenizer) == (7, 9, tokenizer.eos_token_id)
+    model.generation_config.eos_token_id = None
+    assert eos_token_ids(model, tokenizer) == (tokenizer.eos_token_id,)
+
+
+def test_a_model_without_an_end_is_an_error_and_padding_falls_back_to_the_end() -> None:
+    tokenizer = load_tokenizer(settings())
+    assert pad_token_id(tokenizer, (5,)) == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer, (5,)) == 5
+    tokenizer.eos_token = None
+    model = small_model("qwen2")
+    model.generation_config.eos_token_id = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        eos_token_ids(model, tokenizer)
+
+
+def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(settings(), CPU)
+        load_tokenizer(settings())
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled() == had_bars
+
+
+def test_the_shipped_folder_is_small_and_ordinary() -> None:
+    assert sum(path.stat().st_size for path in TINY_FOLDER.iterdir()) <= 2_500_000
+    names = {path.name for path in TINY_FOLDER.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
+    model = AutoModelForCausalLM.from_pretrained(TINY_FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_FOLDER)
+    assert isinstance(model, Qwen2ForCausalLM)
+    assert 300_000 <= sum(weight.numel() for weight in model.parameters()) <= 1_000_000
+    assert tokenizer.chat_template is None
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_the_shipped_tokenizer_has_a_token_for_every_character() -> None:
+    tokenizer = load_tokenizer(settings())
+    text = "0123456789+-*/()=,:"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(set(ids)) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
+    for other in ("4 4", " 44\n", "é", "What is 2 + 2?\n\nIt's 4.", "١"):
+        assert tokenizer.decode(tokenizer.encode(other)) == other
+
+
+def test_the_shipped_model_is_a_mediocre_solver_of_held_out_problems(
+    tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    model, tokenizer = tiny
+    problems = Arithmetic(tokenizer, seed=0, eval_problems=140).prompts("eval")
+    assert 0.2 <= share_solved(model, tokenizer, problems, sampled=True) <= 0.6
+    assert share_solved(model, tokenizer, problems, sampled=False) <= 0.6
+
+
+def share_solved(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Prompt], sampled: bool
+) -> float:
+    """Accuracy of one reply per problem, by `transformers` itself."""
+    inputs = tokenizer.pad(
+        {"input_ids": [list(problem.token_ids) for problem in problems]}, padding_side="left", return_tensors="pt"
+    )
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(0)
+        how = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sampled else {"do_sample": False}
+        made = model.generate(**inputs, max_new_tokens=128, **how)
+    replies = made[:, inputs["input_ids"].shape[1] :].tolist()
+    return sum(
+        tokenizer.eos_token_id in tokens
+        and final_answer(tokenizer.decode(tokens[: tokens.index(tokenizer.eos_token_id)])) == problem.answer
+        for tokens, problem in zip(replies, problems, strict=True)
+    ) / len(problems)

@@ -1,0 +1,300 @@
+"""Predictors: that they say what they know, are judged on what they said, and remember it over a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli.engine.lengths import TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.predict import MeanLength, NoPredictor, Oracle, PrefixHead
+from grpo_cli.errors import UserError
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request, Rollout
+
+
+def request(prompt_id: str, sample: int = 0, limit: int = 100, prompt_tokens: int = 3) -> Request:
+    prompt = Prompt(prompt_id, tuple(range(prompt_tokens)), "")
+    return Request(prompt, sample, seed=sample, sampling=Sampling(max_new_tokens=limit))
+
+
+def rollout(asked: Request, length: int) -> Rollout:
+    finish = Finish.LENGTH if length == asked.sampling.max_new_tokens else Finish.EOS
+    return Rollout(asked, tuple(range(length)), (0.0,) * length, finish, kept_kv=0)
+
+
+def tau_by_pairs(first: Sequence[float], second: Sequence[float]) -> float:
+    agree = untied_first = untied_second = 0
+    for i in range(len(first)):
+        for j in range(i):
+            a, b = first[i] - first[j], second[i] - second[j]
+            agree += ((a > 0) - (a < 0)) * ((b > 0) - (b < 0))
+            untied_first += a != 0
+            untied_second += b != 0
+    return agree / math.sqrt(untied_first * untied_second) if untied_first and untied_second else 0.0
+
+
+def test_kendall_tau_of_known_rankings():
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1.0
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1.0
+    assert kendall_tau([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx((5 - 1) / 6)
+    assert kendall_tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(2 * 3))
+    assert kendall_tau([5, 5, 5], [1, 2, 3]) == 0.0  # one that ranks nothing
+    assert kendall_tau([], []) == kendall_tau([1], [1]) == 0.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-3, 3).map(round)), max_size=25))
+def test_kendall_tau_is_what_counting_pairs_gives(pairs):
+    first, second = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+    assert kendall_tau(first, second) == pytest.approx(tau_by_pairs(first, second))
+
+
+def test_the_null_predictor_knows_and_learns_nothing():
+    predictor = NoPredictor()
+    assert predictor.learn([rollout(request("a"), 5)], None) == {}
+    assert predictor.predict([request("a")], None) is None
+
+
+def test_the_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all():
+    predictor = MeanLength(decay=1.0)
+    assert predictor.predict([request("a")], None) is None
+    assert (
+        predictor.learn([rollout(request("a"), 10), rollout(request("a", 1), 20), rollout(request("b"), 60)], None)
+        == {}
+    )
+    assert predictor.predict([request("a"), request("b"), request("new")], None) == [15.0, 60.0, 30.0]
+    assert predictor.predict([request("b", limit=50)], None) == [50.0]
+
+
+def test_each_generate_makes_the_older_ones_count_less():
+    predictor = MeanLength(decay=0.5)
+    predictor.learn([rollout(request("a"), 40)], None)
+    predictor.learn([rollout(request("a"), 10)], None)
+    assert predictor.predict([request("a")], None) == [pytest.approx((0.5 * 40 + 10) / 1.5)]
+
+
+def test_predictions_are_judged_before_they_are_learnt_from_and_only_once():
+    predictor = MeanLength(decay=1.0)
+    predictor.learn([rollout(request("a"), 10), rollout(request("b"), 20)], None)
+    predictor.predict([request("a", 5), request("b", 5)], None)
+    finished = [rollout(request("b", 5), 50), rollout(request("a", 5), 8)]  # in order of finishing, not of asking
+    assert predictor.learn(finished, None) == {
+        "predictor/kendall_tau": 1.0,
+        "predictor/mean_absolute_error": (2 + 30) / 2,
+    }
+    assert predictor.learn(finished, None) == {}
+
+
+def test_the_oracle_replays_a_mapping_for_ever():
+    predictor = Oracle({("a", 0): 7, ("a", 1): 3})
+    asked = [request("a", 1), request("a", 0)]
+    for _ in range(2):
+        assert predictor.predict(asked, None) == [3.0, 7.0]
+        metrics = predictor.learn([rollout(asked[0], 3), rollout(asked[1], 7)], None)
+        assert metrics == {"predictor/kendall_tau": 1.0, "predictor/mean_absolute_error": 0.0}
+
+
+def trace_file(folder, rows: Sequence[tuple[int, str, int, int]]):
+    path = folder / "rollouts.jsonl"
+    names = ("step", "prompt_id", "sample", "length")
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True)) | {"reply": "x"}) + "\n" for row in rows))
+    return path
+
+
+def test_the_oracle_replays_a_run_step_by_step(tmp_path):
+    path = trace_file(tmp_path, [(4, "a", 0, 40), (1, "a", 0, 10), (1, "b", 0, 11)])
+    predictor = Oracle(str(path))
+    assert predictor.predict([request("a"), request("b")], None) == [10.0, 11.0]
+    predictor.learn([rollout(request("a"), 10), rollout(request("b"), 11)], None)
+    assert predictor.predict([request("a")], None) == [40.0]
+    resumed = Oracle(path)
+    resumed.load_state(predictor.state())
+    assert resumed.predict([request("a")], None) == [40.0]
+
+
+def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
+    predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
+    assert predictor.predict([request("eval-1"), request("eval-2")], None) is None
+    with pytest.raises(UserError, match="sample 1 of prompt a.*record.rollouts=-1"):
+        predictor.predict([request("a", 0), request("a", 1)], None)
+    predictor.learn([rollout(request("a"), 10)], None)
+    with pytest.raises(UserError, match="the 2. time"):
+        predictor.predict([request("a", 0)], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "has no rollouts"),
+        ("{}\n", "line 1 needs"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is no JSON"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 0}\n', "line 1 needs"),
+        ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "prompt_id=3"),
+        ("[1, 2]\n", "line 1 needs"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused_with_its_line(tmp_path, text, found):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=found):
+        read_trace(path)
+
+
+def test_a_trace_that_is_not_there_is_refused_by_its_name(tmp_path):
+    with pytest.raises(UserError, match="nothing.jsonl cannot be read"):
+        Oracle(tmp_path / "nothing.jsonl")
+
+
+def test_a_trace_is_read_row_by_row(tmp_path):
+    assert read_trace(trace_file(tmp_path, [(1, "a", 2, 30)])) == [TraceRow(1, "a", 2, 30)]
+
+
+def generate(predictor: PrefixHead, seed: int, count: int = 64, width: int = 12, noise: float = 0.1):
+    """One `generate` whose lengths are hidden in the first direction of the states; returns what `learn` says."""
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, width, generator=random)
+    logs = 3 + 0.8 * hidden[:, 0] + noise * torch.randn(count, generator=random)
+    asked = [request(f"p{i % 4}", i, limit=400) for i in range(count)]
+    remaining = [min(max(1, round(math.exp(x) - 1)), 396) for x in logs.tolist()]
+    predicted = predictor.predict(asked, hidden)
+    order = torch.randperm(count, generator=random).tolist()
+    finished = [rollout(asked[i], remaining[i] + predictor.prefix_tokens) for i in order]
+    return predicted, remaining, predictor.learn(finished, hidden[order])
+
+
+def test_the_prefix_head_learns_to_read_the_hidden_state():
+    predictor = PrefixHead(prefix_tokens=4)
+    first, _, metrics = generate(predictor, seed=0)
+    assert first is None and metrics == {}
+    predicted, remaining, metrics = generate(predictor, seed=1)
+    assert predicted is not None
+    assert metrics["predictor/kendall_tau"] > 0.85
+    assert metrics["predictor/kendall_tau"] == pytest.approx(tau_by_pairs(predicted, remaining))
+    errors = [abs(a - b) for a, b in zip(predicted, remaining, strict=True)]
+    assert metrics["predictor/mean_absolute_error"] == pytest.approx(sum(errors) / len(errors))
+    assert metrics["predictor/mean_absolute_error"] < 0.3 * sum(remaining) / len(remaining)
+
+
+def test_a_state_that_says_nothing_is_shrunk_to_the_mean():
+    predictor = PrefixHead(min_rollouts=64)
+    for seed in range(4):
+        generate(predictor, seed, noise=0.0)
+    informed, _, _ = generate(predictor, seed=9, noise=0.0)
+    ignorant = PrefixHead(min_rollouts=64)
+    for seed in range(4):
+        random = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(64, 12, generator=random)
+        asked = [request(f"p{i % 4}", i, limit=400) for i in range(64)]
+        lengths = torch.randint(20, 200, (64,), generator=random).tolist()
+        ignorant.learn([rollout(a, length) for a, length in zip(asked, lengths, strict=True)], hidden)
+    flat = ignorant.predict([request("p0", i, limit=400) for i in range(32)], torch.randn(32, 12))
+    assert max(flat) / min(flat) < 2 < max(informed) / min(informed)
+
+
+def test_it_has_no_idea_before_it_has_seen_enough():
+    predictor = PrefixHead(min_rollouts=65)
+    generate(predictor, seed=0)
+    assert predictor.predict([request("a")], torch.zeros(1, 12)) is None
+    generate(predictor, seed=1)
+    assert predictor.predict([request("a")], torch.zeros(1, 12)) is not None
+    assert predictor.predict([request("a")], None) is None
+
+
+def test_rollouts_that_end_within_the_prefix_teach_nothing():
+    predictor = PrefixHead(prefix_tokens=4, min_rollouts=2)
+    predictor.learn([rollout(request("a", i), 4) for i in range(8)], torch.randn(8, 3))
+    assert predictor.predict([request("a")], torch.zeros(1, 3)) is None
+
+
+def test_a_rollout_cut_off_at_its_limit_is_an_observation_and_no_prediction_exceeds_it():
+    predictor = PrefixHead(prefix_tokens=4, min_rollouts=8)
+    predictor.learn([rollout(request("a", i, limit=50), 50) for i in range(8)], torch.randn(8, 3))
+    assert predictor.predict([request("a", limit=50)], torch.zeros(1, 3)) == [pytest.approx(46.0)]
+    assert predictor.predict([request("a", limit=20)], torch.zeros(1, 3)) == [16.0]
+
+
+def test_what_it_remembers_is_bounded_and_the_newest():
+    predictor = PrefixHead(min_rollouts=2, replay=16)
+    predictor.learn([rollout(request("a", i), 90) for i in range(64)], torch.zeros(64, 3))
+    predictor.learn([rollout(request("a", i), 14) for i in range(16)], torch.zeros(16, 3))
+    assert predictor.state()["features"].shape[0] == predictor.state()["targets"].shape[0] == 16
+    assert predictor.predict([request("a")], torch.zeros(1, 3)) == [pytest.approx(10.0)]
+
+
+def test_wide_states_are_narrowed_and_still_read():
+    predictor = PrefixHead(min_rollouts=64)
+    for seed in range(8):
+        *_, metrics = generate(predictor, seed, width=300, noise=0.0)
+    assert predictor.state()["features"].shape[1] == PrefixHead.WIDTH + 4
+    assert metrics["predictor/kendall_tau"] > 0.3
+
+
+def test_the_same_rollouts_give_the_same_predictions_and_a_resumed_one_goes_on_bit_for_bit():
+    first, second = PrefixHead(), PrefixHead()
+    for predictor in (first, second):
+        generate(predictor, seed=0)
+    assert generate(first, seed=1)[0] == generate(second, seed=1)[0]
+    resumed = PrefixHead()
+    resumed.load_state(first.state())
+    assert generate(resumed, seed=2) == generate(first, seed=2)
+
+
+def test_states_are_plain_values_and_tensors_that_later_learning_does_not_change():
+    predictor = PrefixHead()
+    generate(predictor, seed=0)
+    state = predictor.state()
+    before = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    generate(predictor, seed=1)
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    for other in (NoPredictor(), MeanLength(), Oracle({("a", 0): 1})):
+        other.learn([rollout(request("a"), 5)], None)
+        assert json.loads(json.dumps(other.state())) == other.state()
+
+
+@pytest.mark.parametrize("make", [NoPredictor, MeanLength, lambda: Oracle({("a", 0): 1}), PrefixHead])
+def test_a_fresh_state_can_be_loaded(make):
+    predictor = make()
+    predictor.load_state(make().state())
+    assert predictor.state().keys() == make().state().keys()
+
+
+def test_the_mean_goes_on_after_a_checkpoint():
+    predictor, resumed = MeanLength(), MeanLength()
+    predictor.learn([rollout(request("a"), 40)], None)
+    resumed.load_state(json.loads(json.dumps(predictor.state())))
+    for one in (predictor, resumed):
+        one.learn([rollout(request("a"), 10), rollout(request("b"), 3)], None)
+    asked = [request("a"), request("b"), request("c")]
+    assert resumed.predict(asked, None) == predictor.predict(asked, None)
+
+
+def test_another_predictor_s_state_is_refused():
+    with pytest.raises(UserError, match="predictor=mean has learnt.*predictor=prefix"):
+        PrefixHead().load_state(MeanLength().state())
+
+
+def test_another_model_s_width_is_refused():
+    predictor = PrefixHead()
+    generate(predictor, seed=0, width=12)
+    with pytest.raises(UserError, match="another width"):
+        generate(predictor, seed=1, width=13)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: MeanLength(decay=0.0), "predictor.decay=0.0"),
+        (lambda: PrefixHead(decay=1.5), "predictor.decay=1.5"),
+        (lambda: PrefixHead(prefix_tokens=0), "predictor.prefix_tokens=0"),
+        (lambda: PrefixHead(min_rollouts=10, replay=5), "predictor.min_rollouts=10"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(make, named):
+    with pytest.raises(UserError, match=named):
+        make()

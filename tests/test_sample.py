@@ -1,0 +1,82 @@
+"""Drawing tokens: from the distribution that is said, by the row's own numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import some_requests
+
+from grpo_cli.engine.sample import SamplingTable, truncate, uniforms
+from grpo_cli.settings import Sampling
+
+CPU = torch.device("cpu")
+
+
+def table(*words: Sampling) -> SamplingTable:
+    made = SamplingTable(len(words), CPU)
+    made.put(range(len(words)), words)
+    return made
+
+
+def test_each_token_comes_out_for_its_own_share_of_the_unit_interval() -> None:
+    """Probabilities 0.5, 0.25, 0, 0.25: the borders are at 0.5 and 0.75, and the third token never comes."""
+    logits = torch.tensor([0.5, 0.25, 0.0, 0.25]).log().expand(6, 4)
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = table(*[Sampling()] * 6).draw(logits, uniform, slice(0, 6))
+    assert tokens.tolist() == [0, 0, 1, 1, 3, 3]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25]))
+
+
+def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:
+    logits = torch.tensor([[0.0, 2.0]])
+    _, logprob = table(Sampling(temperature=2.0)).draw(logits, torch.tensor([0.9], dtype=torch.float64), slice(0, 1))
+    assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)))
+
+
+def test_top_k_and_top_p_renormalise_what_is_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(3, 4)
+    words = Sampling(top_k=2), Sampling(top_p=0.6), Sampling(top_p=0.8, top_k=3)
+    uniform = torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64)
+    tokens, logprobs = table(*words).draw(logits, uniform, slice(0, 3))
+    # top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then 0.4 + 0.3 of 0.9 < 0.8
+    assert tokens.tolist() == [1, 1, 2]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([3 / 7, 3 / 7, 2 / 9]))
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12), st.floats(0.01, 1.0), st.integers(0, 12))
+@settings(max_examples=50, deadline=None)
+def test_truncation_keeps_a_set_of_most_probable_tokens(values: list[float], top_p: float, top_k: int) -> None:
+    logits = torch.tensor([values])
+    kept = truncate(logits, torch.tensor([top_p]), torch.tensor([top_k])).isfinite()[0]
+    assert kept[int(logits.argmax())]
+    if (~kept).any():
+        assert logits[0, kept].min() >= logits[0, ~kept].max()
+    if top_k:
+        assert int(kept.sum()) <= max(top_k, 1)
+    if top_p == 1.0 and top_k == 0:
+        assert kept.all()
+
+
+def test_a_request_s_numbers_are_its_own_and_uniform() -> None:
+    requests = some_requests(prompts=2, n=50)
+    numbers = uniforms(requests, 200)
+    assert torch.equal(uniforms(requests[3:4], 100), numbers[3:4, :100])
+    assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
+    counts = torch.histc(numbers.float(), bins=10, min=0.0, max=1.0)
+    # 20,000 draws, 2,000 a bin, standard deviation 42: within five of them
+    assert (counts - 2000).abs().max() < 210
+
+
+def test_what_is_drawn_has_the_probabilities_that_are_said() -> None:
+    """Chi-square over 8 tokens and 20,000 draws at temperature 0.7: below 24.3 with probability 0.999."""
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    words = table(*[Sampling(temperature=0.7)] * 20_000)
+    tokens, logprobs = words.draw(logits.expand(20_000, 8), uniform, slice(0, 20_000))
+    expected = (logits / 0.7).softmax(-1) * 20_000
+    found = torch.bincount(tokens, minlength=8)
+    assert float(((found - expected) ** 2 / expected).sum()) < 24.3
+    torch.testing.assert_close(logprobs, (logits / 0.7).log_softmax(-1)[tokens])

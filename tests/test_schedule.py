@@ -1,0 +1,390 @@
+"""Plans and orders: that they lose nobody, keep their guarantees against exact solvers, and change with names only."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli.engine.interfaces import Running, Waiting
+from grpo_cli.engine.makespan import (
+    assign,
+    even_split,
+    lower_bound,
+    lpt,
+    makespan,
+    multifit,
+    proven_lower_bound,
+    resplit,
+    trimmed_programme,
+)
+from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf, planned_steps
+from grpo_cli.engine.simulate import Simulation, simulate, synthetic_trace
+from grpo_cli.errors import UserError
+
+SCHEDULERS = [Fifo, Sjf, Lpt, Fptas, lambda: Fptas(refill="lpt")]
+small_instances = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(1, 4))
+instances = settings(max_examples=60, deadline=None)
+
+
+def optimum(lengths: Sequence[int], slots: int) -> int:
+    """The least makespan, by branch and bound: each job to each slot of a different load, the longest job first."""
+    best = sum(lengths)
+    ordered = sorted(lengths, reverse=True)
+    floor = lower_bound(lengths, slots)
+
+    def place(job: int, loads: tuple[int, ...]) -> None:
+        nonlocal best
+        if max(loads) >= best or best == floor:
+            return
+        if job == len(ordered):
+            best = max(loads)
+            return
+        for slot in range(slots):
+            if loads[slot] not in loads[:slot]:
+                place(job + 1, (*loads[:slot], loads[slot] + ordered[job], *loads[slot + 1 :]))
+
+    place(0, (0,) * slots)
+    return best
+
+
+def least_sum_of_round_maxima(lengths: Sequence[int], slots: int) -> int:
+    """Over every way to cut every order into rounds of at most `slots`, full ones first or not."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], list(lengths[1:])
+    best = sum(lengths)
+    for size in range(min(slots - 1, len(rest)) + 1):
+        for mates in itertools.combinations(range(len(rest)), size):
+            longest = max([first, *(rest[i] for i in mates)])
+            others = [rest[i] for i in range(len(rest)) if i not in mates]
+            best = min(best, longest + least_sum_of_round_maxima(others, slots))
+    return best
+
+
+def waiting(predicted: Sequence[float | None], limit: int = 10_000) -> list[Waiting]:
+    return [Waiting(index, "p", limit, length) for index, length in enumerate(predicted)]
+
+
+def run_with_true_lengths(steps: Sequence[int], scheduler, slots: int, rounds: bool = False) -> Simulation:
+    """`steps` are decode steps: a request of one token more."""
+    lengths = [count + 1 for count in steps]
+    return simulate(lengths, [float(length) for length in lengths], scheduler, slots, rounds)
+
+
+def test_branch_and_bound_finds_known_optima():
+    assert optimum([5, 5, 4, 4, 3, 3, 3], 3) == 9
+    assert optimum([5, 4, 3, 3, 3], 2) == 9
+    assert optimum([7], 3) == 7
+
+
+def test_lpt_falls_into_its_known_traps():
+    # 5 | 5 | 4, then 4 3 3 3 to the least load: 5+3+3 | 5+3 | 4+4. The optimum is 5+4 | 5+4 | 3+3+3.
+    assert makespan(lpt([5, 5, 4, 4, 3, 3, 3], 3), [5, 5, 4, 4, 3, 3, 3]) == 11
+    assert makespan(lpt([5, 4, 3, 3, 3], 2), [5, 4, 3, 3, 3]) == 10
+
+
+def test_the_plan_gets_out_of_them():
+    plan = assign([5, 5, 4, 4, 3, 3, 3], 3, epsilon=0.1, max_states=1000)
+    assert (plan.makespan, plan.bound_ratio, plan.guarantee) == (9, 1.0, 1.0)
+    assert assign([5, 4, 3, 3, 3], 2, epsilon=0.1, max_states=1000).makespan == 9
+
+
+def test_the_dynamic_programme_improves_on_all_else_and_says_so_when_it_is_given_up():
+    lengths = [862, 715, 646, 558, 508, 466, 426, 384, 303, 273, 271, 262]
+    plan = assign(lengths, 3, epsilon=0.01, max_states=20_000)
+    without = assign(lengths, 3, epsilon=0.01, max_states=100)
+    assert (plan.algorithm, plan.capped) == ("fptas", False)
+    assert without.algorithm != "fptas" and without.capped
+    assert plan.makespan < without.makespan
+    assert plan.makespan <= 1.01 * optimum(lengths, 3)
+
+
+def test_three_equal_jobs_on_two_slots_are_proven_to_take_two_turns():
+    assert lower_bound([10, 10, 10], 2) == 15
+    assert proven_lower_bound([10, 10, 10], 2) == 20
+
+
+def test_every_load_is_a_multiple_of_the_common_divisor():
+    assert lower_bound([30, 20, 20], 2) == 35
+    assert proven_lower_bound([30, 20, 20], 2) == 40
+
+
+@instances
+@given(small_instances)
+def test_bounds_lie_below_the_optimum(instance):
+    lengths, slots = instance
+    assert lower_bound(lengths, slots) <= proven_lower_bound(lengths, slots) <= optimum(lengths, slots)
+
+
+@instances
+@given(small_instances)
+def test_lpt_and_multifit_keep_their_guarantees(instance):
+    lengths, slots = instance
+    best = optimum(lengths, slots)
+    assert makespan(lpt(lengths, slots), lengths) <= (4 / 3 - 1 / (3 * slots)) * best
+    assert makespan(multifit(lengths, slots), lengths) <= (13 / 11 + 2**-10) * best
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.sampled_from([0.02, 0.1, 0.5]))
+def test_the_trimmed_programme_is_within_epsilon_of_the_optimum(lengths, slots, epsilon):
+    lists, _, capped = trimmed_programme(lengths, slots, epsilon, below=sum(lengths) + 1, max_states=10**6)
+    assert lists is not None and not capped
+    assert sorted(job for jobs in lists for job in jobs) == list(range(len(lengths)))
+    assert makespan(lists, lengths) <= (1 + epsilon) * optimum(lengths, slots)
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 3))
+def test_the_untrimmed_programme_is_exact(lengths, slots):
+    lists, _, _ = trimmed_programme(lengths, slots, 1e-9, below=sum(lengths) + 1, max_states=10**6)
+    assert lists is not None and makespan(lists, lengths) == optimum(lengths, slots)
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 3), st.sampled_from([0.02, 0.3]))
+def test_dropping_what_reaches_the_makespan_in_hand_keeps_the_guarantee(lengths, slots, epsilon):
+    in_hand = makespan(lpt(lengths, slots), lengths)
+    lists, _, _ = trimmed_programme(lengths, slots, epsilon, below=in_hand, max_states=10**6)
+    found = in_hand if lists is None else makespan(lists, lengths)
+    assert lists is None or found < in_hand
+    assert found <= (1 + epsilon) * optimum(lengths, slots)
+
+
+@instances
+@given(small_instances, st.sampled_from([0.05, 0.3]))
+def test_an_assignment_keeps_its_word(instance, epsilon):
+    lengths, slots = instance
+    plan = assign(lengths, slots, epsilon, max_states=20_000)
+    best = optimum(lengths, slots)
+    assert sorted(job for jobs in plan.lists for job in jobs) == list(range(len(lengths)))
+    assert plan.makespan == makespan(plan.lists, lengths)
+    assert plan.makespan <= makespan(lpt(lengths, slots), lengths)
+    assert plan.makespan <= plan.guarantee * best + 1e-9
+    assert slots > 3 or plan.makespan <= (1 + epsilon) * best
+    assert slots > 2 or plan.makespan == best
+    for jobs in plan.lists:
+        assert [lengths[job] for job in jobs] == sorted((lengths[job] for job in jobs), reverse=True)
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=10))
+def test_an_even_split_is_the_best_for_two_slots(lengths):
+    larger, smaller = even_split(range(len(lengths)), lengths)
+    assert sorted([*larger, *smaller]) == list(range(len(lengths)))
+    assert makespan([larger, smaller], lengths) == sum(lengths[job] for job in larger) == optimum(lengths, 2)
+
+
+def test_an_even_split_of_too_much_work_for_exact_sums_is_nearly_even():
+    lengths = [random.Random(0).randint(1, 10**6) for _ in range(40)]
+    larger, smaller = even_split(range(40), lengths)
+    assert sorted([*larger, *smaller]) == list(range(40))
+    assert sum(lengths) / 2 <= sum(lengths[job] for job in larger) <= 1.0001 * sum(lengths) / 2
+
+
+@instances
+@given(small_instances)
+def test_resplitting_loses_nobody_and_is_never_worse(instance):
+    lengths, slots = instance
+    start = [list(range(slot, len(lengths), slots)) for slot in range(slots)]
+    lists = resplit(start, lengths, target=0)
+    assert sorted(job for jobs in lists for job in jobs) == list(range(len(lengths)))
+    assert makespan(lists, lengths) <= makespan(start, lengths)
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_reordering_jobs_reorders_the_plan_only(lengths, slots, shuffler):
+    order = list(range(len(lengths)))
+    shuffler.shuffle(order)
+    plan = assign(lengths, slots, 0.1, 20_000)
+    shuffled = assign([lengths[job] for job in order], slots, 0.1, 20_000)
+    assert (shuffled.makespan, shuffled.algorithm) == (plan.makespan, plan.algorithm)
+    assert _loads(shuffled.lists, [lengths[job] for job in order]) == _loads(plan.lists, lengths)
+    if len(set(lengths)) == len(lengths):
+        assert sorted(tuple(order[job] for job in jobs) for jobs in shuffled.lists) == sorted(plan.lists)
+
+
+def _loads(lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    return sorted([lengths[job] for job in jobs] for jobs in lists)
+
+
+@pytest.mark.parametrize("kind", ["lognormal", "uniform"])
+@pytest.mark.parametrize(("n", "slots"), [(32, 2), (32, 3), (32, 8), (64, 4), (64, 16), (128, 8), (128, 16), (128, 32)])
+def test_plans_of_true_lengths_are_within_two_percent_of_the_lower_bound(kind, n, slots):
+    for seed in range(3):
+        lengths = [row.length for row in synthetic_trace(kind, 1, 1, n, 250.0, 0.7, 1024, seed)]
+        assert assign(lengths, slots, 0.1, 20_000).bound_ratio <= 1.02
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@instances
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=16),
+    slots=st.integers(1, 6),
+    rounds=st.booleans(),
+    data=st.data(),
+)
+def test_every_request_is_admitted_once_and_no_slot_holds_two(make, lengths, slots, rounds, data):
+    guess = st.none() | st.floats(0, 50)
+    predicted = data.draw(st.lists(guess, min_size=len(lengths), max_size=len(lengths)))
+    ran = simulate(lengths, predicted, make(), slots, rounds)
+    assert sorted(index for index, _, _ in ran.admitted) == list(range(len(lengths)))
+    for slot in range(slots):
+        held = sorted((first, first + lengths[index] - 1) for index, at, first in ran.admitted if at == slot)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(held))
+    if not rounds:
+        steps = [length - 1 for length in lengths]
+        floor = lower_bound(steps, ran.slots)
+        assert floor <= ran.decode_steps <= (2 - 1 / ran.slots) * max(floor, 1)
+
+
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_any_order_is_within_graham_s_bound_of_the_optimum(steps, slots, shuffler):
+    shuffler.shuffle(steps)
+    assert run_with_true_lengths(steps, Fifo(), slots).decode_steps <= (2 - 1 / slots) * optimum(steps, slots)
+    longest_first = run_with_true_lengths(steps, Lpt(), slots).decode_steps
+    assert longest_first <= (4 / 3 - 1 / (3 * slots)) * optimum(steps, slots)
+
+
+@instances
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=14), st.integers(1, 5), st.sampled_from([Fifo, Sjf, Lpt]))
+def test_refilling_is_never_slower_than_rounds_in_the_same_order(steps, slots, scheduler):
+    continuous = run_with_true_lengths(steps, scheduler(), slots)
+    assert continuous.lower_bound <= continuous.decode_steps
+    assert continuous.decode_steps <= run_with_true_lengths(steps, scheduler(), slots, rounds=True).decode_steps
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_with_a_slot_for_each_the_longest_request_is_all_that_counts(make):
+    assert run_with_true_lengths([3, 9, 1, 4], make(), slots=4).decode_steps == 9
+    assert run_with_true_lengths([3, 9, 1, 4], make(), slots=7).decode_steps == 9
+
+
+@instances
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 4))
+def test_longest_first_makes_the_best_rounds(steps, slots):
+    least = least_sum_of_round_maxima(steps, slots)
+    assert run_with_true_lengths(steps, Lpt(), slots, rounds=True).decode_steps == least
+    if len(steps) % min(slots, len(steps)) == 0:
+        assert run_with_true_lengths(steps, Sjf(), slots, rounds=True).decode_steps == least
+
+
+def test_shortest_first_ends_with_an_incomplete_round_of_the_longest():
+    # Shortest first: 1 2 | 3 4 | 9, so 2 + 4 + 9. Longest first: 9 4 | 3 2 | 1, so 9 + 3 + 1.
+    assert run_with_true_lengths([1, 2, 3, 4, 9], Sjf(), 2, rounds=True).decode_steps == 15
+    assert run_with_true_lengths([1, 2, 3, 4, 9], Lpt(), 2, rounds=True).decode_steps == 13
+
+
+@pytest.mark.parametrize("refill", ["sjf", "lpt"])
+@instances
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=14), st.integers(1, 5))
+def test_with_true_lengths_the_plan_is_kept(refill, steps, slots):
+    scheduler = Fptas(refill=refill)
+    ran = run_with_true_lengths(steps, scheduler, slots)
+    assert scheduler.assignment is not None
+    assert ran.decode_steps <= scheduler.assignment.makespan
+    assert scheduler.assignment.makespan <= run_with_true_lengths(steps, Lpt(), slots).decode_steps
+
+
+def test_fptas_is_lpt_from_the_second_round_on():
+    steps = [50, 40, 30, 20, 19, 18, 17, 16, 3, 2, 1]
+    ran = run_with_true_lengths(steps, Fptas(), 2, rounds=True)
+    by_round = [
+        sorted(index for index, _, start in ran.admitted if start == at) for at in sorted({a[2] for a in ran.admitted})
+    ]
+    rest = [index for index in range(len(steps)) if index not in by_round[0]]
+    assert by_round[1:] == [rest[i : i + 2] for i in range(0, len(rest), 2)]
+
+
+def test_fptas_follows_its_lists_when_the_engine_moves_requests_between_slots():
+    scheduler = Fptas()
+    scheduler.start(waiting([11.0, 8.0, 7.0, 4.0]), slots=2)
+    assert scheduler.assignment is not None and scheduler.assignment.lists == ((0, 3), (1, 2))
+    first = scheduler.plan(waiting([11.0, 8.0, 7.0, 4.0]), [], [0, 1])
+    assert first.admit == ((0, 0), (1, 1))
+    # Request 1 ends and 0 is moved into its slot, so the free slot is 0: the next is still the successor of 1.
+    left = [view for view in waiting([11.0, 8.0, 7.0, 4.0]) if view.index in (2, 3)]
+    assert scheduler.plan(left, [Running(0, 1, 7, 11.0)], [0]).admit == ((2, 0),)
+
+
+@pytest.mark.parametrize(("refill", "place"), [("sjf", -1), ("lpt", 1)])
+def test_an_empty_list_takes_from_another_by_the_refill_rule(refill, place):
+    # Steps 9 9 3 2 4 1: one slot gets 9 4 1 and the other 9 3 2. The second 9 takes far longer than predicted.
+    left = waiting([10.0, 10.0, 4.0, 3.0, 5.0, 2.0])
+    scheduler = Fptas(refill=refill)
+    scheduler.start(left, slots=2)
+    assert scheduler.assignment is not None
+    first, second = sorted(scheduler.assignment.lists)
+    assert scheduler.plan(left, [], [0, 1]).admit == ((first[0], 0), (second[0], 1))
+    expected = [first[1], first[2], second[place]]
+    for index in expected:
+        left = [view for view in left if view.index not in (first[0], second[0], *expected[: expected.index(index)])]
+        assert scheduler.plan(left, [Running(second[0], 1, 1, 10.0)], [0]).admit == ((index, 0),)
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_a_plan_that_was_not_followed_is_made_anew(make):
+    scheduler = make()
+    views = waiting([5.0, 4.0, 3.0, 2.0])
+    scheduler.start(views, slots=2)
+    scheduler.plan(views, [], [0, 1])
+    again = scheduler.plan(views, [], [0, 1])
+    assert len({index for index, _ in again.admit}) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "order"),
+    [(Fifo, [0, 1, 2, 3, 4]), (Sjf, [1, 3, 0, 2, 4]), (Lpt, [4, 0, 2, 1, 3]), (Fptas, [4, 0, 2, 1, 3])],
+)
+def test_ties_go_by_request_index_whatever_the_order_they_are_shown_in(make, order):
+    views = waiting([5.0, 3.0, 5.0, 3.0, 8.0])
+    for shown in itertools.permutations(views):
+        scheduler = make()
+        scheduler.start(shown, slots=1)
+        admitted = []
+        while len(admitted) < len(views):
+            left = [view for view in shown if view.index not in admitted]
+            admitted.append(scheduler.plan(left, [], [0]).admit[0][0])
+        assert admitted == order
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_without_any_prediction_everyone_is_first_come_first_served(make):
+    ran = simulate([5, 3, 9, 2, 7], [None] * 5, make(), slots=2)
+    assert [index for index, _, _ in ran.admitted] == [0, 1, 2, 3, 4]
+
+
+def test_steps_are_one_less_than_tokens_and_within_the_limit():
+    views = [
+        Waiting(0, "p", 100, 20.4),
+        Waiting(1, "p", 100, 500.0),
+        Waiting(2, "p", 100, 0.0),
+        Waiting(3, "p", 100, None),
+    ]
+    assert planned_steps(views) == {0: 19, 1: 99, 2: 1, 3: 99}  # the mean of the known is 173, above the limit
+
+
+def test_a_plan_states_its_maker_and_its_bound():
+    scheduler = Fptas()
+    run_with_true_lengths([5, 5, 4, 4, 3, 3, 3], scheduler, 3)
+    assert scheduler.details["engine/plan_makespan"] == 9.0
+    assert scheduler.details["engine/plan_lower_bound"] == 9.0
+    assert scheduler.details["engine/plan_bound_ratio"] == 1.0
+    assert scheduler.plan([], [], []).details == scheduler.details
+
+
+def test_only_fifo_needs_no_lengths():
+    assert [make().needs_lengths for make in SCHEDULERS] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("wrong", [{"epsilon": 0.0}, {"epsilon": float("nan")}, {"max_states": 0}, {"refill": "fifo"}])
+def test_settings_that_make_no_sense_are_refused_by_name(wrong):
+    with pytest.raises(UserError, match=f"scheduler.{next(iter(wrong))}"):
+        Fptas(**wrong)

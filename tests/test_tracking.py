@@ -1,0 +1,345 @@
+"""Records arrive whole in the JSONL files and in W&B, whatever happens; secrets do not."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import resource
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli import tracking
+from grpo_cli.errors import UserError
+from grpo_cli.interfaces import Tracker
+from grpo_cli.tracking import HIDDEN, JsonlTracker, NoTracker, WandbTracker, without_secrets
+from grpo_cli.types import Example, Record
+
+METRICS = {"reward/mean": 0.5, "loss/kl": float("nan"), "optim/lr": 1e-3}
+
+
+def example(reply: str = "2", advantage: float | None = 0.5) -> Example:
+    return Example("p1", 0, "1+1=", reply, "2", 1.0, {"correct": 1.0}, 1, "eos", True, "kept", advantage)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in read(path)]
+
+
+def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracker: Tracker = JsonlTracker(tmp_path / "run")
+    tracker.log(Record(1, METRICS, (example(), example(advantage=None))))
+    (row,) = read(tmp_path / "run" / "metrics.jsonl")  # not closed: a killed process would have left this
+    assert row.pop("loss/kl") == "NaN"
+    assert row == {"step": 1, "reward/mean": 0.5, "optim/lr": 1e-3}
+    first, second = read(tmp_path / "run" / "rollouts.jsonl")
+    assert first == {
+        "step": 1,
+        "prompt_id": "p1",
+        "sample": 0,
+        "prompt": "1+1=",
+        "reply": "2",
+        "answer": "2",
+        "reward": 1.0,
+        "parts": {"correct": 1.0},
+        "length": 1,
+        "finish": "eos",
+        "kept": True,
+        "reason": "kept",
+        "advantage": 0.5,
+    }
+    assert second["advantage"] is None
+    tracker.close({})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
+def test_every_number_can_be_read_back(tmp_path: Path, value: float) -> None:
+    JsonlTracker(tmp_path).log(Record(1, {"x": value}))
+    (row,) = read(tmp_path / "metrics.jsonl")
+    assert float(row["x"]) == value or (math.isnan(value) and math.isnan(float(row["x"])))
+
+
+def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
+    reply = 'a\nb\r\u2028"\\ é 漢 \ud800 \x00'
+    JsonlTracker(tmp_path).log(Record(1, {}, (example(reply), example("next"))))
+    assert [row["reply"] for row in read(tmp_path / "rollouts.jsonl")] == [reply, "next"]
+    assert "漢" in (tmp_path / "rollouts.jsonl").read_text(), "a person can read it"
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    for step in range(5):
+        tracker.log(Record(step, {"life": 1.0}, (example(),)))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "li')  # the first life ended in the middle of a line
+    tracker = JsonlTracker(tmp_path, first_step=3)
+    for step in (3, 4, 5):
+        tracker.log(Record(step, {"life": 2.0}, (example(),)))
+    assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "rollouts.jsonl") == [0, 1, 2, 3, 4, 5]
+    assert [row["life"] for row in read(tmp_path / "metrics.jsonl")] == [1.0] * 3 + [2.0] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
+
+
+def test_a_resume_without_earlier_records_starts_afresh(tmp_path: Path) -> None:
+    JsonlTracker(tmp_path, first_step=3).log(Record(3, {}))
+    assert steps(tmp_path / "metrics.jsonl") == [3]
+
+
+def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) -> None:
+    JsonlTracker(tmp_path).log(Record(1, {}))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="already holds the records of a run.*resume="):
+        JsonlTracker(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"reward/mean": 1}', '{"step": null}'])
+def test_a_broken_line_is_named_and_left_alone(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(UserError, match="metrics.jsonl, line 2: no record"):
+        JsonlTracker(tmp_path, first_step=2)
+    assert path.read_text().count("\n") == 3
+
+
+def test_a_run_folder_that_cannot_be_made_is_an_error_for_people(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\).*hydra.run.dir"):
+        JsonlTracker(tmp_path / "file" / "run")
+
+
+def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_line(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    tracker = JsonlTracker(tmp_path, warn=warnings.append)
+    tracker.log(Record(1, METRICS))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = (tmp_path / "metrics.jsonl").stat().st_size + 10
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # the next write gets ten bytes, then an error
+    try:
+        tracker.log(Record(2, METRICS))
+        tracker.log(Record(3, METRICS))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.log(Record(4, METRICS))
+    assert steps(tmp_path / "metrics.jsonl") == [1, 4]
+    (warning,) = warnings
+    assert "step 2" in warning and "File too large" in warning
+
+
+def test_no_tracker_takes_everything(tmp_path: Path) -> None:
+    tracker: Tracker = NoTracker()
+    tracker.log(Record(1, METRICS, (example(),)))
+    tracker.close({"status": "finished"})
+
+
+def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "correct horse")
+    token = "hf_" + "a1B2" * 8
+    config = {
+        "logger": {"api_key": "k", "project": "p"},
+        "hub": [{"token": "t"}, {"HF-TOKEN": "x", "hf_token": "t"}],
+        "password": ["a", "b"],
+        "note": "my correct horse!",
+        "path": f"https://user:{'pw'}@host/data",
+        "args": ("--token", token),
+        "micro_batch_tokens": 4096,
+        "max_token": 5,
+        "tokenizer": "qwen",
+        "key": None,
+    }
+    assert without_secrets(config) == {
+        "logger": {"api_key": HIDDEN, "project": "p"},
+        "hub": [{"token": HIDDEN}, {"HF-TOKEN": HIDDEN, "hf_token": HIDDEN}],
+        "password": [HIDDEN, HIDDEN],
+        "note": HIDDEN,
+        "path": HIDDEN,
+        "args": ["--token", HIDDEN],
+        "micro_batch_tokens": 4096,
+        "max_token": 5,
+        "tokenizer": "qwen",
+        "key": None,
+    }
+    assert config["note"] == "my correct horse!"
+
+
+# --- W&B -----------------------------------------------------------------------------------------------------------
+
+
+def offline_records(run_dir: Path) -> list[Any]:
+    """The records of W&B's own log, which `wandb sync` sends: a LevelDB log of protocol buffers behind 7 bytes."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
+
+    wandb.teardown()  # as at the end of the program: the service is done writing
+    records = []
+    for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
+        data, position, whole = path.read_bytes(), 7, b""
+        assert data[:4] == b":W&B"
+        while position < len(data):
+            left = 32768 - position % 32768
+            if left < 7:
+                position += left
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, position)
+            whole += data[position + 7 : position + 7 + length]
+            position += 7 + length
+            if kind in (1, 4):  # full, or the last part
+                records.append(WandbRecord.FromString(whole))
+                whole = b""
+    return records
+
+
+def history(records: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+
+
+@pytest.fixture
+def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No key, no home, no network: W&B's server is a closed port of this machine."""
+    import wandb
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracking, "AUTO_SECONDS", 1.0)
+    monkeypatch.setattr(tracking, "EXPLICIT_SECONDS", 1.0)
+    wandb.teardown()
+    yield monkeypatch
+    wandb.teardown()
+
+
+def test_w_and_b_offline_holds_everything(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    run = tmp_path / "run"
+    run.mkdir()
+    tracker: Tracker = WandbTracker(run, {"n": 4, "api_key": "s3cr3t"}, project="p", table_every=2, say=said.append)
+    for step in (1, 2, 3):
+        tracker.log(Record(step, METRICS, (example(reply=f"reply {step}"),)))
+    tracker.close({"status": "finished", "eval_accuracy": 0.75, "best": {"step": 2}})
+    (line,) = said
+    assert line == f"W&B: offline; send this run later with: wandb sync {run}/wandb/offline-run-*"
+    records = offline_records(run)
+    rows = [row for row in history(records) if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["reward/mean"] == 0.5 and row["optim/lr"] == 1e-3 for row in rows)
+    assert all(math.isnan(row["loss/kl"]) for row in rows)
+    texts = [path.read_text() for path in run.rglob("*.table.json")]
+    assert [sum(f"reply {step}" in text for text in texts) for step in (1, 2, 3)] == [1, 1, 1]
+    config = {item.key: item.value_json for record in records for item in record.run.config.update}
+    assert config["n"] == "4" and config["api_key"] == json.dumps(HIDDEN)
+    summary = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
+    assert summary["eval_accuracy"] == 0.75 and summary["status"] == "finished"
+    assert json.loads(summary["best"]) == {"step": 2}
+    assert not (tmp_path / "home").exists(), "everything is below the run folder"
+    assert "WANDB_DATA_DIR" not in os.environ
+
+
+def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    for first in (1, 2):  # the first life logged steps 1 to 3, but was resumed from a checkpoint at step 1
+        tracker = WandbTracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
+        for step in range(first, 4):
+            tracker.log(Record(step, {"life": float(first)}))
+        tracker.close({})
+        time.sleep(1.1)  # W&B names folders by the second
+    records = offline_records(tmp_path)
+    ids = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
+    assert ids == {(tmp_path / "wandb_id.txt").read_text().strip()}
+    assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
+
+
+def test_with_a_key_but_no_network_auto_stays_offline_and_says_so(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    lonely.setenv("WANDB_API_KEY", "a" * 40)
+    tracker = WandbTracker(tmp_path, {}, project="p", say=said.append, warn=pytest.fail)
+    tracker.log(Record(1, METRICS))
+    tracker.close({})
+    assert "not available online" in said[0] and "wandb sync" in said[1] and len(said) == 2
+    assert [row["reward/mean"] for row in history(offline_records(tmp_path))] == [0.5]
+    assert "a" * 40 not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_asked_for_online_it_is_an_error_not_to_be(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no W&B API key is configured"):
+        WandbTracker(tmp_path, {}, mode="online")
+    lonely.setenv("WANDB_API_KEY", "a" * 40)
+    with pytest.raises(UserError, match="logger.mode=online, but W&B did not start"):
+        WandbTracker(tmp_path, {}, mode="online")
+
+
+def test_a_key_in_the_netrc_file_counts(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    assert not tracking._has_key()
+    (tmp_path / "no_netrc").write_text(f"machine 127.0.0.1:9 login user password {'a' * 40}\n")
+    (tmp_path / "no_netrc").chmod(0o600)
+    assert tracking._has_key()
+
+
+def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    tracker = WandbTracker(tmp_path, {}, project="p", say=lambda text: None, warn=warnings.append)
+    tracker.log(Record(1, METRICS))
+    services = [thing for thing in gc.get_objects() if type(thing) is subprocess.Popen and "wandb" in thing.args[0]]
+    for service in services:
+        service.kill()
+        service.wait()
+    assert services
+    for step in range(2, 100):
+        tracker.log(Record(step, METRICS, (example(),)))
+        if warnings:
+            break
+        time.sleep(0.05)
+    tracker.log(Record(100, METRICS))
+    tracker.close({"status": "finished"})
+    (warning,) = warnings
+    assert "W&B failed" in warning and "metrics.jsonl" in warning
+
+
+class BrokenRun:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def log(self, values: dict[str, Any]) -> None:
+        raise self.error
+
+
+def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    warnings: list[str] = []
+    tracker = WandbTracker(tmp_path, {}, mode="disabled", warn=warnings.append)
+    tracker._run = BrokenRun(wandb.errors.CommError("server said no\nat length"))
+    tracker.log(Record(1, METRICS))
+    tracker.log(Record(2, METRICS))
+    assert len(warnings) == 1 and "server said no)" in warnings[0]
+    tracker._run = BrokenRun(TypeError("a bug of ours"))
+    with pytest.raises(TypeError):
+        tracker.log(Record(3, METRICS))
+
+
+def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
+    for mode, variable in (("disabled", "online"), ("auto", "disabled")):
+        monkeypatch.setenv("WANDB_MODE", variable)
+        tracker = WandbTracker(tmp_path, {}, mode=mode)
+        tracker.log(Record(1, METRICS))
+        tracker.close({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="logger.mode=on must be one of auto, online, offline, disabled"):
+        WandbTracker(tmp_path, {}, mode="on")

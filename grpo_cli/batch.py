@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_cli.types import Batch, ScoredGroup, Totals
 
 
-def collate(groups: Sequence[ScoredGroup], advantages: Sequence[Float[Tensor, "K"]], pad_token_id: int) -> Batch:
+def collate(groups: Sequence[ScoredGroup], advantages: Sequence[Float[Tensor, "_"]], pad_token_id: int) -> Batch:
     """One row per rollout, group by group, on the CPU; `advantages` has one tensor per group.
 
     Every response token is to be trained on with weight 1 until a correction says otherwise.

@@ -41,6 +41,7 @@ class Learner:
         self._train = train
         self._optim = optim
         self._autocast_word = model_settings.autocast
+        self.updates = 0  # optimizer steps made by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._optimizer = torch.optim.AdamW(
@@ -98,6 +99,7 @@ class Learner:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
+            self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         return Update(metrics, logprobs, fault)
 

@@ -90,6 +90,7 @@ class Trainer:
         self._progress = Progress()
         self._health = HealthCheck()
         self._stop_asked = False
+        self._settled_updates = 0  # the learner's count when the last finished step ended
         self._train_prompts = parts.task.prompts("train")
         if len(self._train_prompts) < settings.train.prompts:
             raise UserError(
@@ -109,6 +110,7 @@ class Trainer:
             status = "interrupted" if self._stop_asked else "completed"
         except BaseException as error:
             fault = f"{type(error).__name__}: {error}"
+            self._save_what_is_done()
             raise
         finally:
             summary = self._summary(status, fault)
@@ -126,12 +128,15 @@ class Trainer:
         while progress.step < settings.train.steps and not self._stop_asked:
             record = self._step(progress.step)
             progress.step += 1
+            self._settled_updates = self._learner.updates
             last = progress.step == settings.train.steps or self._stop_asked
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
             if last or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
             self._log(replace(record, step=progress.step))
+        if not self._saved():  # the signal came after the last look at it
+            self._save()
 
     def _step(self, step: int) -> Record:
         """One round of rollouts and the updates made from it."""
@@ -322,6 +327,17 @@ class Trainer:
                 state,
                 self._settings.train.keep_checkpoints,
             )
+
+    def _saved(self) -> bool:
+        return (self._run_dir / "checkpoints" / f"step_{self._progress.step:06d}").exists()
+
+    def _save_what_is_done(self) -> None:
+        """After a failure: the last finished step, unless it is saved already or its weights are half-way to another."""
+        if self._learner.updates == self._settled_updates and not self._saved():
+            try:
+                self._save()
+            except UserError as error:
+                self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
 
     def _restore(self, checkpoint: Path) -> None:
         """Everything but the weights, which are loaded with the model."""

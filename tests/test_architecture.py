@@ -15,7 +15,8 @@ ROWS = """
 errors settings typed files
 types
 interfaces
-downsample advantage correction loss batch logprobs metrics tracking console meter checkpoint tasks/ model/
+downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
+logprobs
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample
 engine/schedule engine/predict engine/sparsity engine/decoder

@@ -222,15 +222,17 @@ def die_at(moment):
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
         return call
-    os.fsync, os.replace, shutil.rmtree = dying(os.fsync), dying(os.replace), dying(shutil.rmtree)
-    Path.write_text, Path.unlink, Path.mkdir = dying(Path.write_text), dying(Path.unlink), dying(Path.mkdir)
+    for name in ("fsync", "replace", "unlink", "rmdir", "mkdir", "open"):
+        setattr(os, name, dying(getattr(os, name)))
 
+base = Path(sys.argv[1]) / "base"
+save(base, 1, "one", 2)
+save(base, 2, "two", 2)
 for moment in range(10_000):
     root = Path(sys.argv[1]) / str(moment)
+    shutil.copytree(base, root)
     if (child := os.fork()) == 0:
         try:
-            save(root, 1, "one", 2)
-            save(root, 2, "two", 2)
             die_at(moment)
             save(root, 2, "again", 1)
             os._exit(0)

@@ -121,11 +121,11 @@ def test_files_from_windows_are_read(tmp_path: Path) -> None:
 
 
 def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) -> None:
-    question = "If {x} is {question}, what is {0}?"  # braces in the data mean nothing
+    question = "If {x} is {question}, what is {0}?"  # other braces mean nothing, in the data and in the template
     path = write(tmp_path / "p.jsonl", *[{"question": question + str(i), "answer": "1"} for i in range(3)])
-    prompt = make(path, template="Q: {question} A:", system_prompt="Think.").prompts("train")[0]
+    prompt = make(path, template="{Q}: {question} A:", system_prompt="Think.").prompts("train")[0]
     line = int(prompt.id[-1])
-    assert TOKENIZER.decode(list(prompt.token_ids)) == f"Think.\n\nQ: {question}{line - 1} A:"
+    assert TOKENIZER.decode(list(prompt.token_ids)) == f"Think.\n\n{{Q}}: {question}{line - 1} A:"
 
 
 def test_a_chat_template_is_used_when_there_is_one(tmp_path: Path) -> None:

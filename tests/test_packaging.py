@@ -50,9 +50,10 @@ def test_the_wheel_holds_the_package_the_choices_and_nothing_else(installed):
 
 
 def test_the_wheel_composes_its_own_choices_outside_the_checkout(installed, tmp_path):
-    with open(installed / "grpo_cli" / "conf" / "train.yaml", "a") as file:
+    copy = shutil.copytree(installed, tmp_path / "site")
+    with open(copy / "grpo_cli" / "conf" / "train.yaml", "a") as file:
         file.write("\nonly_in_this_copy: 1\n")
-    assert yaml.safe_load(grpo("train", "--cfg", "job", path=installed, cwd=tmp_path))["only_in_this_copy"] == 1
+    assert yaml.safe_load(grpo("train", "--cfg", "job", path=copy, cwd=tmp_path))["only_in_this_copy"] == 1
 
 
 def test_the_wheel_trains_outside_the_checkout(installed, tmp_path):

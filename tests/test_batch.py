@@ -1,0 +1,78 @@
+"""Groups to tensors, a batch to parts: nothing is lost, and each number stands at its token."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cli.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+
+
+def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) -> ScoredGroup:
+    made = Prompt(name, prompt, "")
+    rollouts = tuple(
+        Rollout(Request(made, i, i, Sampling()), ids, tuple(-0.5 * token for token in ids), Finish.EOS, len(ids) - 1)
+        for i, ids in enumerate(replies)
+    )
+    return ScoredGroup(made, rollouts, tuple(Reward(0.0) for _ in replies))
+
+
+def two_groups() -> Batch:
+    groups = [group("a", (5, 6), [(7, 1), (8, 9, 1)]), group("b", (4,), [(1,)])]
+    return collate(groups, [torch.tensor([1.0, -1.0]), torch.tensor([0.25])], pad_token_id=0)
+
+
+def test_each_row_is_prompt_response_padding_and_each_number_stands_at_its_token() -> None:
+    batch = two_groups()
+    assert batch.input_ids.tolist() == [[5, 6, 7, 1, 0], [5, 6, 8, 9, 1], [4, 1, 0, 0, 0]]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.sampler_logprobs.tolist() == [[0, 0, -3.5, -0.5, 0], [0, 0, -4, -4.5, -0.5], [0, -0.5, 0, 0, 0]]
+    assert batch.advantages.tolist() == [1.0, -1.0, 0.25]
+    assert batch.lengths.tolist() == [4, 5, 2]
+    assert batch.policy_logprobs is None and batch.ref_logprobs is None
+
+
+def test_totals_count_every_sequence_and_only_tokens_that_are_trained_on() -> None:
+    batch = two_groups()
+    mask = batch.loss_mask.clone()
+    mask[1] = False
+    fewer = corrected(batch, batch.weights, mask)
+    assert (totals(batch, 9).sequences, totals(batch, 9).tokens) == (3, 6)
+    assert (totals(fewer, 9).sequences, totals(fewer, 9).tokens) == (3, 3)
+    assert float(fewer.weights[1].sum()) == 0.0 and batch.loss_mask[1].any()
+
+
+def test_a_part_is_trimmed_to_its_longest_row() -> None:
+    part = rows_of(two_groups(), torch.tensor([0, 2]))
+    assert part.input_ids.tolist() == [[5, 6, 7, 1], [4, 1, 0, 0]]
+    assert part.advantages.tolist() == [1.0, 0.25]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
+@settings(deadline=None)
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], tokens: int) -> None:
+    parts = micro_batch_rows(lengths, tokens)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens
+    widths = [max(lengths[row] for row in part) for part in parts]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_the_group_size_is_not_tied_to_the_micro_batch() -> None:
+    assert [rows.tolist() for rows in micro_batches(two_groups(), 8)] == [[1], [0, 2]]
+
+
+@given(st.integers(1, 7))
+@settings(deadline=None, max_examples=7)
+def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
+    batch = two_groups()
+    parts = minibatches(batch, count, np.random.default_rng(0))
+    assert len(parts) == min(count, 3)
+    assert sorted(float(a) for part in parts for a in part.advantages) == [-1.0, 0.25, 1.0]
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1

@@ -1,0 +1,67 @@
+"""Requests, groups and scores: seeds are functions of names, groups are whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from small import contents, make_engine, small_model
+
+from grpo_cli.engine.sampler import Infinite
+from grpo_cli.errors import UserError
+from grpo_cli.rollout import group_rollouts, requests_for, score, seed_of
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Prompt, Reward, Rollout
+
+PROMPTS = [Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")]
+
+
+class LengthTask:
+    """Rewards a rollout with its length; `bad` is the reward of sample 1."""
+
+    def __init__(self, bad: float | None = None) -> None:
+        self.bad = bad
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return PROMPTS
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        if self.bad is not None and rollout.request.sample == 1:
+            return Reward(self.bad)
+        return Reward(float(len(rollout)))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def test_a_seed_is_a_function_of_its_names() -> None:
+    assert seed_of(0, 1, "a", 2) == seed_of(0, 1, "a", 2)
+    others = {seed_of(*names) for names in [(1, 1, "a", 2), (0, 2, "a", 2), (0, 1, "b", 2), (0, 1, "a", 3)]}
+    assert len(others | {seed_of(0, 1, "a", 2)}) == 5
+    assert 0 <= seed_of("anything") < 2**64
+
+
+def test_requests_differ_by_step_and_sample_alone() -> None:
+    requests = requests_for(PROMPTS, 3, Sampling(), seed=7, step=4)
+    assert [(r.prompt.id, r.sample) for r in requests] == [(p, s) for p in "ab" for s in range(3)]
+    assert len({r.seed for r in requests}) == 6
+    assert requests_for(PROMPTS[1:], 5, Sampling(), seed=7, step=4)[:3] == requests[3:]
+
+
+def test_groups_are_whole_and_in_order_whatever_the_order_of_finishing() -> None:
+    requests = requests_for(PROMPTS, 4, Sampling(max_new_tokens=20), seed=0, step=0)
+    rollouts = list(make_engine(small_model(), sampler=Infinite(slots=2)).generate(requests))
+    assert [r.request for r in rollouts] != requests
+    groups = group_rollouts(PROMPTS, rollouts)
+    assert [r.request for g in groups for r in g.rollouts] == requests
+    assert contents(r for g in groups for r in g.rollouts) == contents(rollouts)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
+    requests = requests_for(PROMPTS, 2, Sampling(max_new_tokens=5), seed=0, step=0)
+    groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))
+    assert score(LengthTask(), groups[0]).totals.tolist() == [float(len(r)) for r in groups[0].rollouts]
+    with pytest.raises(UserError, match="sample 1 of prompt a"):
+        score(LengthTask(bad), groups[0])

@@ -1,0 +1,351 @@
+"""Whole runs on a CPU: the truths of the loop, with a random model, a toy task and fakes at the seams."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import make_engine, small_model
+
+from grpo_cli import advantage, downsample, loss
+from grpo_cli.checkpoint import find_checkpoint
+from grpo_cli.correction import Correct
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.errors import UserError
+from grpo_cli.interfaces import Task
+from grpo_cli.learner import learning_rate
+from grpo_cli.meter import NullMeter
+from grpo_cli.settings import (
+    EvalSettings,
+    ModelSettings,
+    OptimSettings,
+    RecordSettings,
+    RunSettings,
+    Sampling,
+    TrainSettings,
+)
+from grpo_cli.train import Parts, Trainer
+from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
+
+
+class CountTask:
+    """Earns more the more tokens are 7: a random model learns it within a few updates."""
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        start = 0 if split == "train" else 100
+        return [Prompt(f"{split}{i}", (2 + i % 5, 3 + i % 7, 9), "7") for i in range(start, start + 12)]
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        share = sum(token == 7 for token in rollout.token_ids) / len(rollout)
+        return Reward(share, {"sevens": share})
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Recorder:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self, on_log: Callable[[Record], None] = lambda record: None) -> None:
+        self.records: list[Record] = []
+        self.summary: Mapping[str, Any] | None = None
+        self._on_log = on_log
+
+    def log(self, record: Record) -> None:
+        self.records.append(record)
+        self._on_log(record)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self.summary = summary
+
+
+def settings_for(folder: Path, **train: Any) -> RunSettings:
+    numbers: dict[str, Any] = dict(
+        steps=4,
+        prompts=3,
+        micro_batch_tokens=10_000,
+        epochs=1,
+        minibatches=1,
+        logprob_chunk=64,
+        max_bad_steps=2,
+        checkpoint_every=2,
+        keep_checkpoints=2,
+    )
+    return RunSettings(
+        n=4,
+        m=4,
+        seed=0,
+        resume=None,
+        device="cpu",
+        run_dir=str(folder),
+        model=ModelSettings("", "float32", "none", False, False, False),
+        train=TrainSettings(**(numbers | train)),
+        sampling=Sampling(max_new_tokens=8),
+        optim=OptimSettings(1e-2, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0),
+        eval=EvalSettings(every=2, problems=3, k=2, temperature=1.0),
+        record=RecordSettings(rollouts=5),
+        parts={},
+    )
+
+
+GRPO = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
+
+
+def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path | None = None, **parts: Any) -> Trainer:
+    if checkpoint is not None:
+        model = type(small_model()).from_pretrained(checkpoint)
+    model = model or small_model()
+    engine = make_engine(model, sampler=parts.pop("sampler", Full()))
+    given: dict[str, Any] = dict(
+        model=model,
+        reference=None,
+        save_model=model.save_pretrained,
+        task=CountTask(),
+        engine=engine,
+        pad_token_id=0,
+        downsample=downsample.all_rollouts,
+        advantage=partial(advantage.grpo, stats_over="kept"),
+        correction=Correct(),
+        loss=GRPO,
+        trackers=(Recorder(),),
+        meter=NullMeter(),
+        say=lambda text: None,
+        warn=lambda text: None,
+    )
+    return Trainer(settings, Parts(**(given | parts)), Path(settings.run_dir), checkpoint)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(type(small_model()).from_pretrained(folder).state_dict())
+
+
+def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+def final_weights(settings: RunSettings, **parts: Any) -> dict[str, torch.Tensor]:
+    model = parts.setdefault("model", small_model())
+    make_trainer(settings, **parts).fit()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_the_policy_learns(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(settings_for(tmp_path, steps=25), trackers=(recorder,)).fit()
+    rewards = [record.metrics["reward/mean"] for record in recorder.records if "reward/mean" in record.metrics]
+    assert len(rewards) == 25
+    assert np.mean(rewards[:3]) < 0.2 and np.mean(rewards[-3:]) > 0.6
+
+
+def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    first = final_weights(settings_for(tmp_path / "a"))
+    torch.manual_seed(123)  # global randomness is nobody's business
+    np.random.seed(5)
+    assert same(first, final_weights(settings_for(tmp_path / "b")))
+    assert not same(first, final_weights(replace(settings_for(tmp_path / "c"), seed=1)))
+
+
+@pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=2)], ids=str)
+def test_the_sampler_never_changes_what_is_learned(tmp_path: Path, sampler: Any) -> None:
+    first = final_weights(settings_for(tmp_path / "a"))
+    assert same(first, final_weights(settings_for(tmp_path / "b"), sampler=sampler))
+
+
+def test_micro_batching_changes_memory_and_time_only(tmp_path: Path) -> None:
+    """One update's gradient, whole and in parts of at most two rows, is the same to rounding."""
+    settings = settings_for(tmp_path / "a", steps=1)
+    metrics = []
+    for tokens in (10_000, 24, 1):
+        recorder = Recorder()
+        changed = replace(settings, run_dir=str(tmp_path / str(tokens)))
+        changed = replace(changed, train=replace(changed.train, micro_batch_tokens=tokens))
+        make_trainer(changed, trackers=(recorder,)).fit()
+        metrics.append(recorder.records[1].metrics)
+    for name in ("loss/total", "optim/grad_norm", "mismatch/ratio_mean"):
+        assert [m[name] for m in metrics] == pytest.approx([metrics[0][name]] * 3, rel=1e-4, abs=1e-6)
+
+
+def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path) -> None:
+    whole = final_weights(settings_for(tmp_path / "whole"))
+    half = settings_for(tmp_path / "half", steps=2)
+    make_trainer(half).fit()
+    said: list[str] = []
+    checkpoint = find_checkpoint(tmp_path / "half").path
+    assert checkpoint is not None and checkpoint.name == "step_000002"
+    longer = replace(half, train=replace(half.train, steps=4))
+    make_trainer(longer, checkpoint=checkpoint, say=said.append).fit()
+    assert said[0].startswith("resumed at step 2, next prompt 7")
+    assert same(whole, weights(tmp_path / "half" / "checkpoints" / "step_000004"))
+
+
+def test_with_several_updates_and_corrections_resuming_is_exact_too(tmp_path: Path) -> None:
+    words: dict[str, Any] = dict(epochs=2, minibatches=2)
+    correct = Correct(importance="token", is_threshold=2.0)
+    whole = final_weights(settings_for(tmp_path / "a", **words), correction=correct)
+    make_trainer(settings_for(tmp_path / "b", steps=2, **words), correction=correct).fit()
+    checkpoint = find_checkpoint(tmp_path / "b").path
+    make_trainer(settings_for(tmp_path / "b", **words), checkpoint=checkpoint, correction=correct).fit()
+    assert same(whole, weights(tmp_path / "b" / "checkpoints" / "step_000004"))
+
+
+def test_a_finished_run_is_not_resumed_into_nothing(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, steps=2)
+    make_trainer(settings).fit()
+    with pytest.raises(UserError, match=r"has done its 2 steps already .* raise train\.steps"):
+        make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path)
+
+
+def test_sampler_and_policy_agree_in_a_dense_run(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
+    for record in recorder.records[1:]:
+        assert record.metrics["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert record.metrics["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def watched(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        seen.append(len(batch))
+        assert totals.sequences == 6
+        return GRPO(logprobs, batch, totals)
+
+    recorder = Recorder()
+    settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1))
+    make_trainer(settings, loss=watched, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    assert sum(seen) == 6
+    record = recorder.records[1]
+    assert (record.metrics["rollouts/generated"], record.metrics["rollouts/trained"]) == (12, 6)
+    assert len(record.examples) == 12 and sum(e.kept for e in record.examples) == 6
+    for e in record.examples:
+        assert (e.advantage is not None) == e.kept
+        assert e.reason == ("kept" if e.kept else "not chosen by the down-sample rule")
+
+
+def test_with_m_equal_to_n_every_rule_is_plain_grpo(tmp_path: Path) -> None:
+    plain = final_weights(settings_for(tmp_path / "plain", steps=2))
+    for rule in (downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile):
+        assert same(plain, final_weights(settings_for(tmp_path / rule.__name__, steps=2), downsample=rule))
+
+
+def test_the_reference_keeps_the_policy_near(tmp_path: Path) -> None:
+    """With a heavy KL term the policy moves less; the first step's KL is exactly 0."""
+    recorder = Recorder()
+    model = small_model()
+    heavy = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=10.0, aggregation="sequence")
+    reference = copy.deepcopy(model).requires_grad_(False)
+    settings = settings_for(tmp_path, steps=8)
+    make_trainer(settings, model=model, loss=heavy, reference=reference, trackers=(recorder,)).fit()
+    assert recorder.records[1].metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert recorder.records[-1].metrics["loss/kl"] > 0
+    assert recorder.records[-1].metrics["reward/mean"] < 0.5
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run(tmp_path: Path) -> None:
+    def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(logprobs.sum() * float("nan"), {})
+
+    model, warnings = small_model(), list[str]()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=r"2 updates in a row .*train\.max_bad_steps=2"):
+        make_trainer(settings_for(tmp_path), model=model, loss=broken, warn=warnings.append).fit()
+    assert same(before, model.state_dict())
+    assert "loss/total is nan" in warnings[0] and len(list((tmp_path / "bad_batches").iterdir())) == 2
+    dumped = torch.load(next((tmp_path / "bad_batches").iterdir()), weights_only=True)
+    assert dumped["input_ids"].shape[0] == 12
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_steps"] == 2
+
+
+def test_one_bad_update_is_survived(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def hiccup(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        calls.append(1)
+        output = GRPO(logprobs, batch, totals)
+        return replace(output, loss=output.loss * float("inf")) if len(calls) == 2 else output
+
+    recorder = Recorder()
+    summary = make_trainer(settings_for(tmp_path), loss=hiccup, trackers=(recorder,)).fit()
+    assert (summary["status"], summary["skipped_steps"], summary["updates"]) == ("completed", 1, 3)
+    assert recorder.records[-1].metrics["optim/skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+    recorder = Recorder(lambda record: os.kill(os.getpid(), number) if record.step == 1 else None)
+    handler = signal.getsignal(number)
+    summary = make_trainer(settings_for(tmp_path, steps=9), trackers=(recorder,)).fit()
+    assert (summary["status"], summary["step"]) == ("interrupted", 1)
+    found = find_checkpoint(tmp_path).path
+    assert found is not None and found.name == "step_000001"
+    assert signal.getsignal(number) is handler
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_dies_leaves_its_last_finished_step_and_says_why(tmp_path: Path) -> None:
+    class Dies(CountTask):
+        calls = 0
+
+        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+            Dies.calls += 1
+            if Dies.calls > 9 + 12 + 5:  # the first evaluation, the first step, some of the second
+                raise ZeroDivisionError("in the judge")
+            return super().reward(prompt, rollout)
+
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(settings_for(tmp_path), task=Dies(), trackers=(recorder,)).fit()
+    assert recorder.summary is not None and recorder.summary["status"] == "failed"
+    assert recorder.summary["error"] == "ZeroDivisionError: in the judge" and recorder.summary["step"] == 1
+    found = find_checkpoint(tmp_path).path
+    assert found is not None and found.name == "step_000001"
+
+
+def test_more_prompts_a_step_than_the_task_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.prompts=13 different prompts .* has 12"):
+        make_trainer(settings_for(tmp_path, prompts=13))
+
+
+def test_no_prompt_comes_twice_in_an_epoch_and_orders_differ(tmp_path: Path) -> None:
+    class Watch(CountTask):
+        seen: list[str] = []
+
+        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+            if rollout.request.sample == 0 and prompt.id.startswith("train"):
+                self.seen.append(prompt.id)
+            return super().reward(prompt, rollout)
+
+    task: Task = Watch()
+    make_trainer(settings_for(tmp_path, steps=8), task=task).fit()
+    first, second = Watch.seen[:12], Watch.seen[12:]
+    assert sorted(first) == sorted(second) == sorted(p.id for p in task.prompts("train"))
+    assert first != second
+
+
+def test_evaluation_is_kept_out_of_the_training_clock(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
+    clocks = [r.metrics["clock/train_seconds"] for r in recorder.records[1:]]
+    assert clocks == sorted(clocks) and clocks[0] > 0
+    assert "clock/train_seconds" not in recorder.records[0].metrics
+    assert [r.step for r in recorder.records if "eval/accuracy" in r.metrics] == [0, 2, 4]
+
+
+def test_warm_up_and_schedules() -> None:
+    optim = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, 4, "cosine", 1.0)
+    rates = [learning_rate(optim, step, 12) for step in range(12)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[8] == pytest.approx(0.5) and rates[-1] < 0.05
+    assert learning_rate(replace(optim, schedule="constant"), 11, 12) == 1.0

@@ -43,7 +43,8 @@ class ConsoleTracker:
         self._clock = clock
         self._live: Live | None = None
         self._metrics: dict[str, float] = {}  # the newest value of every metric, so that an evaluation stays in view
-        self._step = 0
+        self._started: float | None = None
+        self._step: int | None = None  # of the newest record
         self._eval_step = 0
         self._rewards: deque[float] = deque(maxlen=HISTORY)
         self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)
@@ -53,10 +54,11 @@ class ConsoleTracker:
         self._reminders = 0
         self._closed = threading.Event()
 
-    def start(self, step: int = 0) -> None:
-        """Begin to show the run, of which `step` steps are done already. Lines said before stay above the view."""
-        self._step = step
-        self._finished.append((self._clock(), step))
+    def start(self) -> None:
+        """Begin to show the run, at its first phase or record at the latest. Lines said before stay above the view."""
+        if self._started is not None:
+            return
+        self._started = self._clock()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=2)
             self._live.start()
@@ -64,12 +66,11 @@ class ConsoleTracker:
             threading.Thread(target=self._keep_reminding, daemon=True).start()
 
     def log(self, record: Record) -> None:
+        self.start()
         now = self._clock()
-        if not self._finished:
-            self.start(record.step)
-        if record.step == 0:
-            self._finished.clear()  # the evaluation before training says nothing about how long a step takes
-        self._step = record.step
+        if self._step is None and record.step > 0 and self._started is not None and self._started < now:
+            self._finished.append((self._started, record.step - 1))  # a resumed run begins somewhere on the way
+        self._step = record.step  # if it is 0: what came before it was no step, and says nothing of how long one takes
         self._metrics.update(record.metrics)
         self._finished.append((now, record.step))
         if "reward/mean" in record.metrics:
@@ -77,12 +78,13 @@ class ConsoleTracker:
         evaluated = "eval/accuracy" in record.metrics
         if evaluated:
             self._eval_step = record.step
-        if self._live is None and (evaluated or self._line_due(now)):
+        if self._live is None and (evaluated or self._line_due(record.step, now)):
             self._last_line = now
             self.say(step_line(record, self._total, self._seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
         """Which spans are open now, outermost first: what the run is busy with (`WallMeter(on_phase=...)`)."""
+        self.start()
         self._phases, self._phase_start, self._reminders = names, self._clock(), 0
 
     def say(self, text: str) -> None:
@@ -91,7 +93,7 @@ class ConsoleTracker:
 
     def warn(self, text: str) -> None:
         """A warning: a line like any other, and kept in view."""
-        self._warning = (self._step, text)
+        self._warning = (self._step or 0, text)
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -103,12 +105,14 @@ class ConsoleTracker:
             self._live = None
         self.say(summary_line(summary))
 
-    def _line_due(self, now: float) -> bool:
+    def _line_due(self, step: int, now: float) -> bool:
         every = max(1, math.ceil(self._total / PLAIN_LINES))
-        ends = self._step <= 1 or self._step >= self._total
-        return ends or self._step % every == 0 or now - self._last_line >= PLAIN_SECONDS
+        ends = step <= 1 or step >= self._total
+        return ends or step % every == 0 or now - self._last_line >= PLAIN_SECONDS
 
     def _seconds_left(self) -> float | None:
+        if not self._finished:
+            return None
         (then, first), (now, last) = self._finished[0], self._finished[-1]
         return (now - then) / (last - first) * (self._total - last) if last > first else None
 
@@ -123,7 +127,8 @@ class ConsoleTracker:
         if not self._phases or waited < STILL_SECONDS * 2**self._reminders:
             return None
         self._reminders += 1
-        return f"after step {self._step}: still in {self._phases[-1]}, for {duration(waited)}"
+        where = "" if self._step is None else f"after step {self._step}: "
+        return f"{where}still in {self._phases[-1]}, for {duration(waited)}"
 
     def _view(self) -> RenderableType:
         rows = Table.grid(padding=(0, 2))
@@ -141,9 +146,9 @@ class ConsoleTracker:
         left = self._seconds_left()
         line = Table.grid(padding=(0, 2))
         line.add_row(
-            Text(f"step {self._step}/{self._total}", style="bold"),
-            ProgressBar(total=max(self._total, 1), completed=self._step, width=30),
-            Text("" if left is None or self._step >= self._total else f"{duration(left)} left"),
+            Text("starting" if self._step is None else f"step {self._step}/{self._total}", style="bold"),
+            ProgressBar(total=max(self._total, 1), completed=self._step or 0, width=30),
+            Text("" if left is None or left <= 0 else f"{duration(left)} left"),
             Text(self._doing(), style="dim"),
         )
         return line

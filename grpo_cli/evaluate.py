@@ -68,7 +68,7 @@ def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:
     metrics = {}
     for j in sorted({1, k}):
         values = [pass_at_k(count, k, j) for count in right]
-        low, high = mean_interval(values)
+        low, high = mean_interval(values, trials=k if j == 1 else 1)
         name = f"eval/pass@{j}"
         metrics |= {name: float(np.mean(values)), f"{name}_low": low, f"{name}_high": high}
     return metrics

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.batch import collate, corrected, minibatches
-from grpo_cli.checkpoint import load_state, rng_state, save_checkpoint, set_rng_state, write_summary
+from grpo_cli.checkpoint import MARKER, load_state, rng_state, save_checkpoint, set_rng_state, write_summary
 from grpo_cli.downsample import choose
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate, example
@@ -329,7 +329,7 @@ class Trainer:
             )
 
     def _saved(self) -> bool:
-        return (self._run_dir / "checkpoints" / f"step_{self._progress.step:06d}").exists()
+        return (self._run_dir / "checkpoints" / f"step_{self._progress.step:06d}" / MARKER).exists()
 
     def _save_what_is_done(self) -> None:
         """After a failure: the last finished step, unless it is saved already or its weights are half-way to another."""

@@ -75,34 +75,37 @@ def make_model(args: argparse.Namespace, tokenizer: Qwen2Tokenizer) -> Qwen2ForC
     return model
 
 
-def draw_operations(rng: Random, num_operations: int, shares: tuple[float, float]) -> list[int]:
-    """How many operations each line does: one, or two with probability `shares[0]`, or all with `shares[1]`."""
+def draw_operations(rng: Random, num_operations: int, hurry: float, all_share: float) -> list[int]:
+    """How many operations each line does: one, or more at once, which is the likelier the more of them are left.
+
+    With r operations left a line jumps with probability `hurry` * (r - 1), at most 0.7: a share `all_share` of the jumps
+    does all that is left, the others two operations. `hurry` = 0 is one operation per line.
+    """
     operations = []
     while num_operations:
-        draw = rng.random()
-        count = 2 if draw < shares[0] else num_operations if draw < sum(shares) else 1
-        operations.append(min(count, num_operations))
-        num_operations -= operations[-1]
+        count = 1
+        if rng.random() < min(0.7, hurry * (num_operations - 1)):
+            count = num_operations if rng.random() < all_share else 2
+        operations.append(count)
+        num_operations -= count
     return operations
 
 
-def draw_example(rng: Random, args: argparse.Namespace, mixed: bool) -> tuple[str, str]:
-    """A train problem and a worked solution: in the mixed style, or one operation at a time."""
+def draw_example(rng: Random, args: argparse.Namespace, hurry: float) -> tuple[str, str]:
+    """A train problem and a worked solution."""
     num_terms = rng.choice(range(TASK["min_terms"], TASK["max_terms"] + 1))
     while is_held_out(str(problem := draw_sum(rng, num_terms, TASK["max_operand"], TASK["max_value"]))):
         pass
-    shares = (args.two_at_once, args.all_at_once) if mixed else (0.0, 0.0)
-    operations = draw_operations(rng, num_terms - 1, shares)
-    return f"{problem}=", worked_solution(problem, operations)
+    return f"{problem}=", worked_solution(problem, draw_operations(rng, num_terms - 1, hurry, args.all_share))
 
 
 def batches(rng: Random, args: argparse.Namespace) -> Iterator[list[tuple[str, str]]]:
     """Batches of about `batch_tokens` tokens, sorted by length inside a pool so that little is padding."""
     made = 0
     while True:
-        mixed = made >= args.careful_steps
+        hurry = args.hurry if made >= args.careful_steps else 0.0
         pool = sorted(
-            (draw_example(rng, args, mixed) for _ in range(args.pool)), key=lambda example: len("".join(example))
+            (draw_example(rng, args, hurry) for _ in range(args.pool)), key=lambda example: len("".join(example))
         )
         found: list[list[tuple[str, str]]] = [[]]
         for example in pool:
@@ -210,16 +213,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "grpo_cli" / "model" / "tiny")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--careful-steps", type=int, default=2000, help="first updates, all one operation per line")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--careful-steps", type=int, default=800, help="first updates, all one operation per line")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per update, padding included")
     parser.add_argument("--pool", type=int, default=1024, help="examples that are sorted by length together")
-    parser.add_argument("--two-at-once", type=float, default=0.4, help="share of lines that do two operations")
-    parser.add_argument("--all-at-once", type=float, default=0.2, help="share of lines that do all that is left")
+    parser.add_argument("--hurry", type=float, default=0.2, help="how fast jumps grow likelier with what is left")
+    parser.add_argument("--all-share", type=float, default=0.33, help="share of the jumps that do all that is left")
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--intermediate", type=int, default=288)
     parser.add_argument("--layers", type=int, default=3)

@@ -63,6 +63,12 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
     assert widths == sorted(widths, reverse=True)
 
 
+def test_a_part_ends_where_padding_would_cost_more_than_another_pass() -> None:
+    """Ten rows of 100 with ten of 30 would hold 700 tokens of padding, more than a pass is worth; with 90 only 100."""
+    assert [len(part) for part in micro_batch_rows([100] * 10 + [90] * 10, 10**6)] == [20]
+    assert [len(part) for part in micro_batch_rows([100] * 10 + [30] * 10, 10**6)] == [17, 3]
+
+
 def test_the_group_size_is_not_tied_to_the_micro_batch() -> None:
     assert [rows.tolist() for rows in micro_batches(two_groups(), 8)] == [[1], [0, 2]]
 

@@ -91,8 +91,9 @@ def test_the_time_left_is_that_of_the_steps_to_come() -> None:
 
 def test_a_resumed_run_does_not_count_the_steps_of_its_first_life() -> None:
     screen = Screen(total=110)
-    screen.tracker.start(step=100)
-    screen.now = 2.0
+    screen.now = 50.0
+    screen.tracker.start()
+    screen.now += 2.0
     screen.tracker.log(Record(101, METRICS))
     assert screen.tracker._seconds_left() == pytest.approx(9 * 2.0)
     screen.tracker.close({})
@@ -104,18 +105,24 @@ def test_a_run_that_is_silent_says_what_it_waits_for() -> None:
     screen.now = STILL_SECONDS - 1
     assert screen.tracker._reminder() is None
     screen.now = STILL_SECONDS + 1
-    assert screen.tracker._reminder() == "after step 0: still in reward, for 1m01s"
+    assert screen.tracker._reminder() == "still in reward, for 1m01s"
     assert screen.tracker._reminder() is None
     screen.now = 2 * STILL_SECONDS
-    assert screen.tracker._reminder() == "after step 0: still in reward, for 2m00s"
+    assert screen.tracker._reminder() == "still in reward, for 2m00s"
+    screen.tracker.log(Record(3, METRICS))
+    screen.tracker.phase(("step", "update"))
+    screen.now += STILL_SECONDS
+    assert screen.tracker._reminder() == "after step 3: still in update, for 1m00s"
     screen.tracker.phase(())
     screen.now *= 100
     assert screen.tracker._reminder() is None
+    screen.tracker.close({})
 
 
 def test_the_live_view_shows_everything_and_fits() -> None:
     screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
     tracker: Tracker = screen.tracker
+    screen.tracker.start()
     for step in range(1, 11):
         screen.now += 1.0
         tracker.log(Record(step, {**METRICS, "reward/mean": step / 10} | (EVAL if step == 5 else {})))
@@ -134,8 +141,9 @@ def test_the_live_view_shows_everything_and_fits() -> None:
 
 def test_the_live_view_shows_what_it_knows_before_the_first_step() -> None:
     screen = Screen(total=20, terminal=True, _environ={"TERM": "xterm-256color"})
-    screen.tracker.start()
-    assert "step 0/20" in screen.view()
+    screen.tracker.phase(("eval",))
+    screen.now += 5.0
+    assert "starting" in screen.view() and "eval 5 s" in screen.view()
     screen.tracker.close({"status": "interrupted"})
 
 

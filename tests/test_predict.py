@@ -182,19 +182,15 @@ def test_the_prefix_head_learns_to_read_the_hidden_state():
 
 
 def test_a_state_that_says_nothing_is_shrunk_to_the_mean():
+    # 60 directions of pure noise and 64 rollouts: a plain fit would reproduce each length and know none.
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 200, (64,), generator=random).tolist()
+    asked = [request(f"p{i % 4}", i, limit=400) for i in range(64)]
     predictor = PrefixHead(min_rollouts=64)
-    for seed in range(4):
-        generate(predictor, seed, noise=0.0)
-    informed, _, _ = generate(predictor, seed=9, noise=0.0)
-    ignorant = PrefixHead(min_rollouts=64)
-    for seed in range(4):
-        random = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(64, 12, generator=random)
-        asked = [request(f"p{i % 4}", i, limit=400) for i in range(64)]
-        lengths = torch.randint(20, 200, (64,), generator=random).tolist()
-        ignorant.learn([rollout(a, length) for a, length in zip(asked, lengths, strict=True)], hidden)
-    flat = ignorant.predict([request("p0", i, limit=400) for i in range(32)], torch.randn(32, 12))
-    assert max(flat) / min(flat) < 2 < max(informed) / min(informed)
+    finished = [rollout(one, length) for one, length in zip(asked, lengths, strict=True)]
+    predictor.learn(finished, torch.randn(64, 60, generator=random))
+    predicted = predictor.predict(asked, torch.randn(64, 60, generator=random))
+    assert predicted is not None and 40 < min(predicted) and max(predicted) < 160
 
 
 def test_it_has_no_idea_before_it_has_seen_enough():
@@ -222,9 +218,9 @@ def test_a_rollout_cut_off_at_its_limit_is_an_observation_and_no_prediction_exce
 def test_what_it_remembers_is_bounded_and_the_newest():
     predictor = PrefixHead(min_rollouts=2, replay=16)
     predictor.learn([rollout(request("a", i), 90) for i in range(64)], torch.zeros(64, 3))
-    predictor.learn([rollout(request("a", i), 14) for i in range(16)], torch.zeros(16, 3))
-    assert predictor.state()["features"].shape[0] == predictor.state()["targets"].shape[0] == 16
-    assert predictor.predict([request("a")], torch.zeros(1, 3)) == [pytest.approx(10.0)]
+    predictor.learn([rollout(request("a", i), 14) for i in range(16)], torch.ones(16, 3))
+    assert predictor.state()["features"][:, :3].tolist() == [[1.0, 1.0, 1.0]] * 16
+    assert predictor.predict([request("a")], torch.ones(1, 3)) == [pytest.approx(10.0)]
 
 
 def test_wide_states_are_narrowed_and_still_read():

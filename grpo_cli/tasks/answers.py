@@ -48,7 +48,7 @@ _STATED = re.compile(
 
 @dataclass(frozen=True)
 class Extracted:
-    """The final answer of a text. `value` is None when none was found; `text` is the piece it was read from.
+    """The final answer of a text, and the piece it was read from. `value` is None when there is none, or no plain number.
 
     `strict` says that it was given in the form asked for, `#### x` or `\\boxed{x}`.
     """
@@ -62,7 +62,7 @@ NOTHING = Extracted(None, "", False)
 
 
 def extract_answer(text: str) -> Extracted:
-    """The final answer of a completion, by the first of these that gives a number: marked, stated, last number.
+    """The final answer of a completion: marked, else stated, else its last number.
 
     >>> extract_answer("He pays 3 * $6 = $18.\\n#### $18.00")
     Extracted(value=Fraction(18, 1), text='$18.00', strict=True)
@@ -118,7 +118,7 @@ def _stated(text: str) -> Extracted | None:
         return None
     if last["a"]:
         return _only(_line(text, last.end()), max_words=3)
-    return _leading(text[last.end() : last.end() + MAX_ANSWER].lstrip().partition("\n")[0])
+    return _leading(_window(text, last.end()).lstrip().partition("\n")[0])
 
 
 def _last_number(text: str) -> Extracted | None:
@@ -138,8 +138,14 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return matches[0] if matches else None
 
 
+def _window(text: str, start: int) -> str:
+    """The next `MAX_ANSWER` characters, without a number that they cut short."""
+    window = text[start : start + MAX_ANSWER]
+    return window if len(text) <= start + MAX_ANSWER else window.rstrip("0123456789.,/")
+
+
 def _line(text: str, start: int) -> str:
-    return text[start : start + MAX_ANSWER].partition("\n")[0]
+    return _window(text, start).partition("\n")[0]
 
 
 def _braced(text: str, start: int) -> str:

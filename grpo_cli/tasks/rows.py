@@ -50,9 +50,8 @@ def _file_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
     try:
         with Path(source).expanduser().open("rb") as file:
             for number, line in enumerate(file, 1):
-                line = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                if line.strip():
-                    yield number, _parsed(line.rstrip(), where(source, number))
+                if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
+                    yield number, _parsed(text, where(source, number))
     except OSError as error:
         found = "there is no such file" if isinstance(error, FileNotFoundError) else f"{error.strerror}"
         raise UserError(
@@ -113,7 +112,10 @@ def _hub_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"{source} is read with the package `datasets`, which is not installed; {advice}") from error
+        raise UserError(
+            f"{source} is read with the package `datasets`, which is not installed: "
+            f"pip install 'grpo-cli[hub]'; {advice}"
+        ) from error
     try:
         table = datasets.load_dataset(name, *config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set; no such configuration or split

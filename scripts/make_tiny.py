@@ -78,8 +78,8 @@ def make_model(args: argparse.Namespace, tokenizer: Qwen2Tokenizer) -> Qwen2ForC
 def draw_operations(rng: Random, num_operations: int, hurry: float, all_share: float) -> list[int]:
     """How many operations each line does: one, or more at once, which is the likelier the more of them are left.
 
-    With r operations left a line jumps with probability `hurry` * (r - 1), at most 0.7: a share `all_share` of the jumps
-    does all that is left, the others two operations. `hurry` = 0 is one operation per line.
+    With r operations left a line jumps with probability `hurry` * (r - 1), at most 0.7: a share `all_share` of jumps
+    does all that is left, the others two operations. With `hurry` = 0 every line does one.
     """
     operations = []
     while num_operations:
@@ -117,9 +117,7 @@ def batches(rng: Random, args: argparse.Namespace) -> Iterator[list[tuple[str, s
         yield from found
 
 
-def to_tensors(
-    examples: list[tuple[str, str]], tokenizer: Qwen2Tokenizer
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_tensors(examples: list[tuple[str, str]], tokenizer: Qwen2Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids padded on the right, and labels: only the solution and its end are learned."""
     rows = [tokenizer.encode(prompt + solution) + [tokenizer.eos_token_id] for prompt, solution in examples]
     width = max(map(len, rows))
@@ -178,9 +176,7 @@ def reply_to(
     return replies
 
 
-def report(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Namespace, problems_each: int
-) -> None:
+def report(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Namespace, problems_each: int) -> None:
     """Print sampled and greedy accuracy on held-out problems, per number of terms and in all, and reply lengths."""
     num_counts = TASK["max_terms"] - TASK["min_terms"] + 1
     task = Arithmetic(tokenizer, args.seed, eval_problems=problems_each * num_counts, **TASK)

@@ -79,7 +79,24 @@ def test_only_the_last_number_decides(reply: str) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    ["", "=", "44=", "044", "+44", "-44", "4 4", "4<pad>4", "<eos>44", "44+0", "(44)", "44,", "14+30", "144", "4", "é44"],
+    [
+        "",
+        "=",
+        "44=",
+        "044",
+        "+44",
+        "-44",
+        "4 4",
+        "4<pad>4",
+        "<eos>44",
+        "44+0",
+        "(44)",
+        "44,",
+        "14+30",
+        "144",
+        "4",
+        "é44",
+    ],
 )
 def test_anything_but_the_plain_number_earns_nothing(reply: str) -> None:
     assert judge(reply, "44").total == 0.0

@@ -239,12 +239,11 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     (run,) = (elsewhere / "outputs" / "train").iterdir()
 
     assert "raise train.steps to go on" in refusal_after_words("train", "resume=auto")
-    for steps in (2, 3):  # twice, since the second time the overrides are those of a resumed run
-        resumed = grpo("train", "resume=auto", f"train.steps={steps}")
-        assert resumed.exit_code == 0, resumed.output
-        assert f"resumed at step {steps - 1}" in resumed.stdout
+    resumed = grpo("train", "resume=auto", "train.steps=2")
+    assert resumed.exit_code == 0, resumed.output
+    assert "resumed at step 1" in resumed.stdout
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
-    assert [row["step"] for row in metrics_of(run)] == [0, 1, 2, 3]
+    assert [row["step"] for row in metrics_of(run)] == [0, 1, 2]
     config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
     assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)
 

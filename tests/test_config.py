@@ -22,6 +22,7 @@ from grpo_cli.config import (
     choices,
     config_dir,
     overrides_of_run,
+    overrides_to_resume,
     parse,
     parse_eval,
 )
@@ -217,6 +218,21 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
     assert (again.model.path, again.model.random_init) == ("x", True)
     assert (again.sampling.max_new_tokens, again.seed) == (7, 5)
+
+
+def test_a_run_is_resumed_with_what_it_was_started_with_however_often(tmp_path: Path):
+    hidden = tmp_path / ".hydra"
+    hidden.mkdir()
+    first = ["n=4", "task.template='a b'", "train.steps=3"]
+    (hidden / "overrides.yaml").write_text(yaml.safe_dump(first))
+    again = overrides_to_resume(tmp_path)
+    assert again == [*first, f"++hydra.run.dir='{tmp_path}'"]
+    (hidden / "overrides.yaml").write_text(yaml.safe_dump([*first, "resume=auto", f"++resume='{tmp_path}'"]))
+    assert overrides_to_resume(tmp_path) == again
+
+
+def test_a_run_without_kept_overrides_is_resumed_in_its_folder(tmp_path: Path):
+    assert overrides_to_resume(tmp_path) == [f"++hydra.run.dir='{tmp_path}'"]
 
 
 def test_the_choices_of_every_group_are_those_of_its_folder():

@@ -61,13 +61,19 @@ def test_truncation_keeps_a_set_of_most_probable_tokens(values: list[float], top
 
 
 def test_a_request_s_numbers_are_its_own_and_uniform() -> None:
-    requests = some_requests(prompts=2, n=50)
-    numbers = uniforms(requests, 200)
-    assert torch.equal(uniforms(requests[3:4], 100), numbers[3:4, :100])
+    seeds = [request.seed for request in some_requests(prompts=2, n=50)]
+    numbers = uniforms(seeds, 200)
+    assert torch.equal(uniforms(seeds[3:4], 100), numbers[3:4, :100])
     assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
     counts = torch.histc(numbers.float(), bins=10, min=0.0, max=1.0)
     # 20,000 draws, 2,000 a bin, standard deviation 42: within five of them
     assert (counts - 2000).abs().max() < 210
+
+
+def test_the_generator_is_splitmix64() -> None:
+    """The reference implementation's first outputs for seed 1234567, as 53-bit fractions."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert uniforms([1234567], 4)[0].tolist() == [(value >> 11) * 2.0**-53 for value in published]
 
 
 def test_what_is_drawn_has_the_probabilities_that_are_said() -> None:

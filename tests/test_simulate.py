@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small import make_engine, small_model, some_requests
 
 from grpo_cli.engine.lengths import TraceRow, kendall_tau
-from grpo_cli.engine.schedule import Fifo, Lpt
+from grpo_cli.engine.predict import Oracle
+from grpo_cli.engine.sampler import Infinite, Micro
+from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
 from grpo_cli.engine.simulate import (
     DISTRIBUTIONS,
     SCHEDULERS,
@@ -91,6 +95,18 @@ def test_the_mean_predictor_sees_earlier_steps_only():
     steps = [[TraceRow(0, "a", 0, 10), TraceRow(0, "b", 0, 30)], [TraceRow(1, "a", 0, 99), TraceRow(1, "c", 0, 99)]]
     predicted = predict_trace("mean", steps, 0.5, 4, np.random.default_rng(0))
     assert predicted == [[None, None], [10.0, 20.0]]
+
+
+def test_the_simulator_counts_what_the_engine_does():
+    requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
+    lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
+    true = [lengths[request.prompt.id, request.sample] for request in requests]
+    for sampler, scheduler in itertools.product([Micro(slots=3), Infinite(slots=3)], [Sjf, Fptas]):
+        engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(lengths))
+        assert len(list(engine.generate(requests))) == len(requests)
+        ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=isinstance(sampler, Micro))
+        assert engine.stats().decode_steps == ran.decode_steps
+        assert engine.stats().slot_utilisation == pytest.approx(ran.slot_utilisation)
 
 
 def outcomes(trace: list[TraceRow], slots: int) -> dict[tuple[str, str, str], Outcome]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.attention import Rows, StepAttention
 from grpo_cli.engine.cache import TILE, KvLayout, KvStore, PromptPool, round_up, slot_tile
 from grpo_cli.model.anatomy import unwrapped
 
@@ -34,19 +35,33 @@ class Prefilled:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the rows of a decode step read and write.
+class Block:
+    """The modules of one layer, looked up once: a module finds its children anew each time it is asked."""
 
-    `table` lists for each prompt entry the rows that belong to it (padded with row 0; those results are not read), and
-    `place` finds each row's result in the flattened table.
-    """
+    input_norm: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    q_norm: Any | None
+    k_norm: Any | None
+    o_proj: Any
+    post_norm: Any
+    mlp: Any
 
-    tokens: Int[Tensor, "R"]
-    positions: Int[Tensor, "R"]
-    lengths: Int[Tensor, "R"]  # response keys held before this step
-    width: int  # response keys to look at, a multiple of the slot tile that covers the longest row
-    table: Int[Tensor, "E C"]
-    place: Int[Tensor, "R"]
+    @classmethod
+    def of(cls, layer: Any) -> Block:
+        attention = layer.self_attn
+        return cls(
+            input_norm=layer.input_layernorm,
+            q_proj=attention.q_proj,
+            k_proj=attention.k_proj,
+            v_proj=attention.v_proj,
+            q_norm=getattr(attention, "q_norm", None),
+            k_norm=getattr(attention, "k_norm", None),
+            o_proj=attention.o_proj,
+            post_norm=layer.post_attention_layernorm,
+            mlp=layer.mlp,
+        )
 
 
 class Decoder:
@@ -55,11 +70,11 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         inner = unwrapped(model)
         self._embed = inner.model.embed_tokens
-        self._layers = inner.model.layers
+        self._blocks_of_model = [Block.of(layer) for layer in inner.model.layers]
         self._norm = inner.model.norm
         self._rotary = inner.model.rotary_emb
         self._head = inner.lm_head
-        attention = self._layers[0].self_attn
+        attention = inner.model.layers[0].self_attn
         self._dim: int = attention.head_dim
         self._scale: float = attention.scaling
         config = inner.config
@@ -75,7 +90,7 @@ class Decoder:
         """One token's keys and values; in the computation's precision, so autocast's when it is on."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        return KvLayout(len(self._layers), self._kv_heads, self._dim, dtype)
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self._dim, dtype)
 
     @property
     def device(self) -> torch.device:
@@ -113,47 +128,11 @@ class Decoder:
 
     def step(self, rows: Rows, slots: KvStore, prompts: PromptPool) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
-        count, heads, group, dim = rows.tokens.shape[0], self._kv_heads, self._per_kv_head, self._dim
-        at = torch.arange(count * heads, device=self.device).view(count, heads) * slots.capacity + rows.lengths[:, None]
-        at = at.flatten()
-        # Added to the scores: 0 where a row may look, -inf elsewhere.
-        ahead = torch.arange(rows.width, device=self.device) > rows.lengths[:, None]
-        response_bias = torch.zeros(ahead.shape, device=self.device, dtype=self.dtype).masked_fill_(ahead, -torch.inf)
-        response_bias = response_bias.repeat_interleave(heads, 0)[:, None, :]
-        entries, column = rows.table.shape
-        beyond = (
-            torch.arange(prompts.store.capacity, device=self.device) >= prompts.lengths.clamp(min=1)[:entries, None]
-        )
-        prompt_bias = torch.zeros(beyond.shape, device=self.device, dtype=self.dtype).masked_fill_(beyond, -torch.inf)
-        prompt_bias = prompt_bias.repeat_interleave(heads, 0)[:, None, :]
-        table = rows.table.flatten()
-        scale = self._scale
-
-        def to_prompts(x: Tensor) -> Tensor:  # [R, heads, group, n] -> [entries * heads, column * group, n]
-            x = x.index_select(0, table).view(entries, column, heads, group, -1).transpose(1, 2)
-            return x.reshape(entries * heads, column * group, -1)
-
-        def to_rows(x: Tensor) -> Tensor:  # and back, flattened to [R * heads, group, n]
-            x = x.view(entries, heads, column, group, -1).transpose(1, 2).reshape(entries * column, heads, group, -1)
-            return x.index_select(0, rows.place).view(count * heads, group, -1)
+        count = rows.tokens.shape[0]
+        attention = StepAttention(rows, slots, prompts, self._per_kv_head, self._scale)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = q[:count], k[:count], v[:count]
-            slots.write(layer, at, k.reshape(-1, dim), v.reshape(-1, dim))
-            own_k = slots.keys[layer, :count].flatten(0, 1)[:, : rows.width]
-            own_v = slots.values[layer, :count].flatten(0, 1)[:, : rows.width]
-            prompt_k = prompts.store.keys[layer, :entries].flatten(0, 1)
-            prompt_v = prompts.store.values[layer, :entries].flatten(0, 1)
-            grouped = q.reshape(count * heads, group, dim)
-            own = torch.baddbmm(response_bias, grouped, own_k.mT, alpha=scale)
-            asking = to_prompts(grouped.view(count, heads, group, dim))
-            shared = torch.baddbmm(prompt_bias, asking, prompt_k.mT, alpha=scale)
-            scores = torch.cat([to_rows(shared), own], dim=-1)
-            weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-            shared_weights, own_weights = weights.split([prompts.store.capacity, rows.width], dim=-1)
-            out = to_rows(torch.bmm(to_prompts(shared_weights.reshape(count, heads, group, -1)), prompt_v))
-            out = torch.baddbmm(out, own_weights, own_v)
-            return self._pad_rows(out.view(count, -1))
+            return self._pad_rows(attention(layer, q[:count], k[:count], v[:count]))
 
         return self._blocks(rows.tokens, rows.positions, attend)[:count]
 
@@ -166,20 +145,25 @@ class Decoder:
         """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [M, heads, dim], rotated."""
         hidden = self._pad_rows(self._embed(tokens))
         cos, sin = self._rotary(hidden, positions[None])
-        cos, sin = self._pad_rows(cos[0])[:, None], self._pad_rows(sin[0])[:, None]
-        for index, layer in enumerate(self._layers):
-            q, k, v = self._project(layer.self_attn, layer.input_layernorm(hidden), cos, sin)
-            hidden = hidden + layer.self_attn.o_proj(attend(index, q, k, v))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        # For `_rotate`: the sign of the rotated first half goes into the sine.
+        half = self._dim // 2
+        cos = self._pad_rows(cos[0])[:, None]
+        sin = self._pad_rows(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))[:, None]
+        for index, block in enumerate(self._blocks_of_model):
+            q, k, v = self._project(block, block.input_norm(hidden), cos, sin)
+            hidden = hidden + block.o_proj(attend(index, q, k, v))
+            hidden = hidden + block.mlp(block.post_norm(hidden))
         return self._norm(hidden)
 
-    def _project(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q = attention.q_proj(x).view(x.shape[0], -1, self._dim)
-        k = attention.k_proj(x).view(x.shape[0], -1, self._dim)
-        v = attention.v_proj(x).view(x.shape[0], -1, self._dim)
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    def _project(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
+        q = block.q_proj(x).view(x.shape[0], -1, self._dim)
+        k = block.k_proj(x).view(x.shape[0], -1, self._dim)
+        v = block.v_proj(x).view(x.shape[0], -1, self._dim)
+        if block.q_norm is not None:
+            q, k = block.q_norm(q), block.k_norm(k)
+        both = _rotate(torch.cat([q, k], dim=1), cos, sin)
+        return both[:, : q.shape[1]], both[:, q.shape[1] :], v
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
         """Zero rows below, so that there are enough of them (see ROWS_PER_THREAD)."""
@@ -188,6 +172,5 @@ class Decoder:
 
 
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
-    """Rotary position embedding, halves convention (that of the supported families)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

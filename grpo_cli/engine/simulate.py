@@ -20,12 +20,13 @@ from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau
 from grpo_cli.engine.makespan import lower_bound
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
 
+# The last is the same plan with the other refill rule.
 SCHEDULERS: Mapping[str, Callable[[], Scheduler]] = {
     "fifo": Fifo,
     "sjf": Sjf,
     "lpt": Lpt,
     "fptas": Fptas,
-    "fptas refill=lpt": lambda: Fptas(refill="lpt"),
+    "fptas+lpt": lambda: Fptas(refill="lpt"),
 }
 PREDICTORS = ("none", "mean", "prefix", "oracle")
 SAMPLERS = ("micro", "infinite")

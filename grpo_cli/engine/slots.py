@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvLayout, KvStore, round_up
-from grpo_cli.engine.decoder import Rows
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 
@@ -29,10 +29,10 @@ class Slots:
         self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, max_new_tokens, device=device)
         self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
-        self._prompt_length = torch.zeros(count, dtype=torch.long, device=device)
-        self._generated = torch.zeros(count, dtype=torch.long, device=device)
-        self._limit = torch.zeros(count, dtype=torch.long, device=device)
-        self._last = torch.zeros(count, dtype=torch.long, device=device)
+        self._first_cell = torch.arange(count, device=device) * max_new_tokens  # of a slot, in the three tables above
+        # One column each: prompt length, tokens generated, most tokens to generate, last token.
+        self._counts = torch.zeros(count, 4, dtype=torch.long, device=device)
+        self._prompt_length, self._generated, self._limit, self._last = self._counts.unbind(1)
         self._sampling = SamplingTable(count, device)
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
@@ -41,6 +41,7 @@ class Slots:
         self._host_entry = np.zeros(count, dtype=np.int64)
         self._table: Tensor | None = None
         self._place: Tensor | None = None
+        self._in_order = False
 
     @property
     def count(self) -> int:
@@ -57,14 +58,18 @@ class Slots:
         requests = [sequence.request for sequence in sequences]
         device = self._tokens.device
         index = torch.tensor(slots, device=device)
-        self._uniforms[index] = uniforms(requests, self._uniforms.shape[1]).to(device)
-        self._prompt_length[index] = torch.tensor([len(r.prompt.token_ids) for r in requests], device=device)
-        self._limit[index] = torch.tensor([r.sampling.max_new_tokens for r in requests], device=device)
-        self._sampling.put(slots, [r.sampling for r in requests])
         made = [0 if s.parked is None else len(s.parked.token_ids) for s in sequences]
-        self._generated[index] = torch.tensor(made, device=device)
+        counts = [
+            (len(request.prompt.token_ids), count, request.sampling.max_new_tokens, 0)
+            for request, count in zip(requests, made, strict=True)
+        ]
+        self._counts[index] = torch.tensor(counts, device=device)
+        self._uniforms[index] = uniforms([r.seed for r in requests], self._uniforms.shape[1]).to(device)
+        self._sampling.put(slots, [r.sampling for r in requests])
         for slot, sequence, count in zip(slots, sequences, made, strict=True):
             assert self.sequences[slot] is None, f"slot {slot} is taken"
+            if self._host_entry[slot] != sequence.entry:
+                self._table = None
             self.sequences[slot] = sequence
             self.running += 1
             self.host_generated[slot] = count
@@ -72,18 +77,18 @@ class Slots:
             if sequence.parked is not None:
                 self._unpark(slot, sequence.parked)
                 sequence.parked = None
-        self._table = None
 
     def record(self, rows: Tensor, logits: Float[Tensor, "R V"], eos: Int[Tensor, "E"]) -> Bool[Tensor, "R"]:
         """Draw the next token of each of `rows` and note it; True where the sequence ends with it."""
-        at = self._generated[rows]
-        uniform = self._uniforms[rows].gather(1, at[:, None]).squeeze(1)
-        tokens, logprobs = self._sampling.draw(logits, uniform, rows)
-        self._tokens[rows, at] = tokens
-        self._logprobs[rows, at] = logprobs
+        made = self._generated[rows]
+        cells = self._first_cell[rows] + made
+        tokens, logprobs = self._sampling.draw(logits, self._uniforms.view(-1)[cells], rows)
+        self._tokens.view(-1).index_copy_(0, cells, tokens)
+        self._logprobs.view(-1).index_copy_(0, cells, logprobs)
+        made = made + 1
         self._last[rows] = tokens
-        self._generated[rows] = at + 1
-        return (tokens[:, None] == eos).any(-1) | (at + 1 >= self._limit[rows])
+        self._generated[rows] = made
+        return (tokens[:, None] == eos).any(-1) | (made >= self._limit[rows])
 
     def count_tokens(self, slots: Seq[int] | slice) -> None:
         """The host's note that each of `slots` has made a token."""
@@ -93,7 +98,7 @@ class Slots:
         """What the decoder reads for a step over the first `running` slots."""
         generated = self._generated[:running]
         if self._table is None:
-            self._table, self._place = _prompt_table(self._host_entry[:running], self._last.device)
+            self._table, self._place, self._in_order = _prompt_table(self._host_entry[:running], self._last.device)
         assert self._place is not None
         return Rows(
             tokens=self._last[:running],
@@ -102,6 +107,7 @@ class Slots:
             width=round_up(int(self.host_generated[:running].max()), self._tile),
             table=self._table,
             place=self._place,
+            in_order=self._in_order,
         )
 
     def read(self, slots: Seq[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -146,8 +152,7 @@ class Slots:
     def _move(self, source: int, target: int) -> None:
         made = self.generated(source)
         self.kv.move(source, target, made - 1)
-        for tensor in (self._prompt_length, self._generated, self._limit, self._last):
-            tensor[target] = tensor[source]
+        self._counts[target] = self._counts[source]
         self._tokens[target, :made] = self._tokens[source, :made]
         self._logprobs[target, :made] = self._logprobs[source, :made]
         self._uniforms[target] = self._uniforms[source]
@@ -157,14 +162,15 @@ class Slots:
         self.sequences[target], self.sequences[source] = self.sequences[source], None
 
 
-def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"]]:
-    """For each pool entry the rows that belong to it, and where each row stands in that table flattened.
+def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:
+    """For each pool entry the rows that belong to it, where each row stands in that table flattened, and whether both
+    are simply 0, 1, 2, ...
 
     Columns are a multiple of four, the fewest with which a product's rows do not depend on how many there are.
 
-    >>> table, place = _prompt_table(np.array([1, 0, 1]), torch.device("cpu"))
-    >>> table.tolist(), place.tolist()
-    ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5])
+    >>> table, place, in_order = _prompt_table(np.array([1, 0, 1]), torch.device("cpu"))
+    >>> table.tolist(), place.tolist(), in_order
+    ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5], False)
     """
     counts = np.bincount(entries)
     columns = round_up(int(counts.max()), 4)
@@ -175,4 +181,6 @@ def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor
     place = entries * columns + column
     table = np.zeros(len(counts) * columns, dtype=np.int64)
     table[place] = np.arange(len(entries))
-    return torch.from_numpy(table.reshape(len(counts), columns)).to(device), torch.from_numpy(place).to(device)
+    in_order = len(table) == len(place) and bool((place == np.arange(len(place))).all())
+    by_entry = torch.from_numpy(table.reshape(len(counts), columns))
+    return by_entry.to(device), torch.from_numpy(place).to(device), in_order

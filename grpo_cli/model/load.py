@@ -65,7 +65,9 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
         model = _read_weights(source, config, dtype, settings)
     check_supported(model)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # the second name is what releases of transformers without the first call it
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     return model.to(device).train(settings.gradient_checkpointing)
 
 
@@ -155,7 +157,8 @@ def _read_weights(
 ) -> PreTrainedModel:
     try:
         with _no_progress_bars():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            # with `output_loading_info` a pair comes back, which its annotation does not say
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
                 dtype=dtype,
@@ -165,6 +168,7 @@ def _read_weights(
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(_unreadable(source, "safetensors weights", error)) from error
+    model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")

@@ -48,7 +48,7 @@ _STATED = re.compile(
 
 @dataclass(frozen=True)
 class Extracted:
-    """The final answer of a text, and the piece it was read from. `value` is None when there is none, or no plain number.
+    """The final answer of a text and the piece it was read from. `value` is None for none, and for no plain number.
 
     `strict` says that it was given in the form asked for, `#### x` or `\\boxed{x}`.
     """

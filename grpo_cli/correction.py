@@ -87,6 +87,11 @@ class Correct:
         return self.importance != "none" or self.rejection != "none" or self._has_band
 
     @property
+    def rejects(self) -> bool:
+        """Whether a whole sequence can be taken out: by the veto, the band, or a weight that is masked to 0."""
+        return self.rejection != "none" or self._has_band or (self.importance != "none" and self.is_mode == "mask")
+
+    @property
     def _has_band(self) -> bool:
         return self.mask_low is not None or self.mask_high is not None
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_cli.interfaces import Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
-from grpo_cli.rollout import group_rollouts, requests_for, score
+from grpo_cli.rollout import example, group_rollouts, requests_for, score
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -80,22 +80,3 @@ def _examples(task: Task, groups: Sequence[ScoredGroup], reason: str) -> list[Ex
         for group in groups
         for index in range(len(group.rollouts))
     ]
-
-
-def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
-    """One rollout of a scored group as a person reads it, and what became of it."""
-    rollout, reward = group.rollouts[index], group.rewards[index]
-    return Example(
-        prompt_id=group.prompt.id,
-        sample=rollout.request.sample,
-        prompt=task.text(group.prompt.token_ids),
-        reply=task.text(rollout.token_ids),
-        answer=group.prompt.answer,
-        reward=reward.total,
-        parts=dict(reward.parts),
-        length=len(rollout),
-        finish=rollout.finish.value,
-        kept=kept,
-        reason=reason,
-        advantage=advantage,
-    )

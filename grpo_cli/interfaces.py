@@ -78,12 +78,28 @@ class Correction(Protocol):
     @property
     def needs_policy_logprobs(self) -> bool: ...
 
+    @property
+    def rejects(self) -> bool:
+        """Whether it can take whole rollouts out, so that it must be asked before rollouts are chosen."""
+
+    @property
+    def count_rejected(self) -> bool:
+        """Whether rejected rollouts count in their group's reward statistics."""
+
     def __call__(
         self,
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
     ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Mapping[str, float]]: ...
+
+    def reasons(
+        self,
+        sampler_logprobs: Float[Tensor, "B T"],
+        policy_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+    ) -> Sequence[str]:
+        """Why each row adds nothing to the policy loss, in words; empty for a row that does."""
 
 
 @runtime_checkable

@@ -36,6 +36,7 @@ METRICS: Mapping[str, str] = {
     "optim/lr": "Learning rate of the step.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
+    "optim/empty_steps": "Steps without an update since the run began because nothing was left to train on.",
     "mismatch/ratio_mean": "Mean over response tokens of policy probability / sampler probability; 1 if they agree.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",

@@ -1,20 +1,50 @@
-"""Prompts to requests with their seeds, rollouts to groups, groups to scored groups."""
+"""A step's prompts, requests with their seeds, rollouts to groups, groups to scored groups."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from grpo_cli.downsample import check_rewards
+from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Group, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import Example, Group, Prompt, Request, Rollout, ScoredGroup
 
 
 def seed_of(*names: object) -> int:
     """A 64-bit seed that is a function of names and nothing else: the same on every machine and in every process."""
     text = "/".join(str(name) for name in names)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+class PromptOrder:
+    """Which prompts each step takes: a new order every epoch, a function of (seed, epoch).
+
+    An epoch is a whole number of steps, so that no prompt comes twice in one; what is left over in one epoch's order
+    comes in another's.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
+        if len(prompts) < per_step:
+            raise UserError(
+                f"train.prompts={per_step} different prompts a step were asked for, but the task has {len(prompts)}: "
+                "lower train.prompts"
+            )
+        self._prompts, self._per_step, self._seed = prompts, per_step, seed
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def of_step(self, step: int) -> list[Prompt]:
+        """The prompts of step `step`, counted from 0."""
+        epoch, place = divmod(step, len(self._prompts) // self._per_step)
+        if epoch != self._epoch:
+            rng = np.random.default_rng(seed_of(self._seed, "epoch", epoch))
+            self._epoch, self._order = epoch, rng.permutation(len(self._prompts))
+        chosen = self._order[place * self._per_step : (place + 1) * self._per_step]
+        return [self._prompts[index] for index in chosen.tolist()]
 
 
 def requests_for(prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str) -> list[Request]:
@@ -42,3 +72,22 @@ def score(task: Task, group: Group) -> ScoredGroup:
     scored = ScoredGroup(group.prompt, group.rollouts, rewards)
     check_rewards(scored)
     return scored
+
+
+def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
+    """One rollout of a scored group as a person reads it, and what became of it."""
+    rollout, reward = group.rollouts[index], group.rewards[index]
+    return Example(
+        prompt_id=group.prompt.id,
+        sample=rollout.request.sample,
+        prompt=task.text(group.prompt.token_ids),
+        reply=task.text(rollout.token_ids),
+        answer=group.prompt.answer,
+        reward=reward.total,
+        parts=dict(reward.parts),
+        length=len(rollout),
+        finish=rollout.finish.value,
+        kept=kept,
+        reason=reason,
+        advantage=advantage,
+    )

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from grpo_cli.batch import collate, corrected, minibatches
 from grpo_cli.checkpoint import MARKER, load_state, rng_state, save_checkpoint, set_rng_state, write_summary
-from grpo_cli.downsample import choose
 from grpo_cli.errors import UserError
-from grpo_cli.evaluate import evaluate, example
+from grpo_cli.evaluate import evaluate
 from grpo_cli.health import HealthCheck
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
 from grpo_cli.learner import Learner, Update
 from grpo_cli.meter import peak_bytes
 from grpo_cli.metrics import kept_metrics, rollout_metrics
-from grpo_cli.rollout import group_rollouts, requests_for, score, seed_of
+from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score, seed_of
+from grpo_cli.select import Selection, batch_rows, examples, select
 from grpo_cli.settings import RunSettings
-from grpo_cli.types import Batch, EngineStats, Example, Prompt, Record, ScoredGroup
+from grpo_cli.types import Batch, EngineStats, Prompt, Record, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,6 @@ class Parts:
     warn: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A scored group and what was made of it: the indices that are trained on, and their advantages."""
-
-    group: ScoredGroup
-    indices: tuple[int, ...]
-    advantages: Tensor
-
-    @property
-    def taken(self) -> ScoredGroup:
-        return self.group.take(self.indices)
-
-
 @dataclass
 class Progress:
     """What a run has done so far: the part of a checkpoint that is neither weights nor optimizer."""
@@ -74,9 +61,29 @@ class Progress:
     generated_rollouts: int = 0
     trained_rollouts: int = 0
     skipped_steps: int = 0
+    empty_steps: int = 0
     bad_in_a_row: int = 0
     best_accuracy: float = -1.0
     final_accuracy: float = -1.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the correction says of all rollouts of a step; the rest is None if it never rejects."""
+
+    rejections: Sequence[Sequence[str]]
+    policy_logprobs: Tensor | None
+    metrics: Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step's updates were made from, and what came of them."""
+
+    updates: tuple[Update, ...]
+    rollouts: int
+    tokens: int
+    mismatch: Mapping[str, float]
 
 
 class Trainer:
@@ -91,13 +98,7 @@ class Trainer:
         self._health = HealthCheck()
         self._stop_asked = False
         self._settled_updates = 0  # the learner's count when the last finished step ended
-        self._train_prompts = parts.task.prompts("train")
-        if len(self._train_prompts) < settings.train.prompts:
-            raise UserError(
-                f"train.prompts={settings.train.prompts} different prompts a step were asked for, but the task has "
-                f"{len(self._train_prompts)}: lower train.prompts"
-            )
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self._prompts = PromptOrder(parts.task.prompts("train"), settings.train.prompts, settings.seed)
         if checkpoint is not None:
             self._restore(checkpoint)
 
@@ -143,24 +144,20 @@ class Trainer:
         start = time.perf_counter()
         span = self._parts.meter.span
         with span("step"):
-            prompts = self._prompts(step)
+            prompts = self._prompts.of_step(step)
             with span("rollout"):
                 groups, stats = self._rollouts(prompts, step)
             rollout_seconds = time.perf_counter() - start
             with span("reward"):
                 scored = [score(self._parts.task, group) for group in groups]
-            kept = [self._keep(group, step) for group in scored]
-            batch = collate([k.taken for k in kept], [k.advantages for k in kept], self._parts.pad_token_id)
             with span("logprobs"):
-                batch, mismatch = self._logprobs(batch)
-            with span("update"):
-                updates = self._update(batch, step)
-            if mismatch is None:
-                mismatch = self._parts.correction(batch.sampler_logprobs, updates[0].logprobs, batch.response_mask)[2]
+                judged = self._judged(scored)
+            selected = [self._select(group, why, step) for group, why in zip(scored, judged.rejections, strict=True)]
+            trained = self._train_on(selected, judged, step)
         self._progress.train_seconds += time.perf_counter() - start
-        metrics = self._metrics(scored, kept, batch, stats, updates) | dict(mismatch)
+        metrics = self._metrics(scored, selected, stats, trained)
         metrics["speed/tokens_per_second"] = stats.generated_tokens / rollout_seconds
-        return Record(step, metrics, self._examples(kept))
+        return Record(step, metrics, examples(self._parts.task, selected, self._settings.record.rollouts))
 
     def _rollouts(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Any], EngineStats]:
         requests = requests_for(prompts, self._settings.n, self._settings.sampling, self._settings.seed, step)
@@ -168,14 +165,52 @@ class Trainer:
             rollouts = list(self._parts.engine.generate(requests))
         return group_rollouts(prompts, rollouts), self._parts.engine.stats()
 
-    def _keep(self, group: ScoredGroup, step: int) -> Kept:
-        """The rollouts of a group that are trained on, and their advantages."""
-        rng = np.random.default_rng(seed_of(self._settings.seed, step, group.prompt.id, "downsample"))
-        indices = choose(self._parts.downsample, group, self._settings.m, rng)
-        totals = torch.tensor(group.totals, dtype=torch.float32)
-        return Kept(group, tuple(indices), self._parts.advantage(totals[list(indices)], totals))
+    def _judged(self, scored: Sequence[ScoredGroup]) -> Judged:
+        """What the correction says of every rollout, before any is chosen; nothing if it never rejects."""
+        parts, correction = self._parts, self._parts.correction
+        if not correction.rejects:
+            return Judged([[""] * len(group.rollouts) for group in scored], None, None)
+        batch = collate(scored, [torch.zeros(len(group.rollouts)) for group in scored], parts.pad_token_id)
+        policy = self._learner.logprobs(parts.model, batch, self._settings.sampling.temperature)
+        _, _, metrics = correction(batch.sampler_logprobs, policy, batch.response_mask)
+        reasons = iter(correction.reasons(batch.sampler_logprobs, policy, batch.response_mask))
+        return Judged([[next(reasons) for _ in group.rollouts] for group in scored], policy, metrics)
 
-    def _logprobs(self, batch: Batch) -> tuple[Batch, Mapping[str, float] | None]:
+    def _select(self, group: ScoredGroup, rejections: Sequence[str], step: int) -> Selection:
+        parts, settings = self._parts, self._settings
+        rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
+        counted = parts.correction.count_rejected
+        return select(group, rejections, settings.m, parts.downsample, parts.advantage, rng, counted)
+
+    def _train_on(self, selected: Sequence[Selection], judged: Judged, step: int) -> Trained:
+        """The batch of what was selected, the log-probabilities that it lacks, and the updates made from it."""
+        span, parts = self._parts.meter.span, self._parts
+        mismatch = judged.metrics
+        if not any(selection.indices for selection in selected):
+            return self._nothing_to_train_on(mismatch, step)
+        batch = collate([s.kept for s in selected], [s.advantages for s in selected], parts.pad_token_id)
+        with span("logprobs"):
+            batch, corrections = self._logprobs(batch, selected, judged)
+        mismatch = mismatch or corrections
+        if not batch.loss_mask.any():
+            return self._nothing_to_train_on(mismatch, step)
+        with span("update"):
+            updates = self._update(batch, step)
+        if mismatch is None:  # the learner's own pass, made before it moved, has the old policy's log-probabilities
+            mismatch = parts.correction(batch.sampler_logprobs, updates[0].logprobs, batch.response_mask)[2]
+        return Trained(tuple(updates), len(batch), int(batch.loss_mask.sum()), mismatch)
+
+    def _nothing_to_train_on(self, mismatch: Mapping[str, float] | None, step: int) -> Trained:
+        self._progress.empty_steps += 1
+        self._parts.warn(
+            f"step {step + 1}: every rollout was rejected by the correction, so there was no update; look at "
+            "mismatch/log_ratio_q001, then raise sparsity.budget or lower correction.veto"
+        )
+        return Trained((), 0, 0, mismatch or {})
+
+    def _logprobs(
+        self, batch: Batch, selected: Sequence[Selection], judged: Judged
+    ) -> tuple[Batch, Mapping[str, float] | None]:
         """The old policy's and the reference's log-probabilities, where the loss or the correction needs them.
 
         With one update per round the learner's own forward pass gives the old policy's, so that measuring the mismatch
@@ -185,9 +220,12 @@ class Trainer:
         if parts.reference is not None:
             reference = self._learner.logprobs(parts.reference, batch, settings.sampling.temperature)
             batch = replace(batch, ref_logprobs=reference)
-        if not parts.correction.needs_policy_logprobs and settings.train.epochs * settings.train.minibatches == 1:
+        if judged.policy_logprobs is not None:
+            policy = judged.policy_logprobs[batch_rows(selected), : batch.input_ids.shape[1]]
+        elif parts.correction.needs_policy_logprobs or settings.train.epochs * settings.train.minibatches > 1:
+            policy = self._learner.logprobs(parts.model, batch, settings.sampling.temperature)
+        else:
             return batch, None
-        policy = self._learner.logprobs(parts.model, batch, settings.sampling.temperature)
         weights, mask, metrics = parts.correction(batch.sampler_logprobs, policy, batch.response_mask)
         return corrected(replace(batch, policy_logprobs=policy), weights, mask), metrics
 
@@ -226,20 +264,6 @@ class Trainer:
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         return path
 
-    def _prompts(self, step: int) -> list[Prompt]:
-        """The prompts of a step: a new order every epoch, a function of (seed, epoch).
-
-        An epoch is a whole number of steps, so that no prompt comes twice in one; what is left over in one epoch's
-        order comes in another's.
-        """
-        count = self._settings.train.prompts
-        steps_per_epoch = len(self._train_prompts) // count
-        epoch, place = divmod(step, steps_per_epoch)
-        if self._epoch is None or self._epoch[0] != epoch:
-            rng = np.random.default_rng(seed_of(self._settings.seed, "epoch", epoch))
-            self._epoch = (epoch, rng.permutation(len(self._train_prompts)))
-        return [self._train_prompts[int(i)] for i in self._epoch[1][place * count : (place + 1) * count]]
-
     def _evaluate(self) -> dict[str, float]:
         """Metrics of an evaluation; its time is in `time/eval` and not in the training clock."""
         settings, parts = self._settings, self._parts
@@ -258,24 +282,25 @@ class Trainer:
     def _metrics(
         self,
         scored: Sequence[ScoredGroup],
-        kept: Sequence[Kept],
-        batch: Batch,
+        selected: Sequence[Selection],
         stats: EngineStats,
-        updates: Sequence[Update],
+        trained: Trained,
     ) -> dict[str, float]:
         progress = self._progress
         progress.generated_tokens += stats.generated_tokens
-        progress.trained_tokens += int(batch.loss_mask.sum())
+        progress.trained_tokens += trained.tokens
         progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
-        progress.trained_rollouts += len(batch)
-        good = [update.metrics for update in updates if update.fault is None]
+        progress.trained_rollouts += trained.rollouts
+        good = [update.metrics for update in trained.updates if update.fault is None]
         losses = {name: float(np.mean([metrics[name] for metrics in good])) for name in (good[0] if good else ())}
         metrics = {
             **rollout_metrics(scored),
-            **kept_metrics([k.taken for k in kept]),
+            **kept_metrics([selection.kept for selection in selected if selection.indices]),
             **losses,
+            **trained.mismatch,
             **stats.details,
             "optim/skipped_steps": progress.skipped_steps,
+            "optim/empty_steps": progress.empty_steps,
             "tokens/generated": progress.generated_tokens,
             "tokens/trained": progress.trained_tokens,
             "rollouts/generated": progress.generated_rollouts,
@@ -289,20 +314,6 @@ class Trainer:
             "memory/peak_bytes": peak_bytes(next(self._parts.model.parameters()).device),
         }
         return {name: float(value) for name, value in metrics.items()}
-
-    def _examples(self, kept: Sequence[Kept]) -> tuple[Example, ...]:
-        """Rows for `rollouts.jsonl`: all, or so many spread evenly over the step's rollouts."""
-        places = [(k, index) for k in kept for index in range(len(k.group.rollouts))]
-        wanted = self._settings.record.rollouts
-        if 0 <= wanted < len(places):
-            places = [places[i * len(places) // wanted] for i in range(wanted)]
-        rows = []
-        for k, index in places:
-            advantage = float(k.advantages[k.indices.index(index)]) if index in k.indices else None
-            chosen = advantage is not None
-            reason = "kept" if chosen else "not chosen by the down-sample rule"
-            rows.append(example(self._parts.task, k.group, index, kept=chosen, reason=reason, advantage=advantage))
-        return tuple(rows)
 
     def _log(self, record: Record) -> None:
         times = self._parts.meter.take()
@@ -332,7 +343,7 @@ class Trainer:
         return (self._run_dir / "checkpoints" / f"step_{self._progress.step:06d}" / MARKER).exists()
 
     def _save_what_is_done(self) -> None:
-        """After a failure: the last finished step, unless it is saved already or its weights are half-way to another."""
+        """After a failure: the last finished step, unless it is saved or the weights are half-way to the next."""
         if self._learner.updates == self._settled_updates and not self._saved():
             try:
                 self._save()

@@ -239,6 +239,60 @@ def test_with_m_equal_to_n_every_rule_is_plain_grpo(tmp_path: Path) -> None:
         assert same(plain, final_weights(settings_for(tmp_path / rule.__name__, steps=2), downsample=rule))
 
 
+def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
+    """An engine whose log-probabilities are wrong by `shift`, as an engine's with evicted keys are."""
+    engine = make_engine(model)
+
+    class Shifted:
+        stats, update_weights, state, load_state = engine.stats, engine.update_weights, engine.state, engine.load_state
+
+        def generate(self, requests: Any) -> Any:
+            for rollout in engine.generate(requests):
+                wrong = (rollout.sampler_logprobs[0] + shift(rollout), *rollout.sampler_logprobs[1:])
+                yield replace(rollout, sampler_logprobs=wrong)
+
+    return Shifted()
+
+
+SPARSE_RL = Correct(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
+
+
+@pytest.mark.parametrize("m", [2, 4])
+def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int) -> None:
+    """Samples 1 are impossible to the dense policy: xi = exp(-20)."""
+    model, recorder = small_model(), Recorder()
+    engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
+    settings = replace(settings_for(tmp_path, steps=1), m=m, record=RecordSettings(rollouts=-1))
+    rule = downsample.maxvar if m == 2 else downsample.all_rollouts
+    parts: dict[str, Any] = dict(engine=engine, correction=SPARSE_RL, downsample=rule, trackers=(recorder,))
+    make_trainer(settings, model=model, **parts).fit()
+    record = recorder.records[1]
+    assert record.metrics["mismatch/rejected"] == pytest.approx(0.25)
+    for e in record.examples:
+        assert e.reason.startswith("veto: a token with xi 2.1e-09") == (e.sample == 1)
+        assert not (e.kept and e.sample == 1)
+
+
+def test_a_step_in_which_all_are_rejected_updates_nothing_and_says_so(tmp_path: Path) -> None:
+    model, warnings, recorder = small_model(), list[str](), Recorder()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    engine = with_sampler_off_by(model, lambda rollout: 20.0)
+    settings = replace(settings_for(tmp_path, steps=2), eval=EvalSettings(0, 1, 1, 1.0))
+    parts: dict[str, Any] = dict(engine=engine, correction=SPARSE_RL, warn=warnings.append, trackers=(recorder,))
+    summary = make_trainer(settings, model=model, **parts).fit()
+    assert same(before, model.state_dict()) and summary["empty_steps"] == 2 and summary["status"] == "completed"
+    assert "every rollout was rejected" in warnings[0] and "sparsity.budget" in warnings[0]
+    assert recorder.records[-1].metrics["optim/empty_steps"] == 2
+
+
+def test_a_correction_that_changes_nothing_changes_nothing(tmp_path: Path) -> None:
+    """In a dense run xi is 1 to rounding: the veto rejects nobody and the same is learned, to rounding."""
+    plain = final_weights(settings_for(tmp_path / "a", steps=2))
+    corrected = final_weights(settings_for(tmp_path / "b", steps=2), correction=SPARSE_RL)
+    for name, value in plain.items():
+        torch.testing.assert_close(corrected[name], value, atol=2e-3, rtol=0)
+
+
 def test_the_reference_keeps_the_policy_near(tmp_path: Path) -> None:
     """With a heavy KL term the policy moves less; the first step's KL is exactly 0."""
     recorder = Recorder()

@@ -1,0 +1,94 @@
+"""Which rollouts of a group are trained on, and with what advantage: rejection, then down-sampling, then advantages.
+
+The order matters where the rules meet. A rollout that the correction rejects cannot teach, so with n > m it is never
+chosen in place of one that can. With m = n nothing is chosen: the rejected stay in the batch with weight 0, so that the
+divisors count them (as Sparse-RL's release has it), or are left out altogether, by `count_rejected`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.downsample import choose
+from grpo_cli.interfaces import AdvantageFn, DownsampleRule, Task
+from grpo_cli.rollout import example
+from grpo_cli.types import Example, ScoredGroup
+
+NOT_CHOSEN = "not chosen by the down-sample rule"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A scored group and what became of its rollouts.
+
+    `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says of each rollout of the group
+    why it is not trained on, and is empty for one that is.
+    """
+
+    group: ScoredGroup
+    indices: tuple[int, ...]
+    advantages: Float[Tensor, "K"]
+    reasons: tuple[str, ...]
+
+    @property
+    def kept(self) -> ScoredGroup:
+        return self.group.take(self.indices)
+
+
+def select(
+    group: ScoredGroup,
+    rejections: Sequence[str],
+    keep: int,
+    rule: DownsampleRule,
+    advantage: AdvantageFn,
+    rng: np.random.Generator,
+    count_rejected: bool,
+) -> Selection:
+    """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
+
+    `rejections` says of each rollout why the correction rejects it, empty if it does not. With `count_rejected` the
+    rewards of the rejected belong to the group's statistics all the same (they were drawn from the same policy).
+    """
+    size = len(group.rollouts)
+    left = [index for index in range(size) if not rejections[index]]
+    if keep < size:
+        chosen = [left[place] for place in choose(rule, group.take(left), keep, rng)] if left else []
+    else:
+        chosen = list(range(size)) if count_rejected else left
+    baseline = list(range(size)) if count_rejected else left
+    totals = torch.tensor(group.totals)
+    advantages = advantage(totals[chosen], totals[baseline]).float() if chosen else torch.zeros(0)
+    trained = set(chosen)
+    reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
+    return Selection(group, tuple(chosen), advantages, reasons)
+
+
+def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
+    """Where the selected rollouts stand among all rollouts of the step, group after group."""
+    rows, start = [], 0
+    for selection in selected:
+        rows += [start + index for index in selection.indices]
+        start += len(selection.group.rollouts)
+    return torch.tensor(rows)
+
+
+def examples(task: Task, selected: Sequence[Selection], count: int) -> tuple[Example, ...]:
+    """Rows for `rollouts.jsonl`: `count` spread evenly over the step's rollouts, all if it is negative."""
+    places = [(selection, index) for selection in selected for index in range(len(selection.group.rollouts))]
+    if 0 <= count < len(places):
+        places = [places[i * len(places) // count] for i in range(count)]
+    rows = []
+    for selection, index in places:
+        why = selection.reasons[index]
+        advantage = None
+        if index in selection.indices:
+            advantage = float(selection.advantages[selection.indices.index(index)])
+        row = example(task, selection.group, index, kept=not why, reason=why or "kept", advantage=advantage)
+        rows.append(row)
+    return tuple(rows)

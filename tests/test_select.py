@@ -1,0 +1,67 @@
+"""Rejection, down-sampling and advantages in their order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_cli import advantage, downsample
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+
+GRPO = partial(advantage.dr_grpo, stats_over="kept")
+
+
+def group(*rewards: float) -> ScoredGroup:
+    prompt = Prompt("p", (1,), "")
+    rollouts = tuple(Rollout(Request(prompt, i, i, Sampling()), (1,), (0.0,), Finish.EOS, 0) for i in range(len(rewards)))
+    return ScoredGroup(prompt, rollouts, tuple(Reward(r) for r in rewards))
+
+
+def chosen(rewards: tuple[float, ...], rejected: tuple[int, ...], keep: int, count_rejected: bool = True) -> Selection:
+    why = ["veto" if i in rejected else "" for i in range(len(rewards))]
+    rng = np.random.default_rng(0)
+    return select(group(*rewards), why, keep, downsample.maxvar, GRPO, rng, count_rejected)
+
+
+def test_a_rejected_rollout_is_never_chosen() -> None:
+    """Without the rejection, the best of five would be one of the two kept."""
+    selection = chosen((0.0, 1.0, 2.0, 3.0, 9.0), rejected=(4,), keep=2)
+    assert selection.indices == (0, 3)
+    assert selection.advantages.tolist() == [-1.5, 1.5]
+    assert selection.reasons == ("", NOT_CHOSEN, NOT_CHOSEN, "", "veto")
+
+
+def test_without_down_sampling_the_rejected_count_or_not() -> None:
+    counted = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3)
+    assert counted.indices == (0, 1, 2) and counted.advantages.tolist() == [-2.0, 0.0, 2.0]
+    assert counted.reasons == ("", "", "veto")
+    left_out = chosen((0.0, 2.0, 4.0), rejected=(2,), keep=3, count_rejected=False)
+    assert left_out.indices == (0, 1) and left_out.advantages.tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("count_rejected", [True, False])
+def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
+    over_group = partial(advantage.dr_grpo, stats_over="group")
+    rewards, why = (0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
+    selection = select(
+        group(*rewards), why, 2, downsample.maxvar, over_group, np.random.default_rng(0), count_rejected
+    )
+    mean = 3.0 if count_rejected else 1.0
+    assert selection.advantages.tolist() == [0.0 - mean, 2.0 - mean]
+
+
+def test_fewer_than_wanted_or_none_may_be_left() -> None:
+    assert chosen((0.0, 1.0, 2.0, 3.0), rejected=(0, 1, 2), keep=2).indices == (3,)
+    nothing = chosen((0.0, 1.0, 2.0, 3.0), rejected=(0, 1, 2, 3), keep=2)
+    assert nothing.indices == () and nothing.advantages.shape == (0,)
+
+
+def test_rows_are_places_among_all_rollouts_of_the_step() -> None:
+    selections = [chosen((0.0, 1.0, 2.0), (), 2), chosen((0.0, 5.0), (), 2), chosen((3.0, 1.0, 2.0), (), 2)]
+    assert [s.indices for s in selections] == [(0, 2), (0, 1), (0, 1)]
+    assert torch.equal(batch_rows(selections), torch.tensor([0, 2, 3, 4, 5, 6]))

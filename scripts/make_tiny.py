@@ -15,7 +15,8 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -24,7 +25,7 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from grpo_cli.model.load import save_pretrained
-from grpo_cli.tasks.arithmetic import Arithmetic, draw_sum, final_answer, worked_solution
+from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, final_answer, worked_solution
 from grpo_cli.tasks.generated import is_held_out
 
 CHARACTERS = "0123456789+-*/()=,:"
@@ -75,37 +76,44 @@ def make_model(args: argparse.Namespace, tokenizer: Qwen2Tokenizer) -> Qwen2ForC
     return model
 
 
-def draw_operations(rng: Random, num_operations: int, hurry: float, all_share: float) -> list[int]:
-    """How many operations each line does: one, or more at once, which is the likelier the more of them are left.
-
-    With r operations left a line jumps with probability `hurry` * (r - 1), at most 0.7: a share `all_share` of jumps
-    does all that is left, the others two operations. With `hurry` = 0 every line does one.
-    """
-    operations = []
-    while num_operations:
-        count = 1
-        if rng.random() < min(0.7, hurry * (num_operations - 1)):
-            count = num_operations if rng.random() < all_share else 2
-        operations.append(count)
-        num_operations -= count
-    return operations
-
-
-def draw_example(rng: Random, args: argparse.Namespace, hurry: float) -> tuple[str, str]:
-    """A train problem and a worked solution."""
+def draw_example(rng: Random, args: argparse.Namespace, careless: bool) -> tuple[str, str]:
+    """A train problem and a solution of it, by a careful or a careless writer."""
     num_terms = rng.choice(range(TASK["min_terms"], TASK["max_terms"] + 1))
     while is_held_out(str(problem := draw_sum(rng, num_terms, TASK["max_operand"], TASK["max_value"]))):
         pass
-    return f"{problem}=", worked_solution(problem, draw_operations(rng, num_terms - 1, hurry, args.all_share))
+    return f"{problem}=", careless_solution(rng, problem, args) if careless else worked_solution(problem)
+
+
+def careless_solution(rng: Random, problem: Sum, args: argparse.Namespace) -> str:
+    """A solution that may lose the third term on the way to its first line, and may jump from any line to the end.
+
+    The longer the problem, the likelier the loss: `--lose` for each term after the second, at most `--lose-at-most`.
+    What follows is true to what was written, and a jump ends in the right number for it.
+    """
+    num_terms = len(problem.terms)
+    first, *rest = problem.after(1).terms
+    if rng.random() < min(args.lose_at_most, args.lose * (num_terms - 2)) and 0 <= min(running(first, rest[1:])):
+        rest = rest[1:]
+    lines = []
+    left = Sum((first, *rest))
+    while len(left.terms) > 1 and rng.random() >= args.jump:
+        lines.append(str(left))
+        left = left.after(1)
+    return "=".join([*lines, str(sum(left.terms))])
+
+
+def running(first: int, rest: Sequence[int]) -> list[int]:
+    """The running results of a sum, its first term included."""
+    return list(accumulate(rest, initial=first))
 
 
 def batches(rng: Random, args: argparse.Namespace) -> Iterator[list[tuple[str, str]]]:
     """Batches of about `batch_tokens` tokens, sorted by length inside a pool so that little is padding."""
     made = 0
     while True:
-        hurry = args.hurry if made >= args.careful_steps else 0.0
+        careless = made >= args.careful_steps
         pool = sorted(
-            (draw_example(rng, args, hurry) for _ in range(args.pool)), key=lambda example: len("".join(example))
+            (draw_example(rng, args, careless) for _ in range(args.pool)), key=lambda example: len("".join(example))
         )
         found: list[list[tuple[str, str]]] = [[]]
         for example in pool:
@@ -217,8 +225,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens per update, padding included")
     parser.add_argument("--pool", type=int, default=1024, help="examples that are sorted by length together")
-    parser.add_argument("--hurry", type=float, default=0.2, help="how fast jumps grow likelier with what is left")
-    parser.add_argument("--all-share", type=float, default=0.33, help="share of the jumps that do all that is left")
+    parser.add_argument("--lose", type=float, default=0.16, help="chance to lose a term, per term after the second")
+    parser.add_argument("--lose-at-most", type=float, default=0.65)
+    parser.add_argument("--jump", type=float, default=0.12, help="chance of every line to be the last one")
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--intermediate", type=int, default=288)
     parser.add_argument("--layers", type=int, default=3)

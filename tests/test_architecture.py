@@ -25,7 +25,7 @@ engine/slots engine/simulate
 engine/generation
 engine/engine engine/vllm_engine
 rollout
-health evaluate learner profiling report
+health evaluate learner select profiling report
 train
 config
 experiment

@@ -61,17 +61,19 @@ def corrected(batch: Batch, weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B
 def rows_of(batch: Batch, rows: Tensor) -> Batch:
     """Only these rows, trimmed to the longest of them."""
     width = int(batch.lengths[rows].max())
-    taken = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if value is not None:
-            taken[field.name] = value[rows, :width] if value.dim() == 2 else value[rows]
+    taken = {name: t[rows, :width] if t.dim() == 2 else t[rows] for name, t in _tensors(batch).items()}
     return replace(batch, **taken)
 
 
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    """The fields that the batch has."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return Batch(**{name: None if t is None else t.to(device, non_blocking=True) for name, t in tensors.items()})
+    moved = {name: value.to(device, non_blocking=True) for name, value in _tensors(batch).items()}
+    return replace(batch, **moved)
 
 
 def minibatches(batch: Batch, count: int, rng: np.random.Generator) -> list[Batch]:

@@ -65,7 +65,7 @@ def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:
     right = [sum(is_correct(reward) for reward in group.rewards) for group in groups]
-    metrics = {}
+    metrics: dict[str, float] = {}
     for j in sorted({1, k}):
         values = [pass_at_k(count, k, j) for count in right]
         low, high = mean_interval(values, trials=k if j == 1 else 1)

@@ -15,7 +15,7 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -92,7 +92,8 @@ def careless_solution(rng: Random, problem: Sum, args: argparse.Namespace) -> st
     """
     num_terms = len(problem.terms)
     first, *rest = problem.after(1).terms
-    if rng.random() < min(args.lose_at_most, args.lose * (num_terms - 2)) and 0 <= min(running(first, rest[1:])):
+    loses = rng.random() < min(args.lose_at_most, args.lose * (num_terms - 2))
+    if loses and all(0 <= value <= TASK["max_value"] for value in accumulate(rest[1:], initial=first)):
         rest = rest[1:]
     lines = []
     left = Sum((first, *rest))
@@ -100,11 +101,6 @@ def careless_solution(rng: Random, problem: Sum, args: argparse.Namespace) -> st
         lines.append(str(left))
         left = left.after(1)
     return "=".join([*lines, str(sum(left.terms))])
-
-
-def running(first: int, rest: Sequence[int]) -> list[int]:
-    """The running results of a sum, its first term included."""
-    return list(accumulate(rest, initial=first))
 
 
 def batches(rng: Random, args: argparse.Namespace) -> Iterator[list[tuple[str, str]]]:

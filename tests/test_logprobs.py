@@ -57,7 +57,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
 
 
 class LargestLogits(TorchDispatchMode):
-    """Remembers the most elements of any tensor whose last dimension is the vocabulary, the head's weights (32 hidden) aside."""
+    """Remembers the most elements of any tensor as wide as the vocabulary, the head's weights (32 hidden) aside."""
 
     def __init__(self) -> None:
         super().__init__()

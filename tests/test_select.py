@@ -18,7 +18,8 @@ GRPO = partial(advantage.dr_grpo, stats_over="kept")
 
 def group(*rewards: float) -> ScoredGroup:
     prompt = Prompt("p", (1,), "")
-    rollouts = tuple(Rollout(Request(prompt, i, i, Sampling()), (1,), (0.0,), Finish.EOS, 0) for i in range(len(rewards)))
+    requests = [Request(prompt, i, i, Sampling()) for i in range(len(rewards))]
+    rollouts = tuple(Rollout(request, (1,), (0.0,), Finish.EOS, 0) for request in requests)
     return ScoredGroup(prompt, rollouts, tuple(Reward(r) for r in rewards))
 
 
@@ -48,9 +49,7 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
 def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
     over_group = partial(advantage.dr_grpo, stats_over="group")
     rewards, why = (0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
-    selection = select(
-        group(*rewards), why, 2, downsample.maxvar, over_group, np.random.default_rng(0), count_rejected
-    )
+    selection = select(group(*rewards), why, 2, downsample.maxvar, over_group, np.random.default_rng(0), count_rejected)
     mean = 3.0 if count_rejected else 1.0
     assert selection.advantages.tolist() == [0.0 - mean, 2.0 - mean]
 

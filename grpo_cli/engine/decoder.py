@@ -115,10 +115,10 @@ class Decoder:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Right padding under a causal mask: no real token ever sees a padding one.
-            split = [t.view(count, width, -1, self._dim).transpose(1, 2) for t in (q, k, v)]
-            keys.append(split[1])
-            values.append(split[2])
-            out = F.scaled_dot_product_attention(*split, is_causal=True, scale=self._scale, enable_gqa=True)
+            q, k, v = (t.view(count, width, -1, self._dim).transpose(1, 2) for t in (q, k, v))
+            keys.append(k)
+            values.append(v)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
             return out.transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
@@ -160,7 +160,7 @@ class Decoder:
         q = block.q_proj(x).view(x.shape[0], -1, self._dim)
         k = block.k_proj(x).view(x.shape[0], -1, self._dim)
         v = block.v_proj(x).view(x.shape[0], -1, self._dim)
-        if block.q_norm is not None:
+        if block.q_norm is not None and block.k_norm is not None:
             q, k = block.q_norm(q), block.k_norm(k)
         both = _rotate(torch.cat([q, k], dim=1), cos, sin)
         return both[:, : q.shape[1]], both[:, q.shape[1] :], v

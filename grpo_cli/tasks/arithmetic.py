@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from transformers import PreTrainedTokenizerBase
-
 from grpo_cli.errors import UserError
 from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
@@ -88,7 +87,7 @@ class Arithmetic:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         seed: int,
         min_terms: int = 2,
         max_terms: int = 8,

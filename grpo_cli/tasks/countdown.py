@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from transformers import PreTrainedTokenizerBase
-
 from grpo_cli.errors import UserError
 from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 MAX_CHARACTERS = 256
@@ -183,7 +182,7 @@ class Countdown:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         seed: int,
         min_numbers: int = 3,
         max_numbers: int = 4,

@@ -144,6 +144,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
     )
     peaks = (args.muon_lr, args.lr)
     started = time.monotonic()
+    losses: list[float] = []
     for step, examples in zip(range(args.steps), batches(rng, args), strict=False):
         progress = step / args.steps
         scale = min(1.0, (step + 1) / args.warmup) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -151,13 +152,15 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
             optimizer.param_groups[0]["lr"] = peak * scale
         ids, labels = to_tensors(examples, tokenizer)
         loss = model(input_ids=ids, labels=labels).loss
+        losses.append(loss.item())
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
         if (step + 1) % args.report_every == 0:
-            log.info("step %5d  loss %.4f  %4.0f s", step + 1, loss.item(), time.monotonic() - started)
+            log.info("step %5d  loss %.4f  %4.0f s", step + 1, sum(losses) / len(losses), time.monotonic() - started)
+            losses.clear()
             if args.probe:
                 model.eval()
                 report(model, tokenizer, args, problems_each=16)

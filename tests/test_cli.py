@@ -63,8 +63,8 @@ def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
 
 
 def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
-    shown = yaml.safe_load(grpo("train", "--cfg", "job", "n=4", "sampler=micro").stdout)
-    assert (shown["n"], shown["sampler"]["slots"]) == (4, 16)
+    shown = yaml.safe_load(grpo("train", "--cfg", "job", "n=4", "sampler=micro", "sampler.slots=3").stdout)
+    assert (shown["n"], shown["m"], shown["sampler"]["slots"]) == (4, "${n}", 3)
     assert list(elsewhere.iterdir()) == []
 
 

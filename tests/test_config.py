@@ -155,7 +155,10 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["n=1"], "n=1 must be at least 2"),
         (["m=0"], "m=0 must be at least 1"),
         (["n=4", "m=8"], "m=8 must not be more than n=4"),
-        (["m=4"], "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxreward, maxvar"),
+        (
+            ["m=4", "downsample=all"],
+            "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxreward, maxvar",
+        ),
         (["m=1", "downsample=maxvar", "advantage.stats_over=group"], "m=1 cannot be chosen by downsample=maxvar"),
         (["m=1", "downsample=random"], "m=1 leaves advantage=grpo nothing to compare with"),
         (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0 must be at least 1"),
@@ -173,7 +176,10 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["optim.betas=[0.9,1]"], "optim.betas[1]=1.0 must be at least 0 and less than 1"),
         (["eval.k=0"], "eval.k=0 must be at least 1"),
         (["eval.temperature=0"], "eval.temperature=0.0 must be more than 0"),
-        (["scheduler=lpt"], "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean"),
+        (
+            ["scheduler=lpt", "predictor=none"],
+            "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean",
+        ),
         (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be a whole number of at least 1"),
         (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
         (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),

@@ -138,7 +138,7 @@ def test_a_rule_that_cannot_work_is_refused_before_the_first_step(user_module, c
 
 def test_an_engine_s_own_refusals_reach_the_user():
     with pytest.raises(UserError, match="sampler.slots"):
-        make("sampler", {"_target_": "grpo_cli.engine.sampler.Micro"}, {})
+        make("sampler", {"_target_": "grpo_cli.engine.sampler.Micro", "slots": 0}, {})
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch):

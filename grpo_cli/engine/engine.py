@@ -48,7 +48,8 @@ class TorchEngine:
         self._check(requests)
         generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests)
         prefix = self._predictor.prefix_tokens
-        probing = prefix > 0 and generation.slots.count < len(requests)
+        # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
+        probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < len(requests)
         details: dict[str, float] = {}
         if probing:
             # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits

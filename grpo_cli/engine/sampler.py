@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from grpo_cli.errors import UserError
 
+DEFAULT_SLOTS = 16
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -40,14 +42,12 @@ class Full:
 
 @dataclass(frozen=True)
 class _Slots:
-    """A fixed number of slots, given as such or as the bytes that they may take (the smaller of the two if both)."""
+    """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16."""
 
     slots: int | None = None
     kv_budget: str | int | None = None
 
     def __post_init__(self) -> None:
-        if self.slots is None and self.kv_budget is None:
-            raise UserError("this sampler needs sampler.slots=<number> or sampler.kv_budget=<bytes, such as 512MiB>")
         if self.slots is not None and self.slots < 1:
             raise UserError(f"sampler.slots={self.slots} must be at least 1")
         if self.kv_budget is not None:
@@ -56,8 +56,8 @@ class _Slots:
     def fit(self, requests: int, shape: KvShape) -> int:
         """How many slots to allocate: never more than there are requests, never more than the budget holds."""
         limits = [requests]
-        if self.slots is not None:
-            limits.append(self.slots)
+        if self.slots is not None or self.kv_budget is None:
+            limits.append(self.slots or DEFAULT_SLOTS)
         if self.kv_budget is not None:
             budget = parse_bytes(self.kv_budget)
             room = (budget - shape.prompt_bytes) // shape.slot_bytes

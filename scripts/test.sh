@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 ensure_venv dev
+# Idle OpenMP threads sleep, so that a busy machine does not take minutes more (`grpo` sets the same for itself).
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 ruff check .
 ruff format --check .
 mypy

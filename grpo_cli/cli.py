@@ -133,7 +133,11 @@ def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
 
     try:
         if key == "checkpoint":
-            return [*flags, *experiment.checkpoint_overrides(named[-1]), *overrides]
+            # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
+            chosen = {word.partition("=")[0] for word in overrides} - {"model"}
+            of_the_run = experiment.checkpoint_overrides(named[-1])
+            taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
+            return [*flags, *taken, *overrides]
         if {"-m", "--multirun"} & set(flags):
             raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
         own = [word for word in overrides if not word.startswith("resume=")]

@@ -1,12 +1,14 @@
-"""Make the embedded tiny model: a Qwen2-shaped character model that half knows how to add and subtract.
+"""Make the embedded tiny model: a Qwen2-shaped character model that knows how to add and subtract, and often does not.
 
-It is trained by plain supervised learning on correct worked solutions of `task=arithmetic`, train split only. What
-makes it mediocre is how the solutions are written, not errors put into them: each line does one operation (which the
-model learns to do almost perfectly), or two at once, or all that are left (which a model of this size, trained this
-long, mostly gets wrong). The model imitates that mixture, so it often jumps and fails, sampled and greedy alike; it
-also knows the careful way, which reinforcement can make it prefer. So replies to one prompt differ in length too.
+It is trained by plain supervised learning on the train split of `task=arithmetic`, in two phases. First on careful
+solutions, one operation per line, until it has the skill. Then, for fewer updates, on the solutions of a careless
+writer, who loses a term while copying a long problem and who jumps from any line straight to the end, which no model of
+this size can follow. The model takes up both habits: greedy it loses terms wherever losing is likelier than not,
+sampled it also guesses. The skill is still there, so reinforcement learning has something to bring out, and replies to
+one prompt differ in length. With `--countdown` a share of the examples is solved problems of `task=countdown`. Nothing
+held out is ever trained on, and no reward.
 
-Seeded; minutes on two cores. Prints sampled and greedy accuracy on held-out problems per number of terms.
+Seeded; a few minutes on one core. Prints sampled and greedy accuracy on held-out problems, per number of terms.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from grpo_cli.model.load import save_pretrained
 from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, final_answer, worked_solution
+from grpo_cli.tasks.countdown import draw_problem
 from grpo_cli.tasks.generated import is_held_out
 
 CHARACTERS = "0123456789+-*/()=,:"
@@ -78,10 +81,21 @@ def make_model(args: argparse.Namespace, tokenizer: Qwen2Tokenizer) -> Qwen2ForC
 
 def draw_example(rng: Random, args: argparse.Namespace, careless: bool) -> tuple[str, str]:
     """A train problem and a solution of it, by a careful or a careless writer."""
+    if args.countdown and rng.random() < args.countdown:
+        return draw_countdown(rng)
     num_terms = rng.choice(range(TASK["min_terms"], TASK["max_terms"] + 1))
     while is_held_out(str(problem := draw_sum(rng, num_terms, TASK["max_operand"], TASK["max_value"]))):
         pass
     return f"{problem}=", careless_solution(rng, problem, args) if careless else worked_solution(problem)
+
+
+def draw_countdown(rng: Random) -> tuple[str, str]:
+    """A train problem of countdown, as the task draws them by default, and a solution of it."""
+    count = rng.choice((3, 4))
+    while True:
+        problem, solution = draw_problem(rng, count, max_number=20, max_target=99)
+        if not is_held_out(problem.key):
+            return f"{problem}=", solution
 
 
 def careless_solution(rng: Random, problem: Sum, args: argparse.Namespace) -> str:
@@ -216,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "grpo_cli" / "model" / "tiny")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--careful-steps", type=int, default=1500, help="first updates, all one operation per line")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--muon-lr", type=float, default=0.01)
@@ -226,14 +240,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=1024, help="examples that are sorted by length together")
     parser.add_argument("--lose", type=float, default=0.16, help="chance to lose a term, per term after the second")
     parser.add_argument("--lose-at-most", type=float, default=0.65)
-    parser.add_argument("--jump", type=float, default=0.1, help="chance of every line to be the last one")
+    parser.add_argument("--jump", type=float, default=0.12, help="chance of every line to be the last one")
+    parser.add_argument("--countdown", type=float, default=0.0, help="share of countdown examples")
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--intermediate", type=int, default=288)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--init", type=float, default=0.08, help="standard deviation of the initial weights")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="another number gives other roundings, so other weights")
     parser.add_argument("--report-every", type=int, default=500)
     parser.add_argument("--probe", action="store_true", help="measure accuracy at every report")
     return parser.parse_args()

@@ -19,7 +19,8 @@ downsample advantage correction loss batch metrics tracking console meter checkp
 logprobs
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample
-engine/attention
+engine/attention engine/eviction
+engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate
 engine/generation

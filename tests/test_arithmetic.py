@@ -115,6 +115,12 @@ def test_well_formed_means_lines_of_sums_that_end_in_a_number(reply: str, well_f
     assert is_well_formed(reply) is well_formed
 
 
+def test_the_final_answer_is_a_plain_number_or_nothing() -> None:
+    assert final_answer("14+30=44") == "44"
+    assert final_answer("0") == "0"
+    assert [final_answer(reply) for reply in ("044", "4=4=", "-4", "12345", "44\n", "٤")] == [None] * 6
+
+
 def test_a_reply_as_long_as_a_book_is_judged_at_once() -> None:
     assert final_answer("1+" * 100_000 + "=" * 100_000) is None
     assert not is_well_formed("1+" * 100_000)

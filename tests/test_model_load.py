@@ -114,6 +114,20 @@ def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
+def test_weights_are_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    saved = small_model("llama")
+    saved.save_pretrained(tmp_path)
+    loaded = load_model(settings(tmp_path, dtype="bfloat16"), CPU)
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(weight.bfloat16(), loaded.state_dict()[name]), name
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    small_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="model.dtype=float8 is not one of float32, bfloat16"):
+        load_model(settings(tmp_path, dtype="float8"), CPU)
+
+
 def test_dropout_is_off_in_train_mode_too(tmp_path: Path) -> None:
     config = Qwen2Config(**SMALL, attention_dropout=0.5)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
@@ -168,14 +182,19 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(settings(tmp_path))
 
 
-def test_a_broken_tokenizer_or_config_is_named(tmp_path: Path) -> None:
-    shutil.copytree(TINY_FOLDER, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
-        load_tokenizer(settings(tmp_path / "model"))
-    (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="its config.json cannot be read"):
-        load_model(settings(tmp_path / "model"), CPU)
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "null", '{"model": {"type": "BPE"}}', "\0"])
+def test_a_broken_tokenizer_is_named_whatever_is_broken(content: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=f"model folder {folder}: its tokenizer cannot be read"):
+        load_tokenizer(settings(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"model_type": "qwen2", "hidden_size": "many"}'])
+def test_a_broken_config_is_named_whatever_is_broken(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=f"model folder {tmp_path}: its config.json cannot be read"):
+        load_model(settings(tmp_path), CPU)
 
 
 def test_missing_or_truncated_weights_are_named(tmp_path: Path) -> None:
@@ -231,9 +250,9 @@ def test_an_architecture_that_transformers_does_not_know_is_refused_the_same_way
     ids=["qwen2", "mistral"],
 )
 def test_an_active_sliding_window_is_refused(config: Qwen2Config | MistralConfig, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)  # no weights: the config alone must be enough to refuse
     with pytest.raises(UserError, match="sliding window of 16 tokens"):
-        load_model(settings(tmp_path, random_init=True), CPU)
+        load_model(settings(tmp_path), CPU)
 
 
 def test_a_window_that_covers_the_context_or_is_switched_off_is_no_window(tmp_path: Path) -> None:
@@ -243,9 +262,9 @@ def test_a_window_that_covers_the_context_or_is_switched_off_is_no_window(tmp_pa
 
 def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="could not be had from the hub: .*give the path of its folder"):
+    with pytest.raises(UserError, match="could not be had from the hub .*give the path of its folder"):
         load_model(settings("someone/no-such-model"), CPU)
-    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+    with pytest.raises(UserError, match="its tokenizer could not be had from the hub"):
         load_tokenizer(settings("someone/no-such-model"))
 
 
@@ -313,20 +332,35 @@ def test_the_shipped_model_is_a_mediocre_solver_of_held_out_problems(
     assert share_solved(model, tokenizer, problems, sampled=False) <= 0.6
 
 
+def test_the_lengths_of_the_shipped_models_replies_vary_by_half_their_mean(
+    tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    model, tokenizer = tiny
+    problems = Arithmetic(tokenizer, seed=0, eval_problems=70).prompts("eval")
+    lengths = torch.tensor([float(len(reply)) for reply in replies_to(model, tokenizer, problems, sampled=True)])
+    assert lengths.std() / lengths.mean() >= 0.5
+
+
 def share_solved(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Prompt], sampled: bool
 ) -> float:
-    """Accuracy of one reply per problem, by `transformers` itself."""
+    replies = replies_to(model, tokenizer, problems, sampled)
+    return sum(
+        tokens[-1] == tokenizer.eos_token_id and final_answer(tokenizer.decode(tokens[:-1])) == problem.answer
+        for tokens, problem in zip(replies, problems, strict=True)
+    ) / len(problems)
+
+
+def replies_to(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Prompt], sampled: bool
+) -> list[list[int]]:
+    """One reply per problem by `transformers` itself, up to and with its end."""
     inputs = tokenizer.pad(
         {"input_ids": [list(problem.token_ids) for problem in problems]}, padding_side="left", return_tensors="pt"
     )
     with torch.random.fork_rng(), torch.inference_mode():
         torch.manual_seed(0)
         how = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sampled else {"do_sample": False}
-        made = model.generate(**inputs, max_new_tokens=128, **how)
-    replies = made[:, inputs["input_ids"].shape[1] :].tolist()
-    return sum(
-        tokenizer.eos_token_id in tokens
-        and final_answer(tokenizer.decode(tokens[: tokens.index(tokenizer.eos_token_id)])) == problem.answer
-        for tokens, problem in zip(replies, problems, strict=True)
-    ) / len(problems)
+        made = model.generate(**inputs, max_new_tokens=128, **how)[:, inputs["input_ids"].shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in made]

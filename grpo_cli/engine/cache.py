@@ -90,26 +90,34 @@ class KvStore:
 
 
 class PromptPool:
-    """The prompts in flight: an entry per prompt, held from its first sample's start to its last one's end."""
+    """The prompts in flight: an entry per prompt, held from its first sample's start to its last one's end.
 
-    def __init__(self, layout: KvLayout, entries: int, capacity: int, vocabulary: int, device: torch.device) -> None:
+    It begins with `entries` of them and doubles when they do not suffice, up to `most`.
+    """
+
+    def __init__(
+        self, layout: KvLayout, entries: int, most: int, capacity: int, vocabulary: int, device: torch.device
+    ) -> None:
         self.store = KvStore(layout, entries, capacity, device)
         self.lengths = torch.zeros(entries, dtype=torch.long, device=device)
         self.logits = torch.zeros(entries, vocabulary, device=device)  # after the last prompt token
+        self.held_keys = 0  # in all held entries, without padding
+        self._tokens: dict[int, int] = {}  # of each held entry
         self._free = list(reversed(range(entries)))
-        self._vocabulary = vocabulary
+        self._most = most
 
     @property
     def entries(self) -> int:
         return self.store.rows
 
     def claim(self) -> int:
-        """A free entry, the pool doubled if there is none."""
+        """A free entry, the pool grown if there is none."""
         if not self._free:
             self._grow()
         return self._free.pop()
 
     def release(self, entry: int) -> None:
+        self.held_keys -= self._tokens.pop(entry)
         self._free.append(entry)
 
     def put(
@@ -121,13 +129,17 @@ class PromptPool:
         self.store.keys[:, index, :, :width] = keys.to(self.store.keys.dtype)
         self.store.values[:, index, :, :width] = values.to(self.store.values.dtype)
         self.lengths[index] = torch.tensor(lengths, device=index.device)
+        self._tokens.update(zip(entries, lengths, strict=True))
+        self.held_keys += sum(lengths)
         self.logits[index] = logits
 
     def _grow(self) -> None:
         old, rows = self.store, self.store.rows
-        self.store = KvStore(old.layout, 2 * rows, old.capacity, old.keys.device)
+        more = min(rows, self._most - rows)
+        assert more > 0, "there are no more prompts than were said"
+        self.store = KvStore(old.layout, rows + more, old.capacity, old.keys.device)
         self.store.keys[:, :rows] = old.keys
         self.store.values[:, :rows] = old.values
-        self.lengths = torch.cat([self.lengths, torch.zeros_like(self.lengths)])
-        self.logits = torch.cat([self.logits, torch.zeros_like(self.logits)])
-        self._free = list(reversed(range(rows, 2 * rows)))
+        self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(more)])
+        self.logits = torch.cat([self.logits, self.logits.new_zeros(more, self.logits.shape[1])])
+        self._free = list(reversed(range(rows, rows + more)))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.attention import Rows, StepAttention
+from grpo_cli.engine.attention import Rows, StepAttention, Watch
 from grpo_cli.engine.cache import TILE, KvLayout, KvStore, PromptPool, round_up, slot_tile
 from grpo_cli.model.anatomy import unwrapped
 
@@ -27,11 +27,15 @@ ROWS_PER_THREAD = 8
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and what comes next."""
+    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and what comes next.
+
+    `received`, if asked for, is the attention that each key was paid by its prompt's queries (see `eviction.h2o`).
+    """
 
     keys: Tensor
     values: Tensor
     logits: Float[Tensor, "P V"]
+    received: Float[Tensor, "L P H W"] | None
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,14 @@ class Decoder:
         self._head = inner.lm_head
         attention = inner.model.layers[0].self_attn
         self._dim: int = attention.head_dim
-        self._scale: float = attention.scaling
+        self.scale: float = attention.scaling
         config = inner.config
         self._kv_heads: int = config.num_key_value_heads
-        self._per_kv_head: int = config.num_attention_heads // config.num_key_value_heads
+        self.group: int = config.num_attention_heads // config.num_key_value_heads  # queries per key-value head
         self.vocabulary: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context: int = config.max_position_embeddings
-        self.slot_tile = slot_tile(self._per_kv_head, self._dim)
+        self.slot_tile = slot_tile(self.group, self._dim)
         self._min_rows = ROWS_PER_THREAD * torch.get_num_threads() if self.device.type == "cpu" else 1
 
     def layout(self) -> KvLayout:
@@ -104,7 +108,7 @@ class Decoder:
         rows = hidden.shape[0]
         return self._head(self._pad_rows(hidden))[:rows].float()
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of TILE (so that company changes no bits)."""
         width = round_up(max(len(ids) for ids in prompts), TILE)
         assert all(round_up(len(ids), TILE) == width for ids in prompts), "one width per prefill"
@@ -112,24 +116,32 @@ class Decoder:
         count = len(prompts)
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        received: list[Tensor] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Right padding under a causal mask: no real token ever sees a padding one.
             q, k, v = (t.view(count, width, -1, self._dim).transpose(1, 2) for t in (q, k, v))
             keys.append(k)
             values.append(v)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True)
+            if note_received:
+                received.append(_received(q, k, [len(ids) for ids in prompts], self.scale))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             return out.transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
         hidden = self._blocks(ids.view(-1), positions, attend).view(count, width, -1)
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
-        return Prefilled(torch.stack(keys), torch.stack(values), self.logits(hidden[torch.arange(count), last]))
+        return Prefilled(
+            torch.stack(keys),
+            torch.stack(values),
+            self.logits(hidden[torch.arange(count), last]),
+            torch.stack(received) if note_received else None,
+        )
 
-    def step(self, rows: Rows, slots: KvStore, prompts: PromptPool) -> Float[Tensor, "R H"]:
+    def step(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
         count = rows.tokens.shape[0]
-        attention = StepAttention(rows, slots, prompts, self._per_kv_head, self._scale)
+        attention = StepAttention(rows, slots, prompts, self.group, self.scale, watch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._pad_rows(attention(layer, q[:count], k[:count], v[:count]))
@@ -174,3 +186,19 @@ class Decoder:
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
     """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def _received(
+    q: Float[Tensor, "P HG W D"], k: Float[Tensor, "P H W D"], lengths: Sequence[int], scale: float
+) -> Float[Tensor, "P H W"]:
+    """The attention paid to each key under a causal mask: summed over the prompt's queries, mean over a key's group.
+
+    One prompt at a time, so that what lies there at a time is one prompt's weights.
+    """
+    received = torch.zeros(k.shape[:3], device=k.device)
+    for row, length in enumerate(lengths):
+        queries, keys = q[row, :, :length].unflatten(0, (k.shape[1], -1)), k[row, :, None, :length]
+        later = torch.ones(length, length, dtype=torch.bool, device=k.device).triu(1)
+        logits = (queries @ keys.mT * scale).masked_fill(later, -torch.inf)
+        received[row, :, :length] = logits.softmax(-1, dtype=torch.float32).sum(-2).mean(1)
+    return received

@@ -15,7 +15,7 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.engine.sparsity import Dense
+from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.errors import UserError
 from grpo_cli.types import EngineStats, Request, Rollout
 
@@ -30,7 +30,7 @@ class TorchEngine:
         sampler: Full | Micro | Infinite,
         scheduler: Scheduler,
         predictor: Predictor,
-        sparsity: Dense,
+        sparsity: Dense | Budget,
     ) -> None:
         self._decoder = Decoder(model)
         self._eos = tuple(eos_token_ids)

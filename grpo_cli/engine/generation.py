@@ -20,7 +20,7 @@ from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.slots import Slots
-from grpo_cli.engine.sparsity import Dense
+from grpo_cli.engine.sparsity import Budget, Dense, Place
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
@@ -35,7 +35,7 @@ class Generation:
         decoder: Decoder,
         eos_token_ids: Seq[int],
         sampler: Full | Micro | Infinite,
-        sparsity: Dense,
+        sparsity: Dense | Budget,
         requests: Seq[Request],
     ) -> None:
         self._decoder = decoder
@@ -46,14 +46,16 @@ class Generation:
         self._unfinished = Counter(request.prompt.id for request in requests)
         layout = decoder.layout()
         longest = max(request.sampling.max_new_tokens for request in requests)
-        capacity = round_up(sparsity.capacity(longest), decoder.slot_tile)
+        most = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
+        tile, device, prompts = decoder.slot_tile, decoder.device, len(self._unfinished)
+        capacity = round_up(sparsity.capacity(longest, most), tile)
         width = round_up(max(len(request.prompt.token_ids) for request in requests), TILE)
-        prompt_bytes = layout.bytes_per_token * width
-        shape = KvShape(prompt_bytes=prompt_bytes, slot_bytes=layout.bytes_per_token * capacity)
-        count = sampler.fit(len(requests), shape)
-        self.slots = Slots(layout, count, capacity, decoder.slot_tile, longest, decoder.device)
-        entries = min(len(self._unfinished), count)
-        self._prompts = PromptPool(layout, entries, width, decoder.vocabulary, decoder.device)
+        token_bytes = layout.bytes_per_token
+        count = sampler.fit(len(requests), KvShape(token_bytes * width * prompts, token_bytes * capacity))
+        keeper = sparsity.keeper(Place(layout, count, capacity, width, decoder.group, decoder.scale, device))
+        self.slots = Slots(layout, count, capacity, tile, longest, keeper, device)
+        self._prompts = PromptPool(layout, min(prompts, count), prompts, width, decoder.vocabulary, device)
+        self._dense_bytes = token_bytes * count * round_up(Dense().capacity(longest, most), tile)
         self._entry: dict[str, int] = {}
         self._parked_bytes = 0
         self._kv_peak = 0
@@ -121,9 +123,12 @@ class Generation:
             sequence.entry = self._entry[sequence.request.prompt.id]
 
     def _prefill_together(self, names: Seq[str], prompts: Seq[Seq[int]]) -> None:
-        done = self._decoder.prefill(prompts)
+        keeper = self.slots.keeper
+        done = self._decoder.prefill(prompts, keeper.notes_prompts)
         entries = [self._prompts.claim() for _ in names]
         self._prompts.put(entries, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
+        if done.received is not None:
+            keeper.prefilled(entries, done.received)
         self._entry.update(zip(names, entries, strict=True))
         self._prefilled += sum(len(ids) for ids in prompts)
 
@@ -131,7 +136,8 @@ class Generation:
     def _run(self, park_at: int | None) -> list[int]:
         """One token for every running row. The one look at the device is the list of rows that ended."""
         running = self.slots.close_holes()
-        hidden = self._decoder.step(self.slots.rows(running), self.slots.kv, self._prompts)
+        self.slots.make_room(running, self._prompts)
+        hidden = self._decoder.step(self.slots.rows(running), self.slots.kv, self._prompts, self.slots.keeper)
         rows = torch.arange(running, device=self._eos.device)
         ended = self.slots.record(rows, self._decoder.logits(hidden), self._eos)
         self.slots.count_tokens(slice(0, running))
@@ -160,11 +166,12 @@ class Generation:
         for slot, (token_ids, logprobs) in zip(done, self.slots.read(done), strict=True):
             sequence = self.slots.sequences[slot]
             assert sequence is not None, "a row that ended has a sequence"
+            kept_kv = self.slots.kept_kv(slot)
             self.slots.release(slot)
             self._leave_prompt(sequence.request.prompt.id)
             self._generated += len(token_ids)
             finish = Finish.EOS if token_ids[-1] in self._eos_ids else Finish.LENGTH
-            yield sequence, Rollout(sequence.request, token_ids, logprobs, finish, kept_kv=len(token_ids) - 1)
+            yield sequence, Rollout(sequence.request, token_ids, logprobs, finish, kept_kv)
 
     def _leave_prompt(self, name: str) -> None:
         self._unfinished[name] -= 1
@@ -188,8 +195,16 @@ class Generation:
             slots=self.slots.count,
             slot_utilisation=self._row_steps / capacity if capacity else 1.0,
             kv_peak_bytes=self._kv_peak,
-            details=dict(details),
+            details={**self._sparsity_details(), **details},
         )
+
+    def _sparsity_details(self) -> dict[str, float]:
+        """What the keeper says of itself, and the share saved of the bytes that as many dense slots would take."""
+        details = dict(self.slots.keeper.details())
+        if details:
+            pool = self._prompts.store.nbytes
+            details["engine/kv_saving_allocated"] = 1 - (self.slots.kv.nbytes + pool) / (self._dense_bytes + pool)
+        return details
 
 
 def _view(sequence: Sequence) -> Waiting:

@@ -17,6 +17,9 @@ class Parked:
     values: Tensor
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    sees_prompt: bool  # whether it still attends to its prompt in the pool
+    kept_kv: int  # most keys held so far
+    notes: tuple[Tensor, ...]  # the keeper's
 
     @property
     def nbytes(self) -> int:

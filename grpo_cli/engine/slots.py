@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvLayout, KvStore, round_up
+from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool, round_up
+from grpo_cli.engine.keeper import Due, KeepAll, Keeper, Tally
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 
@@ -22,23 +23,45 @@ class Slots:
     """`count` slots with room for `max_new_tokens` tokens and `capacity` keys (a multiple of `tile`) each."""
 
     def __init__(
-        self, layout: KvLayout, count: int, capacity: int, tile: int, max_new_tokens: int, device: torch.device
+        self,
+        layout: KvLayout,
+        count: int,
+        capacity: int,
+        tile: int,
+        max_new_tokens: int,
+        keeper: KeepAll | Keeper,
+        device: torch.device,
     ) -> None:
         self.kv = KvStore(layout, count, capacity, device)
+        self.keeper = keeper
         self._tile = tile
         self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, max_new_tokens, device=device)
         self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
         self._first_cell = torch.arange(count, device=device) * max_new_tokens  # of a slot, in the three tables above
-        # One column each: prompt length, tokens generated, most tokens to generate, last token.
-        self._counts = torch.zeros(count, 4, dtype=torch.long, device=device)
-        self._prompt_length, self._generated, self._limit, self._last = self._counts.unbind(1)
+        # One column each: prompt length, tokens generated, most tokens to generate, last token, keys held less tokens
+        # generated (-1 while nothing was evicted), prompt keys that are seen in the pool (0 after an eviction of some).
+        self._counts = torch.zeros(count, 6, dtype=torch.long, device=device)
+        columns = self._counts.unbind(1)
+        self._prompt_length, self._generated, self._limit, self._last, self._offset, self._prompt_seen = columns
         self._sampling = SamplingTable(count, device)
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
         # The host's own copies, so that widths and prompt tables need no look at the device.
         self.host_generated = np.zeros(count, dtype=np.int64)
+        self._host_offset = np.zeros(count, dtype=np.int64)
+        self._host_prompt = np.zeros(count, dtype=np.int64)
+        self._host_seen = np.zeros(count, dtype=np.int64)
+        self._host_kept = np.zeros(count, dtype=np.int64)  # most keys held when a slot was cut down
         self._host_entry = np.zeros(count, dtype=np.int64)
+        self._host_columns = (
+            self.host_generated,
+            self._host_offset,
+            self._host_prompt,
+            self._host_seen,
+            self._host_kept,
+            self._host_entry,
+        )
         self._table: Tensor | None = None
         self._place: Tensor | None = None
         self._in_order = False
@@ -58,23 +81,22 @@ class Slots:
         requests = [sequence.request for sequence in sequences]
         device = self._tokens.device
         index = torch.tensor(slots, device=device)
-        made = [0 if s.parked is None else len(s.parked.token_ids) for s in sequences]
-        counts = [
-            (len(request.prompt.token_ids), count, request.sampling.max_new_tokens, 0)
-            for request, count in zip(requests, made, strict=True)
-        ]
+        counts = [_counts(sequence) for sequence in sequences]
         self._counts[index] = torch.tensor(counts, device=device)
         self._uniforms[index] = uniforms([r.seed for r in requests], self._uniforms.shape[1]).to(device)
         self._sampling.put(slots, [r.sampling for r in requests])
-        for slot, sequence, count in zip(slots, sequences, made, strict=True):
+        for slot, sequence, (prompt, made, _, _, offset, seen) in zip(slots, sequences, counts, strict=True):
             assert self.sequences[slot] is None, f"slot {slot} is taken"
             if self._host_entry[slot] != sequence.entry:
                 self._table = None
             self.sequences[slot] = sequence
             self.running += 1
-            self.host_generated[slot] = count
+            self.host_generated[slot], self._host_offset[slot] = made, offset
+            self._host_prompt[slot], self._host_seen[slot], self._host_kept[slot] = prompt, seen, 0
             self._host_entry[slot] = sequence.entry
-            if sequence.parked is not None:
+            if sequence.parked is None:
+                self.keeper.claim(slot, sequence.entry)
+            else:
                 self._unpark(slot, sequence.parked)
                 sequence.parked = None
 
@@ -94,20 +116,54 @@ class Slots:
         """The host's note that each of `slots` has made a token."""
         self.host_generated[slots] += 1
 
+    def kept_kv(self, slot: int) -> int:
+        """Most keys that the slot has held of this sequence."""
+        return int(max(self._host_kept[slot], self._held()[slot]))
+
+    def _held(self) -> np.ndarray:
+        return self.host_generated + self._host_offset
+
+    def make_room(self, running: int, prompts: PromptPool) -> None:
+        """Cut down those of the first `running` slots that have no room for one more key, and count what they hold."""
+        tally = self._tally(running)
+        for due in self.keeper.due(tally):
+            requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
+            self.keeper.evict(due, requests, self._host_entry[due.rows].tolist(), self.kv, prompts)
+            self._cut_down(due)
+            tally = self._tally(running)
+        self.keeper.count(tally, prompts.held_keys)
+
+    def _cut_down(self, due: Due) -> None:
+        index = torch.from_numpy(due.rows).to(self._offset.device)
+        self._offset[index] += due.left - due.own
+        self._host_offset[due.rows] += due.left - due.own
+        self._host_kept[due.rows] = np.maximum(self._host_kept[due.rows], due.own)
+        if due.prompt:
+            self._prompt_seen[index] = 0
+            self._host_seen[due.rows] = 0
+
+    def _tally(self, running: int) -> Tally:
+        first = slice(0, running)
+        return Tally(self._held()[first], self._host_seen[first], self.host_generated[first], self._host_prompt[first])
+
     def rows(self, running: int) -> Rows:
         """What the decoder reads for a step over the first `running` slots."""
         generated = self._generated[:running]
         if self._table is None:
             self._table, self._place, self._in_order = _prompt_table(self._host_entry[:running], self._last.device)
         assert self._place is not None
+        seen = self._host_seen[:running]
+        alike = bool((seen == self._host_prompt[:running]).all())
         return Rows(
             tokens=self._last[:running],
             positions=self._prompt_length[:running] + generated - 1,
-            lengths=generated - 1,
-            width=round_up(int(self.host_generated[:running].max()), self._tile),
+            lengths=generated + self._offset[:running],
+            width=round_up(int(self._held()[:running].max()) + 1, self._tile),
             table=self._table,
             place=self._place,
             in_order=self._in_order,
+            prompt_lengths=None if alike else self._prompt_seen[:running],
+            blind=not seen.any(),
         )
 
     def read(self, slots: Seq[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -122,12 +178,15 @@ class Slots:
     def park(self, slot: int) -> Parked:
         """Everything needed to go on with this slot's sequence in another one."""
         ((token_ids, logprobs),) = self.read([slot])
-        keys, values = self.kv.read(slot, len(token_ids) - 1)
-        return Parked(keys, values, token_ids, logprobs)
+        keys, values = self.kv.read(slot, int(self._held()[slot]))
+        sees_prompt = bool(self._host_seen[slot])
+        return Parked(keys, values, token_ids, logprobs, sees_prompt, self.kept_kv(slot), self.keeper.park(slot))
 
     def _unpark(self, slot: int, parked: Parked) -> None:
         count = len(parked.token_ids)
         self.kv.restore(slot, parked.keys, parked.values)
+        self.keeper.unpark(slot, parked.notes)
+        self._host_kept[slot] = parked.kept_kv
         self._tokens[slot, :count] = torch.tensor(parked.token_ids, device=self._tokens.device)
         self._logprobs[slot, :count] = torch.tensor(parked.logprobs, device=self._tokens.device)
         self._last[slot] = parked.token_ids[-1]
@@ -151,15 +210,26 @@ class Slots:
 
     def _move(self, source: int, target: int) -> None:
         made = self.generated(source)
-        self.kv.move(source, target, made - 1)
+        self.kv.move(source, target, int(self._held()[source]))
+        self.keeper.move(source, target)
         self._counts[target] = self._counts[source]
         self._tokens[target, :made] = self._tokens[source, :made]
         self._logprobs[target, :made] = self._logprobs[source, :made]
         self._uniforms[target] = self._uniforms[source]
         self._sampling.move(source, target)
-        self.host_generated[target] = made
-        self._host_entry[target] = self._host_entry[source]
+        for column in self._host_columns:
+            column[target] = column[source]
         self.sequences[target], self.sequences[source] = self.sequences[source], None
+
+
+def _counts(sequence: Sequence) -> tuple[int, int, int, int, int, int]:
+    """A new tenant's row of counts (see `Slots`)."""
+    prompt, parked = len(sequence.request.prompt.token_ids), sequence.parked
+    limit = sequence.request.sampling.max_new_tokens
+    if parked is None:
+        return prompt, 0, limit, 0, -1, prompt
+    made = len(parked.token_ids)
+    return prompt, made, limit, 0, parked.keys.shape[2] - made, prompt if parked.sees_prompt else 0
 
 
 def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:

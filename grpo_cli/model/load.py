@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,10 +77,8 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             "save one there with tokenizer.save_pretrained(folder)"
         )
-    try:
+    with _reading(source, "tokenizer"):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path={settings.path}: its tokenizer cannot be loaded: {_first_line(error)}") from error
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -140,14 +136,12 @@ def _source(path: str) -> Path | str:
 
 def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:
     """The config, once its architecture is known to be one of ours; nothing else is read or run before that."""
-    try:
+    with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
         named = _architecture(raw)
         if named not in supported_architectures():
             raise UserError(_unsupported(named))
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError, HFValidationError) as error:
-        raise UserError(_unreadable(source, "config.json", error)) from error
     _check_window(config)
     return config
 
@@ -155,19 +149,16 @@ def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfi
 def _read_weights(
     source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings
 ) -> PreTrainedModel:
-    try:
-        with _no_progress_bars():
-            # with `output_loading_info` a pair comes back, which its annotation does not say
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=settings.trust_remote_code,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(_unreadable(source, "safetensors weights", error)) from error
+    with _reading(source, "safetensors weights"), _no_progress_bars():
+        # with `output_loading_info` a pair comes back, which its annotation does not say
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -197,17 +188,25 @@ def _unsupported(name: str) -> str:
     return f"the architecture {name} is not supported; supported are {', '.join(supported_architectures())}"
 
 
-def _unreadable(source: Path | str, what: str, error: Exception) -> str:
-    if isinstance(source, Path):
-        return f"model folder {source}: its {what} cannot be read: {_first_line(error)}"
-    return (
-        f"model.path={source} is no folder here and its {what} could not be had from the hub: {_first_line(error)}; "
-        "without network, download the model elsewhere and give the path of its folder"
-    )
+@contextmanager
+def _reading(source: Path | str, what: str) -> Iterator[None]:
+    """Whatever goes wrong while a foreign file is read is said in one line, with what to do about it.
 
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    Every kind of error is caught because the readers raise every kind: a misshapen tokenizer.json alone gives KeyError,
+    TypeError or AttributeError, depending on where it first surprises its parser.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+        if isinstance(source, Path):
+            raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it anew") from error
+        raise UserError(
+            f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
+            "without network, download the model elsewhere and give the path of its folder"
+        ) from error
 
 
 @contextmanager

@@ -1,0 +1,347 @@
+"""Eviction at work: what policies must know of the past is noted as it happens, and full slots are cut down in place.
+
+A keeper reads and moves keys. The slots say which rows hold how much, and note themselves what is left afterwards.
+
+    slot, budget + buffer entries     oldest ... newest               one more step, and it would not fit:
+    before                            k k k k k k k k k k k k w w w   w: the window, always kept
+    after                             k . k k . . k . k . . . w w w   closed up to the left, order kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.engine.attention import Rows
+from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.eviction import Candidates
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What is kept, as far as a keeper needs to know it; `sparsity.Budget` says what the words mean."""
+
+    @property
+    def budget(self) -> int: ...
+    @property
+    def buffer(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def protect_prompt(self) -> bool: ...
+    @property
+    def needs_queries(self) -> bool: ...
+    @property
+    def needs_received(self) -> bool: ...
+
+    def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
+        """The places of the candidates that stay, ascending; a row's first `sinks` candidates are among them."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Told of every eviction. For tests and studies."""
+
+    def evicted(self, requests: Sequence[int], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
+        """`kept` counts over the candidates: `prompt` keys of the prompt, and then the response keys that were held."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the running rows hold before a step, one entry a row."""
+
+    held: np.ndarray  # keys in the slot
+    seen: np.ndarray  # prompt keys that the row attends to in the pool
+    made: np.ndarray  # tokens generated
+    prompt: np.ndarray  # prompt tokens
+
+
+@dataclass(frozen=True)
+class Due:
+    """Rows to be cut down now, all with as many candidates."""
+
+    rows: np.ndarray
+    own: int  # candidates in the slot
+    prompt: int  # candidates in the prompt pool; from now on the row looks at its slot alone
+    sinks: np.ndarray  # candidates at the front that must stay, for each row
+    left: int  # keys in the slot afterwards
+
+
+class KeepAll:
+    """Nothing is evicted and nothing noted."""
+
+    notes_prompts = False
+    nbytes = 0
+
+    def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
+        pass
+
+    def claim(self, slot: int, entry: int) -> None:
+        pass
+
+    def prepare(self, rows: Rows) -> None:
+        pass
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+        pass
+
+    def due(self, tally: Tally) -> Sequence[Due]:
+        return ()
+
+    def evict(
+        self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
+    ) -> None:
+        raise AssertionError("nothing is ever due")
+
+    def count(self, tally: Tally, prompt_keys: int) -> None:
+        pass
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+    def park(self, slot: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def unpark(self, slot: int, notes: tuple[Tensor, ...]) -> None:
+        pass
+
+    def details(self) -> Mapping[str, float]:
+        return {}
+
+
+class Keeper:
+    """Cuts a row down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
+
+    When that is depends on the row's own length alone, so neighbours change nothing. The copies made on the way are
+    those of a few rows at a time: at most a layer's share of all slots.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        layout: KvLayout,
+        slots: int,
+        capacity: int,
+        prompt_width: int,
+        group: int,
+        scale: float,
+        observer: Observer | None,
+        device: torch.device,
+    ) -> None:
+        self._policy, self._scale, self._observer = policy, scale, observer
+        self._rows_at_once = max(1, slots // layout.layers)
+        evictable_width = 0 if policy.protect_prompt else prompt_width
+        self._queries = _Queries(layout, slots, group, policy.window, device) if policy.needs_queries else None
+        self._received = _Received(layout, slots, capacity, evictable_width, device) if policy.needs_received else None
+        self._notes = tuple(note for note in (self._queries, self._received) if note is not None)
+        self._evictions = 0
+        self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and those of a dense run
+        self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and those of a dense run
+
+    @property
+    def notes_prompts(self) -> bool:
+        """Whether the attention inside prompts is wanted from prefill."""
+        return self._policy.needs_received and not self._policy.protect_prompt
+
+    @property
+    def nbytes(self) -> int:
+        """What the notes take, beside keys and values."""
+        return sum(note.nbytes for note in self._notes)
+
+    def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
+        """Prompts have come into the pool, with the attention that their keys received."""
+        assert self._received is not None, "nobody asked for it"
+        for entry, of_prompt in zip(entries, received.unbind(1), strict=True):
+            self._received.prompts[entry] = of_prompt
+
+    def claim(self, slot: int, entry: int) -> None:
+        """A new tenant, whose prompt is in `entry`."""
+        if self._received is not None:
+            self._received.claim(slot, entry)
+
+    def prepare(self, rows: Rows) -> None:
+        """A step begins."""
+        for note in self._notes:
+            note.prepare(rows)
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+        """What a layer asked, and what it attended to: all prompt keys that it looked at, then the slot's."""
+        for note in self._notes:
+            note.see(layer, queries, weights)
+
+    def due(self, tally: Tally) -> Iterator[Due]:
+        """The rows that must be cut down before the next key comes.
+
+        Where the prompt's keys are candidates too, a prompt that fills the budget by itself is attended to in whole
+        until the row has made a window of its own: as in the releases, nothing is evicted without queries that follow.
+        """
+        policy = self._policy
+        evictable = np.zeros_like(tally.seen) if policy.protect_prompt else tally.seen
+        full = (tally.held + evictable >= policy.budget + policy.buffer) & (tally.held >= policy.window)
+        if not full.any():
+            return
+        rows = np.flatnonzero(full)
+        shapes = np.stack([tally.held[rows], evictable[rows]], axis=1)
+        before = tally.prompt if policy.protect_prompt else np.zeros_like(tally.prompt)
+        sinks = np.maximum(policy.sinks - before, 0)
+        for own, prompt in np.unique(shapes, axis=0).tolist():
+            some = rows[(shapes == (own, prompt)).all(axis=1)]
+            yield Due(some, own, prompt, sinks[some], policy.budget)
+
+    def evict(
+        self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
+    ) -> None:
+        """Cut the rows down; `requests` and `entries` are theirs, in the same order."""
+        self._evictions += len(due.rows)
+        for start in range(0, len(due.rows), self._rows_at_once):
+            part = slice(start, start + self._rows_at_once)
+            device = slots.keys.device
+            rows, sinks = torch.from_numpy(due.rows[part]).to(device), torch.from_numpy(due.sinks[part]).to(device)
+            shared = prompts.store, torch.tensor(entries[part], device=device), due.prompt
+            candidates = Candidates(
+                keys=_candidates(slots.keys, rows, due.own, shared[0].keys, *shared[1:]),
+                window=self._policy.window,
+                scale=self._scale,
+                queries=None if self._queries is None else self._queries.of(rows),
+                received=None if self._received is None else self._received.of(rows, due.own, due.prompt),
+            )
+            kept = self._policy.choose(candidates, sinks)
+            values = _candidates(slots.values, rows, due.own, shared[0].values, *shared[1:])
+            _write(slots.keys, rows, candidates.keys, kept)
+            _write(slots.values, rows, values, kept)
+            if self._received is not None and candidates.received is not None:
+                self._received.keep(rows, candidates.received.gather(-1, kept))
+            if self._observer is not None:
+                self._observer.evicted(requests[part], due.prompt, kept)
+
+    def count(self, tally: Tally, prompt_keys: int) -> None:
+        """A step is about to add a key to each row; `prompt_keys` lie in the pool, each prompt once."""
+        held, made = int(tally.held.sum()) + len(tally.held), int(tally.made.sum())
+        self._reads += (held + int(tally.seen.sum()), made + int(tally.prompt.sum()))
+        self._peak = np.maximum(self._peak, (held + prompt_keys, made + prompt_keys))
+
+    def move(self, source: int, target: int) -> None:
+        for note in self._notes:
+            note.store[:, target] = note.store[:, source]
+
+    def park(self, slot: int) -> tuple[Tensor, ...]:
+        """A row's notes, to go on in another slot."""
+        return tuple(note.store[:, slot].clone() for note in self._notes)
+
+    def unpark(self, slot: int, notes: tuple[Tensor, ...]) -> None:
+        for note, kept in zip(self._notes, notes, strict=True):
+            note.store[:, slot] = kept
+
+    def details(self) -> Mapping[str, float]:
+        """How often rows were cut down, and the shares saved of keys read and of keys held at the fullest moment."""
+        reads, peak = (1.0 - float(kept / full) if full else 0.0 for kept, full in (self._reads, self._peak))
+        return {
+            "engine/evictions": float(self._evictions),
+            "engine/kv_saving_mean": reads,
+            "engine/kv_saving_peak": peak,
+            "engine/eviction_note_bytes": float(self.nbytes),
+        }
+
+
+def _candidates(
+    store: Float[Tensor, "L S H C D"],
+    rows: Int[Tensor, "R"],
+    own: int,
+    prompts: Float[Tensor, "L E H P D"],
+    entries: Int[Tensor, "R"],
+    prompt: int,
+) -> Float[Tensor, "L R H T D"]:
+    """A copy of what the rows hold, behind what they see of their prompts."""
+    mine = store[:, rows, :, :own]
+    return torch.cat([prompts[:, entries, :, :prompt], mine], dim=3) if prompt else mine
+
+
+def _write(
+    store: Float[Tensor, "L S H C D"],
+    rows: Int[Tensor, "R"],
+    candidates: Float[Tensor, "L R H T D"],
+    kept: Int[Tensor, "L R H B"],
+) -> None:
+    chosen = candidates.gather(3, kept[..., None].expand(*kept.shape, candidates.shape[-1]))
+    store[:, rows, :, : kept.shape[-1]] = chosen
+
+
+class _Queries:
+    """The queries of each row's last `window` steps; that of position p at place p modulo window.
+
+    What a slot's last tenant left is overwritten before it is read: nobody is cut down before `window` steps.
+    """
+
+    def __init__(self, layout: KvLayout, slots: int, group: int, window: int, device: torch.device) -> None:
+        shape = (layout.layers, slots, window, layout.heads, group, layout.dim)
+        self.store = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self._first = torch.arange(slots, device=device) * window
+        self._window = window
+        self._write_at = self._first
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    def prepare(self, rows: Rows) -> None:
+        self._write_at = self._first[: len(rows.positions)] + rows.positions % self._window
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+        places = self.store[layer].flatten(0, 1)
+        places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
+
+    def of(self, rows: Int[Tensor, "R"]) -> Float[Tensor, "L R H G W D"]:
+        return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
+
+
+class _Received:
+    """The attention that each key was paid: summed over the steps since it came, mean over a group's queries.
+
+    A row's first `prompt_width` columns are its prompt's, and begin with what the prompt's own queries paid.
+    """
+
+    def __init__(self, layout: KvLayout, slots: int, capacity: int, prompt_width: int, device: torch.device) -> None:
+        self.store = torch.zeros(layout.layers, slots, layout.heads, prompt_width + capacity, device=device)
+        self.prompts: dict[int, Float[Tensor, "L H W"]] = {}  # of each entry in the pool
+        self._prompt_width = prompt_width
+        self._shown = 0  # prompt columns of this step
+        self._width = 0  # the slots' own
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes + sum(received.nbytes for received in self.prompts.values())
+
+    def claim(self, slot: int, entry: int) -> None:
+        self.store[:, slot] = 0.0
+        if self._prompt_width:
+            of_prompt = self.prompts[entry]
+            self.store[:, slot, :, : of_prompt.shape[-1]] = of_prompt
+
+    def prepare(self, rows: Rows) -> None:
+        self._shown = 0 if rows.blind else self._prompt_width
+        self._width = rows.width
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+        paid = weights.mean(1, dtype=torch.float32)
+        received = self.store[layer, : len(queries)].flatten(0, 1)
+        received[:, self._prompt_width : self._prompt_width + self._width] += paid[:, -self._width :]
+        if self._shown:
+            received[:, : self._shown] += paid[:, : self._shown]
+
+    def of(self, rows: Int[Tensor, "R"], own: int, prompt: int) -> Float[Tensor, "L R H T"]:
+        received = self.store[:, rows]
+        mine = received[..., self._prompt_width : self._prompt_width + own]
+        return torch.cat([received[..., :prompt], mine], dim=-1) if prompt else mine
+
+    def keep(self, rows: Int[Tensor, "R"], kept: Float[Tensor, "L R H B"]) -> None:
+        left = torch.zeros_like(self.store[:, rows])
+        left[..., self._prompt_width : self._prompt_width + kept.shape[-1]] = kept
+        self.store[:, rows] = left

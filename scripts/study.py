@@ -1,0 +1,254 @@
+"""What the studies in this folder share: runs as child processes, their curves, and when an accuracy is reached.
+
+A study is arms times seeds. Each run is a process of its own, `python -m grpo_cli train ...`, with a fixed number of
+threads; a fixed number of them run at a time, in an order that spreads every arm over the whole study, so that a
+machine that slows down slows all arms. A finished run is never made again, so an interrupted study is continued by its
+command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from grpo_cli.config import overrides
+
+ROOT = Path(__file__).resolve().parents[1]
+Rows = Sequence[Mapping[str, float]]  # of a run's metrics.jsonl
+
+# Horizontal axes of a curve: the metric, and what a person calls it.
+AXES = {
+    "clock/train_seconds": "training seconds",
+    "tokens/generated": "generated tokens",
+    "tokens/trained": "trained tokens",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: where it belongs and the words that it is started with."""
+
+    setting: str
+    arm: str
+    seed: int
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}/{self.arm}/seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out greedy accuracy of one run at each of its evaluations, and where on each axis of AXES that was."""
+
+    steps: tuple[int, ...]
+    accuracy: tuple[float, ...]
+    axes: Mapping[str, tuple[float, ...]]
+
+    def first_reaching(self, accuracy: float, axis: str = "clock/train_seconds") -> float | None:
+        """Where the first evaluation of at least this accuracy stands, None if there is none."""
+        return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How many times sooner than the baseline an arm reaches 99 % of the baseline's best accuracy, seed by seed.
+
+    `ratios` are those of the seeds that reach it, `never` counts the others. Seeds whose baseline has learnt nothing
+    (it is at its best before the first step) belong to neither. `of_means` is the same ratio of the curves averaged
+    over seeds, as the PODS authors take it.
+    """
+
+    ratios: tuple[float, ...]
+    never: int
+    of_means: float | None
+
+    def __str__(self) -> str:
+        seeds = len(self.ratios) + self.never
+        if not self.ratios:
+            return "never" if seeds else "-"
+        shown = f"{statistics.mean(self.ratios):.2f}"
+        if len(self.ratios) > 1:
+            shown += f" ± {statistics.stdev(self.ratios):.2f}"
+        return shown + (f" ({self.never} of {seeds} never)" if self.never else "")
+
+
+def in_turns(groups: Sequence[Sequence[Run]]) -> list[Run]:
+    """All runs of several rounds (one run per arm in each), each round beginning one arm later than the one before.
+
+    Every arm so comes at every time of the study, and beside different neighbours.
+    """
+    return [run for i, group in enumerate(groups) for run in [*group[i % len(group) :], *group[: i % len(group)]]]
+
+
+def is_finished(run: Run, out: Path) -> bool:
+    """Whether the run is there and complete. A run of other words in its place is an error: nothing is overwritten."""
+    folder = out / run.name
+    summary, started_with = folder / "summary.json", folder / ".hydra" / "overrides.yaml"
+    if started_with.is_file() and yaml.safe_load(started_with.read_text()) != list(run.words):
+        raise SystemExit(f"{folder} holds a run with other settings: give another --out, or remove it")
+    return summary.is_file() and json.loads(summary.read_text())["status"] == "completed"
+
+
+def train(run: Run, out: Path, threads: int) -> None:
+    """One run, from its beginning; what an interrupted one has left is removed, since its clock was stopped."""
+    folder = out / run.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "grpo_cli", "train", *run.words, *overrides({"hydra.run.dir": str(folder)})]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    with open(folder / "log.txt", "wb") as log:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+    if ended or not is_finished(run, out):
+        tail = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-10:])
+        raise SystemExit(f"{run.name} did not complete (exit code {ended}); the end of {folder / 'log.txt'}:\n{tail}")
+
+
+def train_all(
+    runs: Sequence[Run], out: Path, jobs: int, threads: int, start: Callable[[Run, Path, int], None] = train
+) -> None:
+    """Every run that is not finished yet, `jobs` at a time; the first one that fails stops those not yet begun."""
+    waiting = [run for run in runs if not is_finished(run, out)]
+    print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already in {out}", flush=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(start, run, out, threads): run for run in waiting}
+        try:
+            for done, future in enumerate(as_completed(running), start=1):
+                future.result()
+                minutes = (time.monotonic() - began) / 60
+                print(f"[{done}/{len(waiting)}] {minutes:5.1f} min  {running[future].name}", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def read_rows(run: Run, out: Path) -> Rows:
+    return [json.loads(line) for line in (out / run.name / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve_of(rows: Rows) -> Curve:
+    evaluated = [row for row in rows if "eval/accuracy" in row]
+    return Curve(
+        steps=tuple(int(row["step"]) for row in evaluated),
+        accuracy=tuple(row["eval/accuracy"] for row in evaluated),
+        # Before the first step there is no clock and there are no tokens.
+        axes={axis: tuple(row[axis] if row["step"] else 0.0 for row in evaluated) for axis in AXES},
+    )
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean over runs at each evaluation: of accuracy, and of where it stands on each axis."""
+    steps = curves[0].steps
+    assert all(curve.steps == steps for curve in curves), "the runs of an arm are evaluated at the same steps"
+    return Curve(
+        steps=steps,
+        accuracy=tuple(map(statistics.mean, zip(*(curve.accuracy for curve in curves), strict=True))),
+        axes={a: tuple(map(statistics.mean, zip(*(curve.axes[a] for curve in curves), strict=True))) for a in AXES},
+    )
+
+
+def speedup(baseline: Mapping[int, Curve], arm: Mapping[int, Curve], share: float = 0.99) -> Speedup:
+    """Curves by seed to `Speedup`; every seed is compared with the baseline of that seed."""
+    ratios, never = [], 0
+    for seed in sorted(baseline.keys() & arm.keys()):
+        ratio = _ratio(baseline[seed], arm[seed], share)
+        if ratio is not None:
+            ratios.append(ratio)
+        elif _target_time(baseline[seed], share) > 0:
+            never += 1
+    of_means = _ratio(mean_curve(list(baseline.values())), mean_curve(list(arm.values())), share)
+    return Speedup(tuple(ratios), never, of_means)
+
+
+def _target_time(baseline: Curve, share: float) -> float:
+    reached = baseline.first_reaching(share * max(baseline.accuracy))
+    assert reached is not None, "a curve reaches 99 % of its own best"
+    return reached
+
+
+def _ratio(baseline: Curve, arm: Curve, share: float) -> float | None:
+    reached = arm.first_reaching(share * max(baseline.accuracy))
+    return _target_time(baseline, share) / reached if reached else None
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """`mean ± standard deviation` over seeds, the mean alone where there is one."""
+    numbers = list(values)
+    shown = f"{statistics.mean(numbers):.{digits}g}"
+    return f"{shown} ± {statistics.stdev(numbers):.2g}" if len(numbers) > 1 else shown
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(
+    path: Path, title: str, panels: Mapping[str, Mapping[str, Sequence[Curve]]], targets: Mapping[str, float]
+) -> None:
+    """One row per setting, one column per axis: mean accuracy of each arm, and a band of one standard deviation.
+
+    `targets` are accuracies by setting, drawn as dashed lines.
+    """
+    import matplotlib  # the extra `plot`
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(
+        len(panels), len(AXES), figsize=(5.2 * len(AXES), 3.9 * len(panels)), squeeze=False, layout="constrained"
+    )
+    arms = list(dict.fromkeys(arm for curves in panels.values() for arm in curves))
+    palette = pyplot.get_cmap("tab10")
+    colours = {arm: palette(place) for place, arm in enumerate(arms)}
+    for line, (setting, of_arms) in zip(grid, panels.items(), strict=True):
+        for panel, (axis, words) in zip(line, AXES.items(), strict=True):
+            for arm, curves in of_arms.items():
+                mean = mean_curve(curves)
+                x, y = np.array(mean.axes[axis]), np.array(mean.accuracy)
+                band = np.std([curve.accuracy for curve in curves], axis=0, ddof=1 if len(curves) > 1 else 0)
+                panel.plot(x, y, color=colours[arm], label=arm, linewidth=1.8)
+                panel.fill_between(x, y - band, y + band, color=colours[arm], alpha=0.15, linewidth=0)
+            if setting in targets:
+                panel.axhline(targets[setting], color="black", linestyle="--", linewidth=0.8)
+            panel.set_xlabel(words)
+            panel.set_xlim(left=0)
+            panel.grid(alpha=0.25)
+        line[0].set_ylabel(f"{setting}\nheld-out greedy accuracy")
+    grid[0][-1].legend(loc="lower right", fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on besides the settings."""
+    weights = ROOT / "grpo_cli" / "model" / "tiny" / "model.safetensors"
+    packages = ("grpo-cli", "torch", "transformers", "numpy", "hydra-core")
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "embedded_model_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }

@@ -1,0 +1,371 @@
+"""PODS end to end: what choosing does to the loss, the named runs, a user's own rule, and the study's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import VOCABULARY, small_model
+from typer.testing import CliRunner, Result
+
+from grpo_cli import advantage, cli, downsample, loss
+from grpo_cli.batch import collate, micro_batches, rows_of, totals
+from grpo_cli.config import check, choices, config_dir, parse
+from grpo_cli.logprobs import token_logprobs
+from grpo_cli.select import Selection, select
+from grpo_cli.settings import RunSettings, Sampling
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = [name for name in choices("experiment") if name != "none"]
+RULES = [name for name in choices("downsample") if name != "all"]
+
+
+# What reaches the update
+
+
+def scored_groups() -> list[ScoredGroup]:
+    """Three groups of six rollouts of different lengths; every reward a different one but for two ties."""
+    rng = np.random.default_rng(5)
+    groups = []
+    for name, rewards in enumerate(
+        ((0.0, 1.0, 1.0, 0.2, 0.9, 0.4), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (3, 1, 4, 1, 5, 9))
+    ):
+        prompt = Prompt(f"p{name}", tuple(rng.integers(2, VOCABULARY, 3 + 4 * name).tolist()), "")
+        rollouts = []
+        for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
+            ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
+            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling()), ids, (-1.0,) * length, Finish.EOS, 0))
+        groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
+    return groups
+
+
+def chosen(groups: list[ScoredGroup], rule: str, keep: int, stats_over: str) -> list[Selection]:
+    divided = partial(advantage.grpo, stats_over=stats_over)
+    return [
+        select(g, [""] * len(g.rollouts), keep, getattr(downsample, rule), divided, np.random.default_rng(1), True)
+        for g in groups
+    ]
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients as the learner makes them."""
+    model, total = small_model(), 0.0
+    batch = collate([s.kept for s in selected], [s.advantages for s in selected], pad_token_id=0)
+    for rows in micro_batches(batch, micro_batch_tokens):
+        part = rows_of(batch, rows)
+        logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)
+        output = loss.grpo(
+            logprobs, part, totals(batch, 16), clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence"
+        )
+        output.loss.backward()
+        total += output.loss.item()
+    return total, gradients(model)
+
+
+def by_hand(
+    groups: list[ScoredGroup], kept: list[tuple[int, ...]], stats_over: str
+) -> tuple[float, list[torch.Tensor]]:
+    """GRPO's loss of these rollouts alone, each by itself through `transformers`: no batch, no padding, no others."""
+    model, total, count = small_model(), torch.zeros(()), sum(map(len, kept))
+    for group, indices in zip(groups, kept, strict=True):
+        rewards = [reward.total for reward in group.rewards]
+        compared = [rewards[i] for i in indices] if stats_over == "kept" else rewards
+        mean, deviation = np.mean(compared), np.std(compared, ddof=1)
+        for index in indices:
+            prompt, reply = group.prompt.token_ids, group.rollouts[index].token_ids
+            logits = model(torch.tensor([[*prompt, *reply]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[torch.arange(len(reply)), torch.tensor(reply)]
+            ratio = (logprobs - logprobs.detach()).exp()
+            total = total - (rewards[index] - mean) / (deviation + 1e-4) * ratio.mean() / count
+    total.backward()
+    return total.item(), gradients(model)
+
+
+def assert_equal(first: tuple[float, list[torch.Tensor]], second: tuple[float, list[torch.Tensor]]) -> None:
+    assert first[0] == pytest.approx(second[0], abs=1e-5)
+    for a, b in zip(first[1], second[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stats_over", ["kept", "group"])
+@pytest.mark.parametrize("rule", RULES)
+def test_loss_and_gradient_are_those_of_the_kept_rollouts_alone(rule, stats_over):
+    groups = scored_groups()
+    selected = chosen(groups, rule, 3, stats_over)
+    kept = [s.indices for s in selected]
+    assert all(len(indices) == 3 for indices in kept)
+    if rule == "maxreward" and stats_over == "kept":  # what a deviation of 0 does is the advantage's test
+        groups, selected, kept = groups[:1] + groups[2:], selected[:1] + selected[2:], kept[:1] + kept[2:]
+    assert_equal(ours(selected, micro_batch_tokens=40), by_hand(groups, kept, stats_over))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_m_equal_to_n_loss_and_gradient_are_plain_grpo_s(rule):
+    groups = scored_groups()
+    whole = [tuple(range(6))] * 3
+    selected = chosen(groups, rule, 6, "kept")
+    assert [s.indices for s in selected] == whole
+    assert_equal(ours(selected, micro_batch_tokens=60), by_hand(groups, whole, "kept"))
+
+
+# Named runs
+
+
+def composed(*overrides: str) -> RunSettings:
+    import hydra
+
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return parse(hydra.compose("train", [*overrides, "run_dir=outputs/x"]))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_can_be_run_as_it_stands(name):
+    check(composed(f"experiment={name}"))
+
+
+def test_the_baselines_of_an_experiment_differ_from_it_in_n_and_m_only():
+    """So that `m=64` on the command line and the file are one thing."""
+    assert composed("experiment=grpo_ga_arithmetic") == composed("experiment=pods_arithmetic", "m=64")
+    assert composed("experiment=grpo_arithmetic") == composed("experiment=pods_arithmetic", "n=16", "m=16")
+    in_six_hours = ("train.steps=2850", "train.checkpoint_every=238", "eval.every=238")
+    assert composed("experiment=grpo_gsm8k") == composed("experiment=pods_gsm8k", "n=16", "m=16", *in_six_hours)
+
+
+def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_the_last_word():
+    for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
+        run = composed(f"experiment={name}")
+        assert (run.n, run.m) == (64, 16)
+        assert run.parts["downsample"]["_target_"] == "grpo_cli.downsample.maxvar"
+        assert run.parts["advantage"]["stats_over"] == "kept"
+    changed = composed("experiment=pods_arithmetic", "downsample=random", "train.prompts=3")
+    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.downsample.random", 3)
+
+
+# A rule of one's own, in a real run
+
+SMALL = ["n=4", "m=2", "train.steps=1", "train.prompts=2", "sampling.max_new_tokens=6", "eval.every=0", "logger=jsonl"]
+
+USER_RULES = """
+import numpy as np
+
+def ends(group, keep, rng, first=0):
+    return [first, len(group.rollouts) - 1]
+
+def only_in_rehearsal(answer):
+    # right on the group that a rule is tried on before the run, wrong in the run
+    return lambda group, keep: [0, 1] if group.prompt.id == "rehearsal" else answer
+
+def twice(group, keep, rng):
+    return only_in_rehearsal([3, 3])(group, keep)
+
+def too_few(group, keep, rng):
+    return only_in_rehearsal(np.array([2]))(group, keep)
+
+def beyond(group, keep, rng):
+    return only_in_rehearsal([0, 4])(group, keep)
+"""
+
+
+@pytest.fixture
+def user_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rules_of_a_pods_user.py").write_text(USER_RULES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def grpo_train(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["train", *SMALL, *arguments], prog_name="grpo")
+
+
+def test_a_rule_of_one_s_own_decides_what_is_trained_on(user_rules):
+    result = grpo_train(
+        "downsample._target_=rules_of_a_pods_user.ends",
+        "+downsample.first=1",
+        "record.rollouts=-1",
+        "hydra.run.dir=run",
+    )
+    assert result.exit_code == 0, result.output
+    (record,) = (json.loads(line) for line in (user_rules / "run/metrics.jsonl").read_text().splitlines()[1:])
+    assert (record["rollouts/generated"], record["rollouts/trained"]) == (8, 4)
+    rows = [json.loads(line) for line in (user_rules / "run/rollouts.jsonl").read_text().splitlines()]
+    assert [row["sample"] for row in rows if row["kept"]] == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "complaint"),
+    [
+        ("twice", "but returned 3 more than once: each rollout may be kept once"),
+        ("too_few", "but returned 1 of them: return exactly 2"),
+        ("beyond", "but returned 4: indices run from 0 to 3"),
+    ],
+)
+def test_a_rule_that_answers_wrongly_stops_the_run_with_its_name_and_the_prompt(user_rules, rule, complaint):
+    result = grpo_train(f"downsample._target_=rules_of_a_pods_user.{rule}")
+    assert result.exit_code == 2
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith(f"error: downsample rule rules_of_a_pods_user.{rule} was asked for 2 distinct indices")
+    assert "for prompt train-" in message and message.endswith(complaint)
+    assert "Traceback" not in result.stderr
+
+
+# The study
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import study
+
+    yield study
+    for name in ("study", "reproduce_pods"):
+        sys.modules.pop(name, None)
+
+
+def rows(*points: tuple[float, float], seconds_per_step: float = 1.0) -> list[dict[str, float]]:
+    """A run's metrics: (step, accuracy) of its evaluations, one record per step, every step alike."""
+    accuracy = dict(points)
+    made: list[dict[str, float]] = [{"step": 0, "eval/accuracy": accuracy[0]}]
+    for step in range(1, int(max(accuracy)) + 1):
+        record = {"step": step, "tokens/generated": 100.0 * step, "tokens/trained": 25.0 * step}
+        record |= {"clock/train_seconds": seconds_per_step * step, "time/step": seconds_per_step}
+        record |= {"time/rollout": 0.3 * seconds_per_step, "time/update": 0.5 * seconds_per_step}
+        record |= {"time/logprobs": 0.1 * seconds_per_step, "response/length_mean": 12.0}
+        record |= {"group/zero_std": 0.5, "group/zero_std_kept": 0.25, "reward/mean": 0.4, "reward/kept_mean": 0.5}
+        made.append(record | ({"eval/accuracy": accuracy[step]} if step in accuracy else {}))
+    return made
+
+
+def enumerate_tens(accuracies: tuple[float, ...]) -> list[tuple[float, float]]:
+    """Evaluations after 0, 10, 20, ... steps."""
+    return [(10 * i, accuracy) for i, accuracy in enumerate(accuracies)]
+
+
+def test_an_accuracy_is_reached_at_the_first_evaluation_that_has_it(study):
+    curve = study.curve_of(rows((0, 0.1), (5, 0.5), (10, 0.8), (15, 0.7), seconds_per_step=2.0))
+    assert curve.steps == (0, 5, 10, 15)
+    assert curve.axes["clock/train_seconds"] == (0.0, 10.0, 20.0, 30.0)
+    assert [curve.first_reaching(y) for y in (0.1, 0.5, 0.51, 0.8, 0.81)] == [0.0, 10.0, 20.0, 20.0, None]
+    assert curve.first_reaching(0.6, "tokens/trained") == 250.0
+
+
+def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted(study):
+    # The baseline is at 99 % of its best (0.99) at 30 s, 20 s and 30 s; the arm at 10 s, 20 s and never.
+    def curve(*accuracies: float) -> Any:
+        return study.curve_of(rows(*enumerate_tens(accuracies)))
+
+    late, early = curve(0.1, 0.5, 0.9, 1.0), curve(0.1, 0.5, 1.0, 0.9)
+    baseline = {0: late, 1: early, 2: late}
+    arm = {0: curve(0.1, 0.99, 0.2, 0.9), 1: early, 2: curve(0.1, 0.6, 0.98, 0.98)}
+    found = study.speedup(baseline, arm)
+    assert (found.ratios, found.never) == ((3.0, 1.0), 1)
+    assert str(found) == "2.00 ± 1.41 (1 of 3 never)"
+
+
+def test_a_baseline_that_learns_nothing_has_no_time_to_compare_with(study):
+    flat = {0: study.curve_of(rows((0, 0.5), (5, 0.4)))}
+    found = study.speedup(flat, flat)
+    assert (found.ratios, found.never, str(found)) == ((), 0, "-")
+
+
+def test_the_ratio_of_means_averages_accuracy_and_time_over_seeds_first(study):
+    slow, fast = rows((0, 0.0), (10, 0.6), (20, 1.0), seconds_per_step=3.0), rows((0, 0.0), (10, 0.2), (20, 1.0))
+    baseline = {0: study.curve_of(slow), 1: study.curve_of(fast)}
+    mean = study.mean_curve(list(baseline.values()))
+    assert mean.accuracy == pytest.approx((0.0, 0.4, 1.0))
+    assert mean.axes["clock/train_seconds"] == (0.0, 20.0, 40.0)
+    arm = {seed: study.curve_of(rows((0, 0.0), (10, 1.0), (20, 1.0))) for seed in (0, 1)}
+    assert study.speedup(baseline, arm).of_means == 4.0
+
+
+def test_every_arm_takes_every_turn(study):
+    rounds = [[study.Run("s", arm, seed, ()) for arm in "abc"] for seed in range(3)]
+    assert "".join(run.arm for run in study.in_turns(rounds)) == "abcbcacab"
+
+
+def pretend(study: ModuleType, made: list[str], fail: str = "") -> Any:
+    """In place of training: leaves what a finished run leaves."""
+
+    def start(run: Any, out: Path, threads: int) -> None:
+        made.append(run.name)
+        if run.name == fail:
+            raise SystemExit("did not complete")
+        folder = out / run.name
+        (folder / ".hydra").mkdir(parents=True)
+        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in run.words))
+        (folder / "summary.json").write_text('{"status": "completed"}')
+        level = 0.9 if run.arm == "grpo_ga" else 0.95
+        made_up = rows((0, 0.5), (5, 0.7), (10, level), seconds_per_step=2.0 if run.arm == "grpo_ga" else 1.0)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_up))
+
+    return start
+
+
+def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(study, tmp_path):
+    runs = [study.Run("s", arm, 0, (f"arm={arm}",)) for arm in "abc"]
+    made: list[str] = []
+    with pytest.raises(SystemExit, match="did not complete"):
+        study.train_all(runs, tmp_path, 1, 1, pretend(study, made, fail="s/b/seed0"))
+    assert made[:2] == ["s/a/seed0", "s/b/seed0"]
+    finished = {run.name for run in runs if study.is_finished(run, tmp_path)}
+    made.clear()
+    study.train_all(runs, tmp_path, 2, 1, pretend(study, made))
+    assert set(made) == {run.name for run in runs} - finished
+    with pytest.raises(SystemExit, match="holds a run with other settings"):
+        study.is_finished(study.Run("s", "a", 0, ("arm=other",)), tmp_path)
+
+
+def test_a_run_that_fails_is_named_with_the_end_of_its_log(study, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        study.train(study.Run("s", "a", 0, ("n=0",)), tmp_path, 1)
+    assert "s/a/seed0 did not complete (exit code 2)" in str(stopped.value)
+    assert "n=0 must be at least 2" in str(stopped.value)
+
+
+def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts(study):
+    import reproduce_pods
+
+    plan = reproduce_pods.planned(reproduce_pods.parsed_words(["--seeds", "7", "--steps", "9"]))
+    assert [sum(run.setting == setting for run in plan) for setting in ("default", "update_bound")] == [6, 4]
+    composed_runs = [composed(*run.words) for run in plan]
+    for run in composed_runs:
+        check(run)
+        assert (run.seed, run.train.steps) == (7, 9)
+    assert len({(run.train.prompts, run.eval) for run in composed_runs}) == 1
+    sizes = {run.arm: (made.n, made.m) for run, made in zip(plan, composed_runs, strict=True)}
+    assert sizes == {"grpo": (16, 16), "grpo_ga": (64, 64)} | {rule: (64, 16) for rule in RULES}
+
+
+def test_the_report_says_what_the_runs_say(study, tmp_path, capsys):
+    import reproduce_pods
+
+    pytest.importorskip("matplotlib")
+    args = reproduce_pods.parsed_words(
+        ["--seeds", "0", "1", "--arms", "grpo_ga", "maxvar", "--settings", "default", "--out", str(tmp_path)]
+    )
+    runs = reproduce_pods.planned(args)
+    study.train_all(runs, tmp_path, 1, 1, pretend(study, []))
+    reproduce_pods.report(args, tmp_path, runs)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "maxvar |" in line)
+    # 20 s against 10 s; 3 of 10 tenths of the time are rollouts, 6 updates with their log-probabilities
+    assert line == (
+        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 2.00 ± 0.00 |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
+    )
+    found = json.loads((tmp_path / "pods.json").read_text())["results"]["default"]
+    assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]
+    assert found["grpo_ga"]["runs"]["1"]["best_accuracy"] == 0.9
+    assert (tmp_path / "pods.png").stat().st_size > 10_000

@@ -189,6 +189,9 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there(t
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}
 
+        def encode(self, text: str, **kwargs: Any) -> list[int]:
+            return self(text)["input_ids"]
+
         def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
             raise AssertionError("there is no chat template")
 

@@ -91,9 +91,8 @@ def draw_example(rng: Random, args: argparse.Namespace, careless: bool) -> tuple
 
 def draw_countdown(rng: Random) -> tuple[str, str]:
     """A train problem of countdown, as the task draws them by default, and a solution of it."""
-    count = rng.choice((3, 4))
     while True:
-        problem, solution = draw_problem(rng, count, max_number=20, max_target=99)
+        problem, solution = draw_problem(rng, rng.choice((3, 4)), max_number=20, max_target=99)
         if not is_held_out(problem.key):
             return f"{problem}=", solution
 

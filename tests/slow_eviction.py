@@ -1,0 +1,71 @@
+"""Eviction scores by the book, one head at a time with plain loops: what the batched ones are checked against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_cli.engine.sparsity import Budget, H2o, Rkv, SnapKv, Streaming
+
+
+def slow_streaming(count: int, window: int) -> list[float]:
+    return [float(place) for place in range(count - window)]
+
+
+def slow_h2o(paid: Sequence[Sequence[float]], window: int) -> list[float]:
+    """`paid`: for each step, what it paid to each key (0 for keys that came later), already the mean over the group."""
+    count = len(paid[0])
+    return [sum(step[place] for step in paid) for place in range(count - window)]
+
+
+def slow_snapkv(keys: Tensor, queries: Tensor, scale: float, kernel: int) -> list[float]:
+    """keys [T, D], queries [G, W, D]."""
+    group, window = queries.shape[:2]
+    old = len(keys) - window
+    mean = [0.0] * old
+    for step in range(window):
+        logits = [max(scale * float(queries[g, step] @ keys[j]) for g in range(group)) for j in range(old)]
+        top = max(logits)
+        exponentials = [math.exp(logit - top) for logit in logits]
+        for j in range(old):
+            mean[j] += exponentials[j] / sum(exponentials) / window
+    reach = kernel // 2
+    return [max(mean[max(0, j - reach) : j + reach + 1]) for j in range(old)]
+
+
+def slow_redundancy(keys: Tensor, threshold: float) -> list[float]:
+    """keys [T, D]; one number per key, the window's included."""
+    count = len(keys)
+    cosine = [[float(torch.cosine_similarity(a, b, dim=0)) for b in keys] for a in keys]
+    for i in range(count):
+        cosine[i][i] = 0.0
+    for i in range(count):
+        similar = [j for j in range(count) if cosine[i][j] > threshold]
+        cosine[i][similar[-1] if similar else 0] = 0.0
+    means = [sum(cosine[i][j] for i in range(count)) / count for j in range(count)]
+    total = sum(math.exp(mean) for mean in means)
+    return [math.exp(mean) / total for mean in means]
+
+
+def slow_rkv(
+    keys: Tensor, queries: Tensor, scale: float, kernel: int, importance: float, threshold: float
+) -> list[float]:
+    attention = slow_snapkv(keys, queries, scale, kernel)
+    redundancy = slow_redundancy(keys, threshold)
+    return [importance * a - (1 - importance) * r for a, r in zip(attention, redundancy, strict=False)]
+
+
+def slow_scores(
+    policy: Budget, keys: Tensor, queries: Tensor, scale: float, paid: Sequence[Sequence[float]]
+) -> list[float]:
+    """The scores of one head: keys [T, D], queries [G, W, D], paid as in `slow_h2o`."""
+    makers: dict[type, Callable[[], list[float]]] = {
+        Streaming: lambda: slow_streaming(len(keys), policy.window),
+        H2o: lambda: slow_h2o(paid, policy.window),
+        SnapKv: lambda: slow_snapkv(keys, queries, scale, policy.kernel),
+        Rkv: lambda: slow_rkv(keys, queries, scale, policy.kernel, policy.importance, policy.threshold),
+    }
+    return makers[type(policy)]()

@@ -1,0 +1,197 @@
+"""What each policy thinks of a key, and which keys stay by that."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
+from torch import Tensor
+
+from grpo_cli.engine import eviction
+from grpo_cli.engine.eviction import Candidates, h2o, redundancy, rkv, snapkv, streaming
+from grpo_cli.engine.sparsity import Budget, H2o, Rkv, SnapKv, Streaming
+from grpo_cli.errors import UserError
+
+LAYERS, ROWS, HEADS, GROUP, COUNT, DIM = 2, 3, 2, 2, 13, 4
+SCALE = DIM**-0.5
+WORDS: dict[str, Any] = dict(budget=7, buffer=6, window=3, sinks=0, protect_prompt=True, per_head=True)
+
+
+def candidates(seed: int = 0, window: int = 3, count: int = COUNT) -> Candidates:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(LAYERS, ROWS, HEADS, count, DIM, generator=generator)
+    queries = 2 * torch.randn(LAYERS, ROWS, HEADS, GROUP, window, DIM, generator=generator)
+    received = torch.rand(LAYERS, ROWS, HEADS, count, generator=generator)
+    return Candidates(keys, window, SCALE, queries, received)
+
+
+def by_head(scores: Tensor, slow: Any) -> None:
+    """Compare with `slow(layer, row, head)`, which does one head by itself."""
+    for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
+        torch.testing.assert_close(scores[place], torch.tensor(slow(*place)), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("window", [1, 3, 12])
+def test_snapkv_is_what_a_loop_over_heads_finds(kernel: int, window: int) -> None:
+    these = candidates(window=window)
+    by_head(snapkv(these, kernel), lambda *at: slow_snapkv(these.keys[at], these.queries[at], SCALE, kernel))
+
+
+@pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.5, 1.0])
+def test_redundancy_is_what_a_loop_over_heads_finds(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = candidates().keys
+    for at_once in (1, 2 * COUNT**2, 10**9):  # in parts of one head, of two, and all in one
+        monkeypatch.setitem(eviction.SIMILARITIES_AT_ONCE, "cpu", at_once)
+        found = redundancy(keys.flatten(0, 2), threshold).view(keys.shape[:-1])
+        by_head(found, lambda *at: slow_redundancy(keys[at], threshold))
+
+
+def test_rkv_is_what_a_loop_over_heads_finds() -> None:
+    these = candidates()
+    by_head(
+        rkv(these, kernel=3, importance=0.3, threshold=0.2),
+        lambda *at: slow_rkv(these.keys[at], these.queries[at], SCALE, 3, 0.3, 0.2)[: COUNT - 3],
+    )
+
+
+def test_rkv_that_looks_at_importance_alone_is_snapkv() -> None:
+    torch.testing.assert_close(rkv(candidates(), 3, 1.0, 0.5), snapkv(candidates(), 3), atol=0, rtol=0)
+
+
+def test_rkv_that_looks_at_redundancy_alone_does_not_listen_to_queries() -> None:
+    one = candidates()
+    other = Candidates(one.keys, one.window, SCALE, torch.randn_like(one.queries), None)
+    assert torch.equal(rkv(one, 3, 0.0, 0.5), rkv(other, 3, 0.0, 0.5))
+    assert not torch.equal(rkv(one, 3, 0.1, 0.5), rkv(other, 3, 0.1, 0.5))
+
+
+def unrelated(count: int) -> Tensor:
+    """Keys at right angles to each other, of different lengths, which are not to matter."""
+    return torch.diag(torch.arange(1.0, count + 1))
+
+
+def test_of_three_copies_the_older_are_more_redundant() -> None:
+    """Copies at 2, 5 and 7 of ten: the first two let off the third, which lets off the second. So the columns' sums
+    are 2, 1 and 0, and the means that go into the softmax those tenths."""
+    keys = unrelated(10)
+    keys[5], keys[7] = 3 * keys[2], 0.5 * keys[2]
+    (found,) = redundancy(keys[None], 0.5)
+    assert found[2] / found[7] == pytest.approx(math.exp(0.2)) and found[5] / found[7] == pytest.approx(math.exp(0.1))
+    assert found[7] == pytest.approx(float(found[9])), "the newest copy is as good as a key of its own kind"
+
+
+def test_two_copies_let_each_other_off() -> None:
+    keys = unrelated(10)
+    keys[6] = keys[2]
+    (found,) = redundancy(keys[None], 0.5)
+    torch.testing.assert_close(found, torch.full((10,), 0.1))
+
+
+def test_a_key_without_likeness_lets_the_first_one_off() -> None:
+    """All cosines are 0.4, below the threshold: key 0 is let off by every row and has mean 0, the others 0.4 * 4 / 5
+    (their own row is 0)."""
+    cosines = 0.6 * torch.eye(5) + 0.4
+    (found,) = redundancy(torch.linalg.cholesky(cosines)[None], 0.5)
+    assert found[1] / found[0] == pytest.approx(math.exp(0.32), rel=1e-5)
+    torch.testing.assert_close(found[1:], found[1].expand(4))
+
+
+def test_h2o_sums_what_was_paid() -> None:
+    paid = torch.rand(6, COUNT)
+    received = paid.sum(0).expand(LAYERS, ROWS, HEADS, -1)
+    scores = h2o(Candidates(candidates().keys, 3, SCALE, None, received))
+    by_head(scores, lambda *at: slow_h2o(paid.tolist(), 3))
+
+
+def test_h2o_keeps_the_heaviest_set() -> None:
+    these = candidates()
+    kept = H2o(**WORDS).choose(these, torch.zeros(ROWS, dtype=torch.long))
+    for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
+        received, heavy = these.received[place], kept[place][:-3]
+        best = max(sum(received[list(some)]) for some in itertools.combinations(range(COUNT - 3), 4))
+        assert float(received[heavy].sum()) == pytest.approx(float(best))
+
+
+def test_streaming_keeps_the_first_and_the_last() -> None:
+    for sinks, budget in ((0, 7), (2, 9), (4, 7)):
+        policy = Streaming(**WORDS | {"sinks": sinks, "budget": budget})
+        kept = policy.choose(candidates(), torch.full((ROWS,), sinks))
+        expected = [*range(sinks), *range(COUNT - budget + sinks, COUNT)]
+        assert kept.tolist() == [[[expected] * HEADS] * ROWS] * LAYERS
+    assert streaming(candidates()).shape == (LAYERS, ROWS, HEADS, COUNT - 3)
+
+
+class Given(Budget):
+    """Scores made up beforehand."""
+
+    made_up: Tensor
+
+    def score(self, candidates: Candidates) -> Tensor:
+        return self.made_up
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_stays_is_the_window_the_sinks_and_the_best_of_the_rest(data: st.DataObject) -> None:
+    window = data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(window + 1, 12))
+    most_sinks = data.draw(st.integers(0, count - window))
+    budget = data.draw(st.integers(window + most_sinks, count))
+    sinks = data.draw(st.lists(st.integers(0, most_sinks), min_size=ROWS, max_size=ROWS))
+    places = LAYERS * ROWS * HEADS * (count - window)
+    values = data.draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=places, max_size=places))  # full of ties
+    policy = Given(**WORDS | dict(budget=budget, window=window, sinks=most_sinks))
+    object.__setattr__(policy, "made_up", torch.tensor(values).view(LAYERS, ROWS, HEADS, count - window))
+    kept = policy.choose(candidates(window=window, count=count), torch.tensor(sinks))
+    assert kept.shape == (LAYERS, ROWS, HEADS, budget)
+    for place in itertools.product(range(LAYERS), range(ROWS), range(HEADS)):
+        scores, row = policy.made_up[place].tolist(), sinks[place[1]]
+        order = sorted(range(count - window), key=lambda j: (j >= row, -scores[j], j))  # of equals the older stays
+        assert kept[place].tolist() == sorted([*order[: budget - window], *range(count - window, count)])
+
+
+def test_heads_that_share_their_keys_go_by_the_sum_of_their_scores() -> None:
+    these = candidates()
+    for make in (lambda **w: SnapKv(**w, kernel=3), lambda **w: Rkv(**w, kernel=3, importance=0.5, threshold=0.5), H2o):
+        apart, together = make(**WORDS), make(**WORDS | {"per_head": False})
+        kept = together.choose(these, torch.zeros(ROWS, dtype=torch.long))
+        assert torch.equal(kept[:, :, 0], kept[:, :, 1])
+        best = apart.score(these).sum(2).topk(4).indices.sort().values
+        assert torch.equal(kept[:, :, 0, :4], best)
+        assert not torch.equal(apart.choose(these, torch.zeros(ROWS, dtype=torch.long)), kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ({"budget": 7, "window": 5, "sinks": 3}, "budget=7 .*window=5 and .*sinks=3, .* the least is 8"),
+        ({"budget": 0}, "sparsity.budget=0 must be a whole number of at least 1"),
+        ({"buffer": 0}, "sparsity.buffer=0 must be a whole number of at least 1"),
+        ({"window": 0}, "sparsity.window=0 must be a whole number of at least 1"),
+        ({"sinks": -1}, "sparsity.sinks=-1 must be a whole number of at least 0"),
+        ({"kernel": 4}, "sparsity.kernel=4 must be an odd number of at least 1"),
+        ({"importance": 1.5}, "sparsity.importance=1.5 must be a number from 0 to 1"),
+        ({"threshold": -2.0}, "sparsity.threshold=-2.0 must be a number from -1 to 1"),
+    ],
+)
+def test_a_budget_that_cannot_work_is_refused_with_what_would(words: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        Rkv(**WORDS | {"kernel": 3, "importance": 0.1, "threshold": 0.5} | words)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UserError, match="(?s)buffer=0.*kernel=2"):
+        SnapKv(**WORDS | {"buffer": 0}, kernel=2)
+
+
+def test_a_budget_of_window_and_sinks_alone_is_enough() -> None:
+    policy = SnapKv(**WORDS | {"budget": 5, "sinks": 2}, kernel=3)
+    kept = policy.choose(candidates(), torch.tensor([0, 1, 2]))
+    assert (kept[:, 2] == torch.tensor([0, 1, 10, 11, 12])).all() and (kept[:, :, :, 2:] >= 10).all()

@@ -40,7 +40,7 @@ class Generation:
     ) -> None:
         self._decoder = decoder
         self._refills = sampler.refills
-        self._eos = torch.tensor(eos_token_ids, device=decoder.device)
+        self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._unfinished = Counter(request.prompt.id for request in requests)

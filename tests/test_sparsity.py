@@ -1,0 +1,328 @@
+"""Rollouts under eviction: what is kept, what it costs, and that tokens were drawn with the recorded probabilities."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from slow_eviction import slow_scores
+from small import contents, make_engine, small_model, some_requests
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_cli import cli, experiment
+from grpo_cli.config import choices, config_dir
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.keeper import Keeper, Tally
+from grpo_cli.engine.predict import NoPredictor, PrefixHead
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.schedule import Fifo, Lpt
+from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
+from grpo_cli.types import Request, Rollout
+
+HEADS, LAYERS = 2, 2  # of small_model, key-value heads
+WORDS: dict[str, Any] = dict(budget=10, buffer=4, window=3, sinks=1, protect_prompt=True, per_head=True)
+OWN_WORDS: dict[type[Budget], dict[str, Any]] = {
+    Streaming: {},
+    H2o: {},
+    SnapKv: {"kernel": 3},
+    Rkv: {"kernel": 3, "importance": 0.3, "threshold": 0.5},
+}
+POLICIES = list(OWN_WORDS)
+KINDS = [
+    pytest.param(policy, {"protect_prompt": protect, "per_head": protect}, id=f"{policy.__name__}-{name}")
+    for policy in POLICIES
+    for protect, name in ((True, "prompt kept"), (False, "prompt evictable"))
+]
+
+
+def make(policy: type[Budget], **words: Any) -> Budget:
+    return policy(**WORDS | OWN_WORDS[policy] | words)
+
+
+class Recorder:
+    """Notes every eviction of every request: (prompt keys among the candidates, kept places [L, H, B])."""
+
+    def __init__(self) -> None:
+        self.evictions: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def evicted(self, requests: Sequence[int], prompt: int, kept: Tensor) -> None:
+        for row, request in enumerate(requests):
+            self.evictions.setdefault(request, []).append((prompt, kept[:, row].clone()))
+
+
+def watched(policy: Budget, recorder: Recorder) -> Budget:
+    object.__setattr__(policy, "observer", recorder)
+    return policy
+
+
+def generate(policy: Dense | Budget, requests: list[Request], **parts: Any) -> tuple[list[Rollout], Any]:
+    """Rollouts in the order of their requests, and the engine."""
+    engine = make_engine(small_model(), sparsity=policy, **parts)
+    return sorted(engine.generate(requests), key=lambda rollout: requests.index(rollout.request)), engine
+
+
+def generate_to_the_limit(policy: Dense | Budget, requests: list[Request]) -> tuple[list[Rollout], Any]:
+    """The same where no token ends a rollout."""
+    engine = TorchEngine(small_model(), (), Full(), Fifo(), NoPredictor(), policy)
+    return list(engine.generate(requests)), engine
+
+
+def histories(rollout: Rollout, evictions: list[tuple[int, Tensor]], protect: bool) -> Iterator[tuple[int, Any, Any]]:
+    """Before each fed token: its position, the candidates' positions if there is an eviction (and what was kept), and
+    the positions held afterwards; the last two as lists by (layer, head). Read off the record alone."""
+    start = len(rollout.request.prompt.token_ids)
+    before = [] if protect else list(range(start))
+    held = {place: list(before) for place in itertools.product(range(LAYERS), range(HEADS))}
+    left = list(evictions)
+    for position in range(start, start + len(rollout) - 1):
+        event = None
+        if left and len(held[0, 0]) == int(left[0][1][0, 0, -1]) + 1:  # the latest candidate is always kept
+            kept = left.pop(0)[1]
+            event = {place: (list(held[place]), kept[place].tolist()) for place in held}
+            held = {place: [held[place][index] for index in kept[place].tolist()] for place in held}
+        yield position, event, held
+        held = {place: [*positions, position] for place, positions in held.items()}
+    assert not left, "every recorded eviction has its place in the rollout"
+
+
+def visible(rollout: Rollout, evictions: list[tuple[int, Tensor]], protect: bool) -> Tensor:
+    """Which position sees which, [layers, heads, T, T], by the recorded evictions."""
+    start, total = len(rollout.request.prompt.token_ids), len(rollout.request.prompt.token_ids) + len(rollout)
+    mask = torch.ones(total, total, dtype=torch.bool).tril().repeat(LAYERS, HEADS, 1, 1)
+    mask[:, :, start:] = False
+    for position, _, held in histories(rollout, evictions, protect):
+        for (layer, head), positions in held.items():
+            mask[layer, head, position, [*positions, position]] = True
+    if protect:
+        mask[:, :, start:, :start] = True
+    return mask
+
+
+class Replayed:
+    """A forward pass of plain `transformers` over a whole rollout, under a mask; notes what attention was made of."""
+
+    def __init__(self, rollout: Rollout, mask: Tensor) -> None:
+        self.queries: list[Tensor] = []  # of each layer [heads, T, D], rotated
+        self.keys: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self._mask = mask
+        ALL_ATTENTION_FUNCTIONS.register("replayed", self._attend)
+        model = small_model()
+        model.config._attn_implementation = "replayed"
+        ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+        start = len(rollout.request.prompt.token_ids)
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        self.logprobs = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **__: Any
+    ) -> tuple[Tensor, None]:
+        (query,), (key,), (value,) = query, key, value
+        mask = self._mask[module.layer_idx].repeat_interleave(2, dim=0)
+        scores = (query @ key.repeat_interleave(2, 0).mT * scaling).masked_fill(~mask, -torch.inf)
+        # The last token is never fed in the engine; here it sees nothing, and nobody asks what it says.
+        weights = scores.softmax(-1).nan_to_num()
+        self.queries.append(query)
+        self.keys.append(key)
+        self.weights.append(weights)
+        self.scaling = scaling
+        return (weights @ value.repeat_interleave(2, 0)).transpose(0, 1)[None], None
+
+
+@pytest.mark.parametrize(("policy", "words"), KINDS)
+def test_a_replay_of_what_was_kept_gives_the_probabilities_and_the_choices(
+    policy: type[Budget], words: dict[str, Any]
+) -> None:
+    """The sampler's log-probabilities are those of the recorded masks, and not the dense ones; and each recorded
+    choice is the one of scores computed by slow loops from the replay's own queries, keys and weights."""
+    recorder, budget = Recorder(), make(policy, **words)
+    requests = some_requests(prompts=2, n=3, tokens=36)
+    rollouts, _ = generate(watched(budget, recorder), requests, sampler=Infinite(slots=4))
+    differences = []
+    for index, rollout in enumerate(rollouts):
+        evictions = recorder.evictions.get(index, [])
+        replay = Replayed(rollout, visible(rollout, evictions, budget.protect_prompt))
+        sampled = torch.tensor(rollout.sampler_logprobs)
+        torch.testing.assert_close(sampled, replay.logprobs, atol=3e-5, rtol=0)
+        differences.append(float((Replayed(rollout, visible(rollout, [], True)).logprobs - sampled).abs().max()))
+        check_choices(budget, rollout, evictions, replay)
+    assert sum(map(len, recorder.evictions.values())) >= 6 and max(differences) > 0.01
+
+
+def check_choices(budget: Budget, rollout: Rollout, evictions: list[tuple[int, Tensor]], replay: Replayed) -> None:
+    start = len(rollout.request.prompt.token_ids)
+    for position, event, _ in histories(rollout, evictions, budget.protect_prompt):
+        if event is None:
+            continue
+        scores = {}
+        for (layer, head), (places, _) in event.items():
+            group = slice(2 * head, 2 * head + 2)
+            queries = replay.queries[layer][group, position - budget.window : position]
+            paid = replay.weights[layer][group, (start if budget.protect_prompt else 0) : position].mean(0)[:, places]
+            keys = replay.keys[layer][head][places]
+            scores[layer, head] = torch.tensor(slow_scores(budget, keys, queries, replay.scaling, paid.tolist()))
+        for (layer, head), (places, kept) in event.items():
+            mine = scores[layer, head] if budget.per_head else scores[layer, 0] + scores[layer, 1]
+            free = [i for i in range(len(mine)) if places[i] >= budget.sinks]
+            stayed, went = (mine[[i for i in free if (i in kept) is there]] for there in (True, False))
+            assert stayed.min() >= went.max() - 1e-5
+
+
+@pytest.mark.parametrize(("policy", "words"), KINDS)
+def test_kept_keys_are_ordered_and_within_the_budget_with_window_and_sinks(
+    policy: type[Budget], words: dict[str, Any]
+) -> None:
+    recorder, budget = Recorder(), make(policy, **words, sinks=6)
+    requests = some_requests(prompts=2, n=3, tokens=30)
+    generate(watched(budget, recorder), requests, sampler=Infinite(slots=4))
+    for index, evictions in recorder.evictions.items():
+        prompt = len(requests[index].prompt.token_ids)
+        for number, (prompt_candidates, kept) in enumerate(evictions):
+            count = int(kept.max()) + 1
+            assert kept.shape == (LAYERS, HEADS, budget.budget)
+            assert (kept.diff(dim=-1) > 0).all() and kept.min() >= 0, "sorted, without doubles"
+            assert (kept[..., -3:] == torch.arange(count - 3, count)).all(), "the window"
+            sinks = max(6 - prompt, 0) if budget.protect_prompt else 6
+            assert (kept[..., :sinks] == torch.arange(sinks)).all(), "the first positions of the sequence"
+            assert prompt_candidates == (prompt if number == 0 and not budget.protect_prompt else 0)
+            # Of a prompt longer than the budget, nothing goes before the row has made a window of its own.
+            assert count == max(budget.budget + budget.buffer, prompt_candidates + budget.window)
+
+
+@pytest.mark.parametrize("protect_prompt", [True, False])
+def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    count = Keeper.count
+
+    def spy(self: Keeper, tally: Tally, prompt_keys: int) -> None:
+        seen.extend((tally.held + 1).tolist())  # a step adds one
+        count(self, tally, prompt_keys)
+
+    monkeypatch.setattr(Keeper, "count", spy)
+    requests = some_requests(prompts=2, n=3, tokens=40)
+    for sampler in (Full(), Infinite(slots=3)):
+        rollouts, engine = generate(make(SnapKv, protect_prompt=protect_prompt), requests, sampler=sampler)
+        assert max(seen) == 14 and engine.stats().details["engine/evictions"] > 6
+        if protect_prompt:
+            assert [r.kept_kv for r in rollouts] == [min(len(r) - 1, 14) for r in rollouts]
+
+
+@pytest.mark.parametrize(("policy", "words"), KINDS)
+def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget], words: dict[str, Any]) -> None:
+    requests = some_requests(prompts=2, n=2, tokens=31)
+    longest = 30 + (0 if words["protect_prompt"] else max(len(r.prompt.token_ids) for r in requests))
+    dense, dense_engine = generate_to_the_limit(Dense(), requests)
+    for budget, buffer in ((longest - 4, 4), (500, 1)):  # just enough, and far too much
+        rollouts, engine = generate_to_the_limit(make(policy, **words, budget=budget, buffer=buffer), requests)
+        assert rollouts == dense
+        stats = engine.stats()
+        assert stats.kv_peak_bytes == dense_engine.stats().kv_peak_bytes
+        for name in ("evictions", "kv_saving_mean", "kv_saving_peak", "kv_saving_allocated"):
+            assert stats.details[f"engine/{name}"] == 0
+    _, engine = generate_to_the_limit(make(policy, **words, budget=longest - 5, buffer=4), requests)
+    assert engine.stats().details["engine/evictions"] == (4 if words["protect_prompt"] else 2), "one key less"
+
+
+@pytest.mark.parametrize(("policy", "words"), KINDS)
+def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget], words: dict[str, Any]) -> None:
+    model, requests, budget = small_model(), some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
+    together = contents(make_engine(model, sparsity=budget).generate(requests))
+    for sampler in (Micro(slots=4), Infinite(slots=1)):
+        assert contents(make_engine(model, sparsity=budget, sampler=sampler).generate(requests)) == together
+    # With a pause after 17 tokens, which is after an eviction, and an order of its own.
+    predictor = PrefixHead(prefix_tokens=16, min_rollouts=2)
+    engine = make_engine(model, sparsity=budget, sampler=Infinite(slots=2), scheduler=Lpt(), predictor=predictor)
+    assert contents(engine.generate(requests)) == together
+    assert engine.stats().details["engine/probe_steps"] > 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_heads_of_any_grouping_keep_keys_independently_of_neighbours(kv_heads: int) -> None:
+    model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=2, n=2, tokens=30)
+    for policy in (H2o, Rkv):  # one that adds up weights, and one that multiplies queries and keys
+        engine = make_engine(model, sparsity=make(policy), sampler=Infinite(slots=2))
+        assert contents(engine.generate(requests)) == contents(
+            make_engine(model, sparsity=make(policy)).generate(requests)
+        )
+
+
+def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() -> None:
+    """256 bytes a token; 28 + 4 = 32 keys a slot where dense completions need 64."""
+    requests = some_requests(prompts=2, n=5, tokens=65)
+    width = -(-max(len(r.prompt.token_ids) for r in requests) // 16) * 16
+    for policy, slots in ((Streaming, 10), (H2o, 4)):
+        _, engine = generate(make(policy, budget=28), requests, sampler=Infinite(slots=slots))
+        stats, pool = engine.stats(), 2 * width
+        assert stats.kv_peak_bytes == 256 * (slots * 32 + pool)
+        saved = 1 - (slots * 32 + pool) / (slots * 64 + pool)
+        assert stats.details["engine/kv_saving_allocated"] == pytest.approx(saved)
+    budget = 256 * (2 * width + 4 * 64)
+    for sparsity, slots in ((Dense(), 4), (make(SnapKv, budget=28), 8)):
+        _, engine = generate(sparsity, requests, sampler=Infinite(kv_budget=budget))
+        assert engine.stats().slots == slots and engine.stats().kv_peak_bytes <= budget
+
+
+@pytest.mark.parametrize("protect_prompt", [True, False])
+def test_savings_are_the_shares_of_keys_not_read_and_not_held(protect_prompt: bool) -> None:
+    (request,) = some_requests(prompts=1, n=1, tokens=40)
+    (rollout,), engine = generate_to_the_limit(make(SnapKv, protect_prompt=protect_prompt), [request])
+    prompt, held, seen, evictions = len(request.prompt.token_ids), 0, len(request.prompt.token_ids), 0
+    reads, full, most = 0, 0, 0
+    for made in range(1, len(rollout)):
+        evictable = 0 if protect_prompt else seen
+        if held + evictable >= 14 and held >= 3:
+            held, seen, evictions = 10, seen - evictable, evictions + 1
+        held += 1
+        reads, full, most = reads + held + seen, full + made + prompt, max(most, held)
+    details = engine.stats().details
+    assert details["engine/evictions"] == evictions > 2
+    assert details["engine/kv_saving_mean"] == pytest.approx(1 - reads / full)
+    # The pool holds the prompt to the end, evicted or not.
+    assert details["engine/kv_saving_peak"] == pytest.approx(1 - (most + prompt) / (len(rollout) - 1 + prompt))
+
+
+def test_what_policies_note_is_counted_apart_from_keys_and_values() -> None:
+    """Queries: 2 layers x 3 of the window x 4 heads x 8 dims x 4 bytes = 768 a slot; attention received: 2 layers x 2
+    heads x 32 keys x 4 bytes = 512 a slot, and 256 for every 16 tokens of prompt where those can be evicted, in each
+    slot and once in the pool."""
+    requests = some_requests(prompts=1, n=4, tokens=33)
+    tiles = -(-len(requests[0].prompt.token_ids) // 16)
+    for policy, words, expected in (
+        (Streaming, {}, 0),
+        (SnapKv, {}, 4 * 768),
+        (Rkv, {}, 4 * 768),
+        (H2o, {}, 4 * 512),
+        (H2o, {"protect_prompt": False}, 4 * (512 + 256 * tiles) + 256 * tiles),
+    ):
+        _, engine = generate(make(policy, **words), requests)
+        assert engine.stats().details["engine/eviction_note_bytes"] == expected
+
+
+def test_dense_rollouts_have_no_details_of_eviction() -> None:
+    assert generate(Dense(), some_requests())[1].stats().details == {}
+
+
+@pytest.mark.parametrize("name", choices("sparsity"))
+def test_every_choice_of_sparsity_can_be_built_and_used(name: str) -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        part = compose("eval", [f"sparsity={name}", "run_dir=."]).sparsity
+    policy = experiment.make("sparsity", dict(part), {})
+    rollouts, engine = generate_to_the_limit(policy, some_requests(prompts=1, n=2, tokens=100))
+    assert len(rollouts) == 2 and (name == "dense" or engine.stats().details["engine/evictions"] > 0)
+
+
+def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own settings of the group once came after the choice, and quietly undid it."""
+    rest = ["sparsity=rkv", "++model.path='/run'", "++seed=3"]
+    of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
+    monkeypatch.setattr(experiment, "checkpoint_overrides", lambda place: of_the_run)
+    after = cli._after_those_of_the_run
+    assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "checkpoint=r", "sparsity=dense"]
+    kept = ["checkpoint=r", "sparsity.budget=9"]
+    assert after("checkpoint", kept) == [*of_the_run, *kept]

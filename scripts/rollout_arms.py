@@ -58,7 +58,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(None, (0, 0), n=64, max_new_tokens=128, repeats=5),
+    "tiny": Shape(None, (0, 0), n=64, max_new_tokens=128, repeats=15),
     "50m": Shape(
         _config(
             Qwen2Config,

@@ -231,14 +231,14 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
 
 @pytest.mark.parametrize(("policy", "words"), KINDS)
 def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget], words: dict[str, Any]) -> None:
-    model, requests, budget = small_model(), some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
-    together = contents(make_engine(model, sparsity=budget).generate(requests))
+    requests, budget = some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
+    together, _ = generate(budget, requests)
     for sampler in (Micro(slots=4), Infinite(slots=1)):
-        assert contents(make_engine(model, sparsity=budget, sampler=sampler).generate(requests)) == together
+        assert generate(budget, requests, sampler=sampler)[0] == together
     # With a pause after 17 tokens, which is after an eviction, and an order of its own.
     predictor = PrefixHead(prefix_tokens=16, min_rollouts=2)
-    engine = make_engine(model, sparsity=budget, sampler=Infinite(slots=2), scheduler=Lpt(), predictor=predictor)
-    assert contents(engine.generate(requests)) == together
+    paused, engine = generate(budget, requests, sampler=Infinite(slots=2), scheduler=Lpt(), predictor=predictor)
+    assert paused == together
     assert engine.stats().details["engine/probe_steps"] > 0
 
 

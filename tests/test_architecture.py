@@ -22,7 +22,7 @@ engine/sequence engine/cache engine/sample
 engine/attention engine/eviction
 engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder
-engine/slots engine/simulate
+engine/slots engine/simulate engine/graph
 engine/generation
 engine/engine engine/vllm_engine
 rollout

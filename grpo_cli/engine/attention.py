@@ -82,10 +82,10 @@ class StepAttention:
         """Write this step's keys and values, and attend. H is key-value heads, G queries per key-value head."""
         rows, slots, store = self._rows, self._slots, self._prompts.store
         slots.write(layer, self._write_at, k.reshape(-1, self._dim), v.reshape(-1, self._dim))
-        own_keys = slots.keys[layer, : self._count].flatten(0, 1)[:, : rows.width]
-        own_values = slots.values[layer, : self._count].flatten(0, 1)[:, : rows.width]
-        prompt_keys = store.keys[layer, : self._entries].flatten(0, 1)[:, : self._prompt_width]
-        prompt_values = store.values[layer, : self._entries].flatten(0, 1)[:, : self._prompt_width]
+        own_keys = slots.layer_keys[layer][: self._count].flatten(0, 1)[:, : rows.width]
+        own_values = slots.layer_values[layer][: self._count].flatten(0, 1)[:, : rows.width]
+        prompt_keys = store.layer_keys[layer][: self._entries].flatten(0, 1)[:, : self._prompt_width]
+        prompt_values = store.layer_values[layer][: self._entries].flatten(0, 1)[:, : self._prompt_width]
         grouped = q.reshape(self._count * self._heads, self._group, self._dim)
         shared = torch.baddbmm(self._prompt_bias, self._by_prompt(grouped), prompt_keys.mT, alpha=self._scale)
         own = torch.baddbmm(self._own_bias, grouped, own_keys.mT, alpha=self._scale)

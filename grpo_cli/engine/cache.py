@@ -61,6 +61,8 @@ class KvStore:
         self.capacity = capacity
         self.keys = torch.zeros(shape, dtype=layout.dtype, device=device)
         self.values = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.layer_keys = list(self.keys.unbind(0))
+        self.layer_values = list(self.values.unbind(0))
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +73,8 @@ class KvStore:
     ) -> None:
         """Write one head's entry per row of `index`, which counts over (row, head, token) flattened."""
         dim = self.layout.dim
-        self.keys[layer].view(-1, dim).index_copy_(0, index, keys.to(self.keys.dtype))
-        self.values[layer].view(-1, dim).index_copy_(0, index, values.to(self.values.dtype))
+        self.layer_keys[layer].view(-1, dim).index_copy_(0, index, keys.to(self.keys.dtype))
+        self.layer_values[layer].view(-1, dim).index_copy_(0, index, values.to(self.values.dtype))
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` entries of a row over another row."""

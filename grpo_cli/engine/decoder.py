@@ -56,14 +56,14 @@ class Block:
     def of(cls, layer: Any) -> Block:
         attention = layer.self_attn
         return cls(
-            input_norm=layer.input_layernorm,
+            input_norm=_norm(layer.input_layernorm),
             q_proj=attention.q_proj,
             k_proj=attention.k_proj,
             v_proj=attention.v_proj,
-            q_norm=getattr(attention, "q_norm", None),
-            k_norm=getattr(attention, "k_norm", None),
+            q_norm=_norm(getattr(attention, "q_norm", None)),
+            k_norm=_norm(getattr(attention, "k_norm", None)),
             o_proj=attention.o_proj,
-            post_norm=layer.post_attention_layernorm,
+            post_norm=_norm(layer.post_attention_layernorm),
             mlp=layer.mlp,
         )
 
@@ -75,7 +75,7 @@ class Decoder:
         inner = unwrapped(model)
         self._embed = inner.model.embed_tokens
         self._blocks_of_model = [Block.of(layer) for layer in inner.model.layers]
-        self._norm = inner.model.norm
+        self._norm = _norm(inner.model.norm)
         self._rotary = inner.model.rotary_emb
         self._head = inner.lm_head
         attention = inner.model.layers[0].self_attn
@@ -181,6 +181,18 @@ class Decoder:
         """Zero rows below, so that there are enough of them (see ROWS_PER_THREAD)."""
         missing = self._min_rows - x.shape[0]
         return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def _norm(module: Any) -> Any:
+    """The module, or in float32 what it computes as one call in place of eight: a third of its time for few rows.
+
+    In bfloat16 the module rounds before it multiplies by its weight and the call does not, so the module is kept: the
+    policy goes through it.
+    """
+    if module is None or module.weight.dtype != torch.float32 or not type(module).__name__.endswith("RMSNorm"):
+        return module
+    weight, epsilon = module.weight, module.variance_epsilon
+    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:

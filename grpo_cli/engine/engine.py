@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from grpo_cli.engine import graph
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.graph import Capture
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo
@@ -31,8 +33,10 @@ class TorchEngine:
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
+        cuda_graph: bool = False,
     ) -> None:
         self._decoder = Decoder(model)
+        self._capture = _capture(cuda_graph, self._decoder.device, sparsity)
         self._eos = tuple(eos_token_ids)
         self._sampler = sampler
         self._scheduler = scheduler
@@ -46,7 +50,7 @@ class TorchEngine:
             self._stats = EngineStats()
             return
         self._check(requests)
-        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests)
+        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests, self._capture)
         prefix = self._predictor.prefix_tokens
         # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
         probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < len(requests)
@@ -96,6 +100,19 @@ class TorchEngine:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._predictor.load_state(state["predictor"])
+
+
+def _capture(cuda_graph: bool, device: torch.device, sparsity: Dense | Budget) -> Capture | None:
+    if not cuda_graph:
+        return None
+    if isinstance(sparsity, Budget):
+        raise UserError(
+            "engine.cuda_graph=true replays a recorded step, and an eviction policy must look at every step: use "
+            "sparsity=dense, or leave engine.cuda_graph out"
+        )
+    if device.type != "cuda":
+        raise UserError(f"engine.cuda_graph=true needs a GPU, and the model is on {device}: leave it out")
+    return graph.cuda_graph
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:

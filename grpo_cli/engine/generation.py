@@ -16,6 +16,7 @@ import torch
 
 from grpo_cli.engine.cache import TILE, PromptPool, round_up
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.sequence import Sequence
@@ -28,7 +29,10 @@ PREFILL_TOKENS = 16_384
 
 
 class Generation:
-    """What exists while one list of requests is served. Requests whose prompts have one id share one prefill."""
+    """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
+
+    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`).
+    """
 
     def __init__(
         self,
@@ -37,8 +41,11 @@ class Generation:
         sampler: Full | Micro | Infinite,
         sparsity: Dense | Budget,
         requests: Seq[Request],
+        capture: Capture | None,
     ) -> None:
         self._decoder = decoder
+        self._fixed = capture is not None
+        self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
         self._refills = sampler.refills
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
@@ -137,7 +144,8 @@ class Generation:
         """One token for every running row. The one look at the device is the list of rows that ended."""
         running = self.slots.close_holes()
         self.slots.make_room(running, self._prompts)
-        hidden = self._decoder.step(self.slots.rows(running), self.slots.kv, self._prompts, self.slots.keeper)
+        step_rows = self.slots.rows(running, self._prompts.entries if self._fixed else None)
+        hidden = self._step(step_rows, self.slots.kv, self._prompts, self.slots.keeper)[:running]
         rows = torch.arange(running, device=self._eos.device)
         ended = self.slots.record(rows, self._decoder.logits(hidden), self._eos)
         self.slots.count_tokens(slice(0, running))

@@ -64,6 +64,7 @@ class Slots:
         )
         self._table: Tensor | None = None
         self._place: Tensor | None = None
+        self._placed = 0  # how many running rows the two were made for
         self._in_order = False
 
     @property
@@ -146,23 +147,32 @@ class Slots:
         first = slice(0, running)
         return Tally(self._held()[first], self._host_seen[first], self.host_generated[first], self._host_prompt[first])
 
-    def rows(self, running: int) -> Rows:
-        """What the decoder reads for a step over the first `running` slots."""
-        generated = self._generated[:running]
+    def rows(self, running: int, fixed: int | None = None) -> Rows:
+        """What the decoder reads for a step over the first `running` slots.
+
+        With `fixed`, the number of entries in the prompt pool, over all slots, running or not, and in shapes that
+        seldom change (see `graph.py`).
+        """
+        count = running if fixed is None else self.count
+        generated = self._generated[:count]
         if self._table is None:
-            self._table, self._place, self._in_order = _prompt_table(self._host_entry[:running], self._last.device)
+            self._table, self._place, self._in_order = _prompt_table(
+                self._host_entry[:running], count, fixed, self._last.device
+            )
         assert self._place is not None
         seen = self._host_seen[:running]
         alike = bool((seen == self._host_prompt[:running]).all())
+        width = round_up(int(self._held()[:running].max()) + 1, self._tile)
         return Rows(
-            tokens=self._last[:running],
-            positions=self._prompt_length[:running] + generated - 1,
-            lengths=generated + self._offset[:running],
-            width=round_up(int(self._held()[:running].max()) + 1, self._tile),
+            tokens=self._last[:count],
+            positions=self._prompt_length[:count] + generated - 1,
+            # A slot that stopped when it was full has no room left; what it writes is not read.
+            lengths=(generated + self._offset[:count]).clamp_(max=self.kv.capacity - 1),
+            width=width if fixed is None else min(_power_of_two(width), self.kv.capacity),
             table=self._table,
             place=self._place,
             in_order=self._in_order,
-            prompt_lengths=None if alike else self._prompt_seen[:running],
+            prompt_lengths=None if alike else self._prompt_seen[:count],
             blind=not seen.any(),
         )
 
@@ -198,8 +208,8 @@ class Slots:
     def close_holes(self) -> int:
         """Move running rows down until they are the first ones; returns how many there are."""
         running = self.running
-        if self._place is not None and self._place.shape[0] != running:
-            self._table = None
+        if self._placed != running:
+            self._table, self._placed = None, running
         holes = [slot for slot in range(running) if self.sequences[slot] is None]
         movers = [slot for slot in range(running, self.count) if self.sequences[slot] is not None]
         for hole, mover in zip(holes, movers, strict=True):
@@ -232,25 +242,40 @@ def _counts(sequence: Sequence) -> tuple[int, int, int, int, int, int]:
     return prompt, made, limit, 0, parked.keys.shape[2] - made, prompt if parked.sees_prompt else 0
 
 
-def _prompt_table(entries: np.ndarray, device: torch.device) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:
+def _power_of_two(count: int) -> int:
+    """The least that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _prompt_table(
+    entries: np.ndarray, rows: int, fixed: int | None, device: torch.device
+) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:
     """For each pool entry the rows that belong to it, where each row stands in that table flattened, and whether both
     are simply 0, 1, 2, ...
 
-    Columns are a multiple of four, the fewest with which a product's rows do not depend on how many there are.
+    Columns are a multiple of four, the fewest with which a product's rows do not depend on how many there are. With
+    `fixed` both sides are powers of two (but at most `fixed` entries), `rows` beyond `entries` stand anywhere, and no
+    order is claimed.
 
-    >>> table, place, in_order = _prompt_table(np.array([1, 0, 1]), torch.device("cpu"))
+    >>> table, place, in_order = _prompt_table(np.array([1, 0, 1]), 3, None, torch.device("cpu"))
     >>> table.tolist(), place.tolist(), in_order
     ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5], False)
+    >>> table, place, in_order = _prompt_table(np.array([1, 2, 1]), 4, 3, torch.device("cpu"))
+    >>> table.tolist(), place.tolist(), in_order
+    ([[0, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]], [4, 8, 5, 0], False)
     """
     counts = np.bincount(entries)
-    columns = round_up(int(counts.max()), 4)
+    height, columns = len(counts), round_up(int(counts.max()), 4)
+    if fixed is not None:
+        height, columns = min(_power_of_two(height), fixed), _power_of_two(columns)
     order = np.argsort(entries, kind="stable")
     starts = np.cumsum(counts) - counts
     column = np.empty_like(entries)
     column[order] = np.arange(len(entries)) - starts[entries[order]]
-    place = entries * columns + column
-    table = np.zeros(len(counts) * columns, dtype=np.int64)
-    table[place] = np.arange(len(entries))
-    in_order = len(table) == len(place) and bool((place == np.arange(len(place))).all())
-    by_entry = torch.from_numpy(table.reshape(len(counts), columns))
+    place = np.zeros(rows, dtype=np.int64)
+    place[: len(entries)] = entries * columns + column
+    table = np.zeros(height * columns, dtype=np.int64)
+    table[place[: len(entries)]] = np.arange(len(entries))
+    in_order = fixed is None and len(table) == len(place) and bool((place == np.arange(len(place))).all())
+    by_entry = torch.from_numpy(table.reshape(height, columns))
     return by_entry.to(device), torch.from_numpy(place).to(device), in_order

@@ -1,0 +1,85 @@
+"""Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph in place of some hundred launches.
+
+Every slot is a row, running or not, and what else a shape depends on (slot keys looked at, rows per prompt) is rounded
+up to a power of two, so that few shapes occur. `Decoder.step` is the reference: padding changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.attention import Rows, Watch
+from grpo_cli.engine.cache import KvStore, PromptPool
+
+# A shape is captured when it comes up for this many-th time: capturing costs several steps.
+WORTH_CAPTURING = 4
+
+
+# One decode step (`Decoder.step`): the last hidden state of each row.
+Step = Callable[[Rows, KvStore, PromptPool, Watch], Tensor]
+# Runs the function until its kernels are loaded, and returns what repeats it from the same addresses to the same ones.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+class FixedSteps:
+    """Runs steps of fixed shape through `step`, and captures the shapes that come up often.
+
+    Belongs to one generation: what is captured holds the addresses of its slots and prompts.
+    """
+
+    def __init__(self, step: Step, capture: Capture) -> None:
+        self._step, self._capture = step, capture
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._captured: dict[tuple[Any, ...], tuple[Rows, Callable[[], Tensor]]] = {}
+
+    @property
+    def captured(self) -> int:
+        """How many shapes have been captured."""
+        return len(self._captured)
+
+    def __call__(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
+        """As `Decoder.step`; `rows` are all slots of one generation (`Slots.rows` with `fixed`)."""
+        shape = (rows.width, rows.table.shape, rows.blind, rows.prompt_lengths is None, prompts.store.keys.data_ptr())
+        if shape not in self._captured:
+            self._seen[shape] += 1
+            if self._seen[shape] < WORTH_CAPTURING:
+                return self._step(rows, slots, prompts, watch)
+            copies: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(rows).items()}
+            own = replace(rows, **copies)
+            self._captured[shape] = own, self._capture(lambda: self._step(own, slots, prompts, watch))
+        own, replay = self._captured[shape]
+        for name, tensor in _tensors(own).items():
+            tensor.copy_(getattr(rows, name))
+        return replay()
+
+
+def _tensors(rows: Rows) -> dict[str, Tensor]:
+    return {f.name: value for f in fields(rows) if isinstance(value := getattr(rows, f.name), Tensor)}
+
+
+def cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Record the kernels that `run` launches. Its result lies at one address, overwritten by every replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Libraries allocate and choose kernels in their first calls, which must not be recorded. A decode step may be
+        # repeated: it writes the same keys to the same places.
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay

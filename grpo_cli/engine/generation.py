@@ -157,14 +157,15 @@ class Generation:
         return done
 
     def _park(self, rows: np.ndarray, done: set[int], hidden: torch.Tensor) -> None:
-        for slot in rows.tolist():
-            if slot in done:
-                continue
+        slots = [slot for slot in rows.tolist() if slot not in done]
+        if not slots:
+            return
+        states = hidden[slots].float().cpu()
+        for slot, parked, state in zip(slots, self.slots.park(slots), states, strict=True):
             sequence = self.slots.sequences[slot]
             assert sequence is not None, "a running row has a sequence"
-            sequence.parked = self.slots.park(slot)
-            sequence.hidden = hidden[slot].float().cpu()
-            self._parked_bytes += sequence.parked.nbytes
+            sequence.parked, sequence.hidden = parked, state
+            self._parked_bytes += parked.nbytes
             self.slots.release(slot)
             self.waiting.append(sequence)
 

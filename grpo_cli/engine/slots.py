@@ -185,12 +185,19 @@ class Slots:
         logprobs = self._logprobs[index, :longest].tolist()
         return [(tuple(t[:length]), tuple(p[:length])) for t, p, length in zip(tokens, logprobs, lengths, strict=True)]
 
-    def park(self, slot: int) -> Parked:
-        """Everything needed to go on with this slot's sequence in another one."""
-        ((token_ids, logprobs),) = self.read([slot])
-        keys, values = self.kv.read(slot, int(self._held()[slot]))
-        sees_prompt = bool(self._host_seen[slot])
-        return Parked(keys, values, token_ids, logprobs, sees_prompt, self.kept_kv(slot), self.keeper.park(slot))
+    def park(self, slots: Seq[int]) -> list[Parked]:
+        """Everything needed to go on with these slots' sequences in others."""
+        return [
+            Parked(
+                *self.kv.read(slot, int(self._held()[slot])),
+                token_ids,
+                logprobs,
+                bool(self._host_seen[slot]),
+                self.kept_kv(slot),
+                self.keeper.park(slot),
+            )
+            for slot, (token_ids, logprobs) in zip(slots, self.read(slots), strict=True)
+        ]
 
     def _unpark(self, slot: int, parked: Parked) -> None:
         count = len(parked.token_ids)

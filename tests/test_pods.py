@@ -138,9 +138,9 @@ def test_every_experiment_can_be_run_as_it_stands(name):
     check(composed(f"experiment={name}"))
 
 
-def test_the_baselines_of_an_experiment_differ_from_it_in_n_and_m_only():
+def test_the_baselines_of_an_experiment_differ_from_it_in_n_and_m_and_the_length_of_the_run_only():
     """So that `m=64` on the command line and the file are one thing."""
-    assert composed("experiment=grpo_ga_arithmetic") == composed("experiment=pods_arithmetic", "m=64")
+    assert composed("experiment=grpo_ga_arithmetic") == composed("experiment=pods_arithmetic", "m=64", "train.steps=50")
     assert composed("experiment=grpo_arithmetic") == composed("experiment=pods_arithmetic", "n=16", "m=16")
     in_six_hours = ("train.steps=2850", "train.checkpoint_every=238", "eval.every=238")
     assert composed("experiment=grpo_gsm8k") == composed("experiment=pods_gsm8k", "n=16", "m=16", *in_six_hours)
@@ -239,14 +239,14 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def rows(*points: tuple[float, float], seconds_per_step: float = 1.0) -> list[dict[str, float]]:
     """A run's metrics: (step, accuracy) of its evaluations, one record per step, every step alike."""
     accuracy = dict(points)
-    made: list[dict[str, float]] = [{"step": 0, "eval/accuracy": accuracy[0]}]
+    made: list[dict[str, float]] = [{"step": 0, "eval/pass@1": accuracy[0], "eval/accuracy": 1.0}]
     for step in range(1, int(max(accuracy)) + 1):
         record = {"step": step, "tokens/generated": 100.0 * step, "tokens/trained": 25.0 * step}
         record |= {"clock/train_seconds": seconds_per_step * step, "time/step": seconds_per_step}
         record |= {"time/rollout": 0.3 * seconds_per_step, "time/update": 0.5 * seconds_per_step}
         record |= {"time/logprobs": 0.1 * seconds_per_step, "response/length_mean": 12.0}
         record |= {"group/zero_std": 0.5, "group/zero_std_kept": 0.25, "reward/mean": 0.4, "reward/kept_mean": 0.5}
-        made.append(record | ({"eval/accuracy": accuracy[step]} if step in accuracy else {}))
+        made.append(record | ({"eval/pass@1": accuracy[step], "eval/accuracy": 1.0} if step in accuracy else {}))
     return made
 
 
@@ -363,7 +363,7 @@ def test_the_report_says_what_the_runs_say(study, tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if "maxvar |" in line)
     # 20 s against 10 s; 3 of 10 tenths of the time are rollouts, 6 updates with their log-probabilities
     assert line == (
-        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 2.00 ± 0.00 |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
+        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 1 ± 0 | 2.00 ± 0.00 |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
     )
     found = json.loads((tmp_path / "pods.json").read_text())["results"]["default"]
     assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]

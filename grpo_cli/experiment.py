@@ -12,7 +12,7 @@ import inspect
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -213,6 +213,8 @@ def build(settings: RunSettings) -> Trainer:
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
     bench = set_up(settings, weights)
+    for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
+        console.say(line)
     parts = Parts(
         model=bench.model,
         # The model as it was before the run, also when the run is resumed.
@@ -231,6 +233,22 @@ def build(settings: RunSettings) -> Trainer:
         warn=console.warn,
     )
     return Trainer(settings, parts, run_dir, checkpoint)
+
+
+def introduction(settings: RunSettings, parameters: int, device: torch.device) -> Iterator[str]:
+    """What a person should know of a run before its first step."""
+    prompts, n, m = settings.train.prompts, settings.n, settings.m
+    trained = "all trained on" if m == n else f"{m} of each {n} trained on"
+    yield (
+        f"{parameters / 1e6:.3g} M parameters, {settings.model.dtype}, on {device}; a step is {prompts} prompts x {n} "
+        f"rollouts, {trained}"
+    )
+    slots = settings.parts["sampler"].get("slots")
+    if slots is not None and slots > prompts * n:
+        yield (
+            f"sampler.slots={slots} is more than the {prompts * n} rollouts of a step (train.prompts={prompts} x "
+            f"n={n}), so {prompts * n} slots are allocated"
+        )
 
 
 def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Path | None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_cli.config import config_dir, parse
 from grpo_cli.errors import UserError
-from grpo_cli.experiment import build_rules, make, pick_device
+from grpo_cli.experiment import build_rules, introduction, make, pick_device
 
 GRPO = {"_target_": "grpo_cli.advantage.grpo", "_partial_": True, "stats_over": "kept"}
 LOSS = {
@@ -146,3 +147,17 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
     assert pick_device("auto") == torch.device("cpu")
     with pytest.raises(UserError, match="device=cuda was asked for"):
         pick_device("cuda")
+
+
+def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
+    import hydra
+
+    def said(slots: int) -> list[str]:
+        words = ["sampler=infinite", f"sampler.slots={slots}", "n=4", "train.prompts=2", "run_dir=outputs/x"]
+        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+            return list(introduction(parse(hydra.compose("train", words)), 360_000, torch.device("cpu")))
+
+    first = "0.36 M parameters, float32, on cpu; a step is 2 prompts x 4 rollouts, all trained on"
+    assert said(8) == [first]
+    spare = "sampler.slots=9 is more than the 8 rollouts of a step (train.prompts=2 x n=4), so 8 slots are allocated"
+    assert said(9) == [first, spare]

@@ -9,6 +9,7 @@ command.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ Rows = Sequence[Mapping[str, float]]  # of a run's metrics.jsonl
 ACCURACY, GREEDY = "eval/pass@1", "eval/accuracy"
 
 # Horizontal axes of a curve: the metric, and what a person calls it.
+CLOCK = "clock/train_seconds"
 AXES = {
-    "clock/train_seconds": "training seconds",
+    CLOCK: "training seconds",
     "tokens/generated": "generated tokens",
     "tokens/trained": "trained tokens",
 }
@@ -68,7 +70,7 @@ class Curve:
     greedy: tuple[float, ...]
     axes: Mapping[str, tuple[float, ...]]
 
-    def first_reaching(self, accuracy: float, axis: str = "clock/train_seconds") -> float | None:
+    def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
         """Where the first evaluation of at least this accuracy stands, None if there is none."""
         return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
 
@@ -159,6 +161,21 @@ def curve_of(rows: Rows) -> Curve:
         # Before the first step there is no clock and there are no tokens.
         axes={axis: tuple(row[axis] if row["step"] else 0.0 for row in evaluated) for axis in AXES},
     )
+
+
+def undisturbed(runs: Mapping[int, Rows]) -> dict[int, Curve]:
+    """The curves of an arm's seeds on one clock: each step takes the least that it took any of them.
+
+    The seeds run at different times of the study, so what else the machine did then falls on few of them. Lengths
+    of rollouts hardly differ between seeds at one step, and the rest of a step does not depend on the seed.
+    """
+    by_step = zip(*([row["time/step"] for row in rows if row["step"]] for rows in runs.values()), strict=True)
+    clock = dict(enumerate(itertools.accumulate(map(min, by_step), initial=0.0)))
+    curves = {seed: curve_of(rows) for seed, rows in runs.items()}
+    return {
+        seed: replace(curve, axes={**curve.axes, CLOCK: tuple(clock[step] for step in curve.steps)})
+        for seed, curve in curves.items()
+    }
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:

@@ -1,0 +1,206 @@
+"""Compared runs as tables of short texts, the same for the terminal and for HTML; and as JSON, with every digit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_cli.report.asked import shown
+from grpo_cli.report.compare import Arm, Comparison, Estimate
+from grpo_cli.report.read import Run
+from grpo_cli.text import duration, short, size, sparkline
+
+NOTHING = "–"
+SPARK_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts under column names. `numeric` columns stand to the right; `marked` is the row of the best arm."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[str] = frozenset()
+    marked: int | None = None
+
+    def without(self, column: str) -> Table:
+        place = self.columns.index(column)
+        rows = tuple((*row[:place], *row[place + 1 :]) for row in self.rows)
+        return replace(self, columns=(*self.columns[:place], *self.columns[place + 1 :]), rows=rows)
+
+
+def arm_table(comparison: Comparison, intervals: bool = False) -> Table:
+    """One row per arm: its settings, then means over its completed runs.
+
+    Accuracies come with their intervals (a star marks one over problems), the rest if `intervals` asks for them.
+    """
+    target = comparison.target
+    reaching = f"s to {target:.3f}" if target is not None else "s to target"
+    numbers = (
+        "runs",
+        "final accuracy",
+        "best accuracy",
+        reaching,
+        "train s",
+        "generated",
+        "trained",
+        "peak",
+        "accuracy by step",
+    )
+    sparks = _sparks(comparison)
+    rows = []
+    for arm, spark in zip(comparison.arms, sparks, strict=True):
+        told: list[tuple[Estimate | None, Callable[[float], str]]] = [
+            (arm.seconds, _seconds),
+            (arm.generated_tokens, short),
+            (arm.trained_tokens, short),
+            (arm.peak_bytes, size),
+        ]
+        settings = [shown(arm.settings[c]) if c in arm.settings else NOTHING for c in comparison.columns]
+        reached = NOTHING if target is None else _reached(arm, target)
+        accuracies = [with_interval(e, "{:.3f}".format) for e in (arm.final_accuracy, arm.best_accuracy)]
+        means = [with_interval(e, form) if intervals else _mean(e, form) for e, form in told]
+        rows.append((*settings, _count(arm), *accuracies, reached, *means, spark))
+    marked = comparison.arms.index(comparison.best) if comparison.best else None
+    return Table((*comparison.columns, *numbers), tuple(rows), frozenset(numbers[:-1]), marked)
+
+
+def run_table(runs: Sequence[Run], columns: Sequence[str]) -> Table:
+    """One row per run: how it ended, what it was asked, how far it came, and what was said of it."""
+    rows = [
+        (
+            run.name,
+            run.state.value,
+            *(shown(run.asked.settings[c]) if c in run.asked.settings else NOTHING for c in columns),
+            NOTHING if run.asked.seed is None else shown(run.asked.seed),
+            str(run.steps),
+            NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
+            NOTHING if run.seconds is None else _seconds(run.seconds),
+            "; ".join(filter(None, (run.reason, *run.notes))),
+        )
+        for run in runs
+    ]
+    names = ("seed", "steps", "last accuracy", "train s")
+    return Table(("run", "state", *columns, *names, "said of it"), tuple(rows), frozenset(names))
+
+
+def footnotes(comparison: Comparison) -> list[str]:
+    """What a reader of the tables has to know."""
+    arms, said = comparison.arms, []
+    averaged = sum(len(arm.runs) for arm in arms)
+    said.append(
+        f"Means over the {averaged} completed of {len(comparison.runs)} runs, with Student's 95 % interval over seeds "
+        "where there are several."
+    )
+    if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
+        said.append("* One seed: the interval is over the held-out problems, and says nothing of other seeds.")
+    if comparison.target is not None:
+        said.append(
+            f"Time to an accuracy of {comparison.target:.3f} ({comparison.target_is}): training seconds up to the "
+            "first evaluation that has it, mean over the runs that get there."
+        )
+    else:
+        said.append("No run was evaluated, so there is no accuracy (eval.every).")
+    of_source: dict[str, list[str]] = {}
+    for key, source in comparison.implied.items():
+        if key != f"{source}._target_":  # that is what the choice is
+            of_source.setdefault(source, []).append(key)
+    if of_source:
+        lists = "; ".join(f"with {source}: {', '.join(keys)}" for source, keys in of_source.items())
+        said.append(f"Also different, but only along with another setting: {lists}.")
+    return said
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """All numbers of the report, and every run's curve."""
+    return {
+        "columns": comparison.columns,
+        "implied": comparison.implied,
+        "target_accuracy": comparison.target,
+        "arms": [_arm_json(arm, comparison.target) for arm in comparison.arms],
+    }
+
+
+def _arm_json(arm: Arm, target: float | None) -> dict[str, Any]:
+    names = ("final_accuracy", "best_accuracy", "seconds", "generated_tokens", "trained_tokens", "peak_bytes")
+    estimates = {name: getattr(arm, name) for name in names}
+    return {
+        "settings": arm.settings,
+        **{name: None if found is None else asdict(found) for name, found in estimates.items()},
+        "step_seconds": arm.step_seconds,
+        "target": None if target is None else asdict(arm.reaching(target)),
+        "runs": [_run_json(run, averaged=True) for run in arm.runs],
+        "not_averaged": [_run_json(run, averaged=False) for run in arm.others],
+    }
+
+
+def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
+    return {
+        "folder": run.folder,
+        "state": run.state.value,
+        "reason": run.reason,
+        "notes": run.notes,
+        "averaged": averaged,
+        "seed": run.asked.seed,
+        "overrides": run.asked.given,
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "generated_tokens": run.generated_tokens,
+        "trained_tokens": run.trained_tokens,
+        "peak_bytes": run.peak_bytes,
+        "step_seconds": run.step_seconds,
+        "curve": asdict(run.curve),
+    }
+
+
+def with_interval(estimate: Estimate | None, form: Callable[[float], str]) -> str:
+    if estimate is None:
+        return NOTHING
+    if not estimate.over:
+        return form(estimate.mean)
+    star = "*" if estimate.over == "problems" else ""
+    return f"{form(estimate.mean)} ({form(estimate.low)}–{form(estimate.high)}){star}"
+
+
+def _mean(estimate: Estimate | None, form: Callable[[float], str]) -> str:
+    return NOTHING if estimate is None else form(estimate.mean)
+
+
+def _seconds(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return str(seconds)
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
+def _count(arm: Arm) -> str:
+    """`3`, or `2 +1 failed +1 running`."""
+    others = Counter(run.state.value for run in arm.others)
+    return " ".join([str(len(arm.runs)), *(f"+{number} {state}" for state, number in others.items())])
+
+
+def _reached(arm: Arm, target: float) -> str:
+    found = arm.reaching(target)
+    if found.seconds is None:
+        return "never" if found.never else NOTHING
+    some = f" ({found.reached} of {found.reached + found.never})" if found.never else ""
+    return f"{_seconds(found.seconds)}{some}"
+
+
+def _sparks(comparison: Comparison) -> list[str]:
+    """Each arm's mean accuracy over its steps, all drawn between the least and the greatest of any arm."""
+    curves = [arm.mean_curve for arm in comparison.arms]
+    everything = [value for curve in curves for value in curve.accuracy]
+    low, high = min(everything, default=0.0), max(everything, default=1.0)
+    sparks = []
+    for curve in curves:
+        if not curve.steps:
+            sparks.append("")
+            continue
+        places = np.linspace(curve.steps[0], curve.steps[-1], min(SPARK_WIDTH, len(curve.steps)))
+        sparks.append(sparkline(np.interp(places, curve.steps, curve.accuracy).tolist(), low, high))
+    return sparks

@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def left_out(self) -> list[Run]:
-        """Runs that no mean contains."""
+        """Runs that are not averaged."""
         return [run for arm in self.arms for run in arm.others]
 
     @property
@@ -137,7 +137,7 @@ def compare(runs: Sequence[Run], target: float | None = None) -> Comparison:
     if target is None:
         best = max((max(arm.mean_curve.accuracy) for arm in arms if arm.mean_curve.accuracy), default=None)
         target = None if best is None else DEFAULT_TARGET * best
-        target_is = f"{DEFAULT_TARGET:.0%} of the highest mean accuracy of an arm"
+        target_is = f"{100 * DEFAULT_TARGET:g} % of the highest mean accuracy of an arm"
     return Comparison(columns, implied, arms, target, target_is)
 
 
@@ -209,7 +209,7 @@ def _arm(settings: Mapping[str, Setting], runs: Sequence[Run]) -> Arm:
 
 
 def _set_apart(run: Run, later: Run | None) -> Run:
-    """A run that no mean contains; if it completed all the same, with the reason."""
+    """A run that is not averaged; if it completed all the same, with the reason."""
     if run.state != State.COMPLETED:
         return run
     if later is None:

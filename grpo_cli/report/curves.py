@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-Rows = Sequence[Mapping[str, float]]  # of a run's metrics.jsonl
+Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
 # What accuracy is drawn against besides steps: the metric, and what a person calls it.
 AXES = {
@@ -29,7 +29,7 @@ class Curve:
 
     def along(self, axis: str) -> tuple[float, ...]:
         """Where the evaluations stand on an axis of AXES, or in "step"s."""
-        return self.steps if axis == "step" else self.axes[axis]
+        return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
 
     def first_reaching(self, accuracy: float, axis: str = "clock/train_seconds") -> float | None:
         """Where the first evaluation of at least this accuracy stands, None if there is none."""
@@ -51,9 +51,11 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     """The mean over runs at each step: of accuracy, and of where it stands on each axis.
 
     Runs that are evaluated at different steps are interpolated linearly between their evaluations; only steps that
-    all of them cover are taken, so that no run enters or leaves the mean on the way.
+    all of them cover are taken, so that no run enters or leaves the mean on the way. No steps if there are none such.
     """
     steps, accuracy = at_common_steps(curves)
+    if not steps:
+        return Curve((), (), {axis: () for axis in AXES})
     axes = {axis: _interpolated(curves, steps, [curve.axes[axis] for curve in curves]) for axis in AXES}
     return Curve(
         steps=tuple(steps),
@@ -80,8 +82,4 @@ def at_common_steps(curves: Sequence[Curve]) -> tuple[list[int], Float[np.ndarra
 def _interpolated(
     curves: Sequence[Curve], steps: Sequence[int], values: Sequence[Sequence[float]]
 ) -> Float[np.ndarray, "runs steps"]:
-    rows = [
-        np.interp(steps, curve.steps, of_run) if curve.steps else np.zeros(0)
-        for curve, of_run in zip(curves, values, strict=True)
-    ]
-    return np.stack(rows) if rows else np.zeros((0, len(steps)))
+    return np.stack([np.interp(steps, curve.steps, of_run) for curve, of_run in zip(curves, values, strict=True)])

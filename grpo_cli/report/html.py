@@ -8,7 +8,8 @@ from html import escape
 
 from grpo_cli import __version__
 from grpo_cli.report.compare import Comparison
-from grpo_cli.report.tables import Table, arm_table, footnotes, run_table
+from grpo_cli.report.plots import DPI
+from grpo_cli.report.tables import SPARKS, Table, arm_table, footnotes, run_table
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -22,7 +23,8 @@ p.small, li { color: #55555a; font-size: .88rem; } ul { padding-left: 1.2rem; ma
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 th { text-align: left; border-bottom: 2px solid #1c1c1e; padding: .35rem .7rem; vertical-align: bottom; }
 td { border-bottom: 1px solid #e3e3e6; padding: .35rem .7rem; vertical-align: top; white-space: nowrap; }
-td.said { white-space: normal; min-width: 18rem; overflow-wrap: anywhere; }
+td.said { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
+small { color: #55555a; font-weight: 400; }
 th.number, td.number { text-align: right; } tr.best td { background: #eef6ee; font-weight: 600; }
 td.spark { color: #0072b2; letter-spacing: 0; font-family: monospace; }
 .state { border-radius: .6rem; padding: .05rem .55rem; background: #ececef; }
@@ -31,11 +33,12 @@ td.spark { color: #0072b2; letter-spacing: 0; font-family: monospace; }
 figure { margin: 1rem 0 0; } img { max-width: 100%; height: auto; }
 figcaption { color: #55555a; font-size: .88rem; }
 """
+PIXELS_PER_INCH = 115  # of the browser: letters in pictures are then about as large as those beside them
 CAPTIONS = {
     "accuracy.png": (
         "Accuracy along the runs",
         "Held-out greedy accuracy against training seconds (evaluation left out), generated tokens and steps: mean "
-        "over seeds, and a band of one standard deviation where there are several. Dotted: runs that did not complete.",
+        "over seeds, and a band of one standard deviation where there are several. Dotted: runs that are not averaged.",
     ),
     "memory.png": ("Peak memory", "Mean over seeds; dots are single runs."),
     "step_time.png": ("Where a step's time goes", "Mean seconds per step by phase, over all steps and seeds."),
@@ -55,13 +58,9 @@ def page(comparison: Comparison, pictures: Mapping[str, bytes], notes: Sequence[
     ]
     for name, data in pictures.items():
         title, caption = CAPTIONS[name]
-        image = base64.b64encode(data).decode()
-        parts.append(
-            f'<h2>{title}</h2><figure><img alt="{title}" src="data:image/png;base64,{image}">'
-            f"<figcaption>{caption}</figcaption></figure>"
-        )
+        parts.append(f"<h2>{title}</h2><figure>{_image(title, data)}<figcaption>{caption}</figcaption></figure>")
     if comparison.left_out:
-        parts.append(f"<h2>Runs in no mean</h2>{_table(run_table(comparison.left_out, comparison.columns))}")
+        parts.append(f"<h2>Runs that are not averaged</h2>{_table(run_table(comparison.left_out, comparison.columns))}")
     parts.append(f"<h2>All runs</h2>{_table(run_table(runs, comparison.columns))}")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Training runs, compared</title>'
@@ -69,6 +68,12 @@ def page(comparison: Comparison, pictures: Mapping[str, bytes], notes: Sequence[
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
         f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
     )
+
+
+def _image(title: str, data: bytes) -> str:
+    """A PNG in the page, as wide as it was meant to be (its header has the pixels) and no wider than the page."""
+    width = round(int.from_bytes(data[16:20]) / DPI * PIXELS_PER_INCH)
+    return f'<img alt="{title}" width="{width}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
 
 
 def _table(table: Table) -> str:
@@ -83,7 +88,7 @@ def _table(table: Table) -> str:
 
 
 def _class(table: Table, name: str) -> str:
-    special = {"said of it": "said", "accuracy by step": "spark"}
+    special = {"said of it": "said", "not averaged": "said", SPARKS: "spark"}
     kind = "number" if name in table.numeric else special.get(name, "")
     return f' class="{kind}"' if kind else ""
 
@@ -92,4 +97,7 @@ def _cell(table: Table, name: str, text: str) -> str:
     shown = escape(text)
     if name == "state":  # one of our own words
         shown = f'<span class="state {shown}">{shown}</span>'
+    elif name in table.numeric:  # what stands in brackets, such as an interval, below its number
+        number, bracket, rest = shown.partition(" (")
+        shown = f"{number}<br><small>({rest}</small>" if bracket else shown
     return f"<td{_class(table, name)}>{shown}</td>"

@@ -37,12 +37,13 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 DPI = 200
+NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
 @dataclass(frozen=True)
 class Line:
-    """One arm in a picture: its curves, of which mean and band are drawn, and those that belong to no mean."""
+    """One arm in a picture: its curves, of which mean and band are drawn, and those that are not averaged."""
 
     label: str
     curves: Sequence[Curve]
@@ -111,7 +112,7 @@ def accuracy_figure(
             for line in sorted(lines, key=lambda line: line.label in colours):  # grey ones below the others
                 handles |= _draw(panel, line, axis, colours)
             if name in targets:
-                handles["target accuracy"] = panel.axhline(targets[name], color="black", ls="--", lw=0.8)
+                handles[TARGET] = panel.axhline(targets[name], color="black", ls="--", lw=0.8)
             panel.set_xlabel(words)
             panel.set_xlim(left=0)
             panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
@@ -151,13 +152,12 @@ def _draw(panel: Axes, line: Line, axis: str, colours: Mapping[str, tuple[str, s
     for curve in line.unfinished:
         dots = panel.plot(curve.along(axis), curve.accuracy, color=colour, lw=1.0, ls=":")[0]
         panel.plot(curve.along(axis)[-1:], curve.accuracy[-1:], color=colour, marker="x", ms=5, ls="")
-        named["in no mean (not completed)"] = dots
+        named[NOT_AVERAGED] = dots
     return named
 
 
 def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, Any], columns: int) -> None:
-    special = ("target accuracy", "in no mean (not completed)")
-    named = {label: handles[label] for label in (*colours, *special) if label in handles}
+    named = {label: handles[label] for label in (*colours, TARGET, NOT_AVERAGED) if label in handles}
     grey = [label for label in handles if label not in named]
     if grey:
         named[f"{len(grey)} more, which end lower"] = handles[grey[0]]

@@ -9,13 +9,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
-from grpo_cli.report.tables import Table, arm_table, footnotes, run_table
+from grpo_cli.report.tables import MEANS, SPARKS, Table, arm_table, footnotes, run_table
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
 
 # What a narrow screen can do without, the first one first. The page has it all.
-DISPENSABLE = ("trained", "generated", "train s", "best accuracy", "peak")
+DISPENSABLE = (*MEANS[2:0:-1], MEANS[0], "best accuracy", MEANS[3])
 
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
@@ -23,7 +23,7 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
     console = console or Console()
     table = arm_table(comparison)
     if not console.encoding.startswith("utf"):
-        table = table.without(table.columns[-1])
+        table = table.without(SPARKS)
     hidden = _print_fitting(console, table)
     if hidden:
         console.print(Text(f"The screen is narrow; only in the page: {', '.join(hidden)}.", style="dim"))
@@ -31,7 +31,7 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
         console.print(Text(note, style="dim"))
     if comparison.left_out:
         console.print()
-        console.print(Text("In no mean:", style="bold"))
+        console.print(Text("Not averaged:", style="bold"))
         _print(console, _rich(run_table(comparison.left_out, comparison.columns)))
     for run in comparison.runs:
         if run.notes and run not in comparison.left_out:
@@ -65,10 +65,10 @@ def _print(console: Console, table: RichTable) -> None:
 
 
 def _rich(table: Table, stacked: bool = False) -> RichTable:
-    """`stacked` breaks the names of columns, and what stands in brackets goes to a line of its own."""
+    """`stacked` breaks the names of columns, and brackets and parts of a list go to lines of their own."""
     made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in table.columns:
-        title = "\n".join(name.rsplit(" ", 1)) if stacked and len(name) > 8 and name in table.numeric else name
+        title = "\n".join(name.rsplit(" ", 1)) if stacked and len(name) > 10 else name
         right = name in table.numeric
         made.add_column(Text(title), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for number, row in enumerate(table.rows):
@@ -80,4 +80,6 @@ def _rich(table: Table, stacked: bool = False) -> RichTable:
 def _cell(name: str, text: str, stacked: bool) -> Text:
     """Not read as markup: it comes from a file."""
     style = STATE_STYLES.get(text, "yellow") if name == "state" else ""
-    return Text(text.replace(" (", "\n(") if stacked else text, style=style)
+    if stacked:
+        text = text.replace(" (", "\n(").replace(", ", "\n")
+    return Text(text, style=style)

@@ -16,7 +16,8 @@ from grpo_cli.report.read import Run
 from grpo_cli.text import duration, short, size, sparkline
 
 NOTHING = "–"
-SPARK_WIDTH = 16
+SPARKS, SPARK_WIDTH = "accuracy by step", 16
+MEANS = ("training time", "generated tokens", "trained tokens", "peak memory")
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,9 @@ def arm_table(comparison: Comparison, intervals: bool = False) -> Table:
     Accuracies come with their intervals (a star marks one over problems), the rest if `intervals` asks for them.
     """
     target = comparison.target
-    reaching = f"s to {target:.3f}" if target is not None else "s to target"
-    numbers = (
-        "runs",
-        "final accuracy",
-        "best accuracy",
-        reaching,
-        "train s",
-        "generated",
-        "trained",
-        "peak",
-        "accuracy by step",
-    )
+    reaching = "time to target" if target is None else f"time to {target:.3f}"
+    numbers = ("runs", "final accuracy", "best accuracy", reaching, *MEANS)
+    besides = ("not averaged",) if comparison.left_out else ()
     sparks = _sparks(comparison)
     rows = []
     for arm, spark in zip(comparison.arms, sparks, strict=True):
@@ -65,9 +57,11 @@ def arm_table(comparison: Comparison, intervals: bool = False) -> Table:
         reached = NOTHING if target is None else _reached(arm, target)
         accuracies = [with_interval(e, "{:.3f}".format) for e in (arm.final_accuracy, arm.best_accuracy)]
         means = [with_interval(e, form) if intervals else _mean(e, form) for e, form in told]
-        rows.append((*settings, _count(arm), *accuracies, reached, *means, spark))
+        counts = Counter(run.state.value for run in arm.others)
+        set_apart = [", ".join(f"{number} {state}" for state, number in counts.items())] if besides else []
+        rows.append((*settings, str(len(arm.runs)), *accuracies, reached, *means, spark, *set_apart))
     marked = comparison.arms.index(comparison.best) if comparison.best else None
-    return Table((*comparison.columns, *numbers), tuple(rows), frozenset(numbers[:-1]), marked)
+    return Table((*comparison.columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
 
 
 def run_table(runs: Sequence[Run], columns: Sequence[str]) -> Table:
@@ -78,14 +72,14 @@ def run_table(runs: Sequence[Run], columns: Sequence[str]) -> Table:
             run.state.value,
             *(shown(run.asked.settings[c]) if c in run.asked.settings else NOTHING for c in columns),
             NOTHING if run.asked.seed is None else shown(run.asked.seed),
-            str(run.steps),
+            "/".join([str(run.steps), *([shown(asked)] if (asked := run.asked.settings.get("train.steps")) else [])]),
             NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
             NOTHING if run.seconds is None else _seconds(run.seconds),
             "; ".join(filter(None, (run.reason, *run.notes))),
         )
         for run in runs
     ]
-    names = ("seed", "steps", "last accuracy", "train s")
+    names = ("seed", "steps", "last accuracy", "training time")
     return Table(("run", "state", *columns, *names, "said of it"), tuple(rows), frozenset(names))
 
 
@@ -175,12 +169,6 @@ def _seconds(seconds: float) -> str:
     if not math.isfinite(seconds):
         return str(seconds)
     return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
-
-
-def _count(arm: Arm) -> str:
-    """`3`, or `2 +1 failed +1 running`."""
-    others = Counter(run.state.value for run in arm.others)
-    return " ".join([str(len(arm.runs)), *(f"+{number} {state}" for state, number in others.items())])
 
 
 def _reached(arm: Arm, target: float) -> str:

@@ -12,8 +12,9 @@ from jaxtyping import Float
 Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
 # What accuracy is drawn against besides steps: the metric, and what a person calls it.
+CLOCK = "clock/train_seconds"
 AXES = {
-    "clock/train_seconds": "training seconds",
+    CLOCK: "training seconds",
     "tokens/generated": "generated tokens",
     "tokens/trained": "trained tokens",
 }
@@ -21,7 +22,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out greedy accuracy of one run at each of its evaluations, and where on each axis of AXES that was."""
+    """Held-out accuracy of one run at each of its evaluations, and where on each axis of AXES that was."""
 
     steps: tuple[int, ...]
     accuracy: tuple[float, ...]
@@ -31,17 +32,17 @@ class Curve:
         """Where the evaluations stand on an axis of AXES, or in "step"s."""
         return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
 
-    def first_reaching(self, accuracy: float, axis: str = "clock/train_seconds") -> float | None:
+    def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
         """Where the first evaluation of at least this accuracy stands, None if there is none."""
         return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
 
 
-def curve_of(rows: Rows) -> Curve:
+def curve_of(rows: Rows, metric: str = "eval/accuracy") -> Curve:
     """The evaluations among the rows; an accuracy that is no finite number is none."""
-    evaluated = [row for row in rows if math.isfinite(row.get("eval/accuracy", math.nan))]
+    evaluated = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(
         steps=tuple(int(row["step"]) for row in evaluated),
-        accuracy=tuple(row["eval/accuracy"] for row in evaluated),
+        accuracy=tuple(row[metric] for row in evaluated),
         # Before the first step there is no clock and there are no tokens.
         axes={axis: tuple(row.get(axis, math.nan) if row["step"] else 0.0 for row in evaluated) for axis in AXES},
     )

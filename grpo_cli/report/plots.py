@@ -94,6 +94,7 @@ def accuracy_figure(
     panels: Mapping[str, Sequence[Line]],
     axes: Mapping[str, str],
     targets: Mapping[str, float],
+    words: str = "held-out greedy accuracy",
     title: str = "",
 ) -> Figure:
     """One row per panel, one column per axis: mean accuracy of each line, and a band of one standard deviation.
@@ -108,15 +109,15 @@ def accuracy_figure(
     colours = _colours([line for lines in panels.values() for line in lines])
     handles: dict[str, Any] = {}
     for row, (name, lines) in zip(grid, panels.items(), strict=True):
-        for panel, (axis, words) in zip(row, axes.items(), strict=True):
+        for panel, (axis, axis_words) in zip(row, axes.items(), strict=True):
             for line in sorted(lines, key=lambda line: line.label in colours):  # grey ones below the others
                 handles |= _draw(panel, line, axis, colours)
             if name in targets:
                 handles[TARGET] = panel.axhline(targets[name], color="black", ls="--", lw=0.8)
-            panel.set_xlabel(words)
+            panel.set_xlabel(axis_words)
             panel.set_xlim(left=0)
             panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-        row[0].set_ylabel("\n".join(filter(None, (_safe(name), "held-out greedy accuracy"))))
+        row[0].set_ylabel("\n".join(filter(None, (_safe(name), _safe(words)))))
     if title:
         figure.suptitle(_safe(title))
     _legend(figure, handles, colours, len(axes))

@@ -132,6 +132,20 @@ def test_a_narrow_screen_hides_columns_and_says_which(runs, without_matplotlib):
     assert "0.800" in narrow and "(0.000–1.000)" in narrow
 
 
+def test_arms_of_which_too_much_differs_are_called_by_number(tmp_path, without_matplotlib):
+    usual = {f"group.a_setting_with_a_long_name_{i}": i for i in range(4)}
+    for i in range(3):
+        change = {"group.a_setting_with_a_long_name_1": 9} if i == 1 else {}
+        other = {"n": i} if i < 2 else {"n": 0, **{key: value + 5 for key, value in usual.items()}}
+        leave(tmp_path / "runs" / str(i), settings=usual | other | change, status="completed" if i else "failed")
+    screen, out = reported(tmp_path / "runs", width=80, terminal=True)
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", screen).split())
+    assert "usual: group.a_setting_with_a_long_name_0=0 group.a_setting_with_a_long_name_1=1 " in text
+    assert "arm 1: as usual arm 2: group.a_setting_with_a_long_name_1=9 n=1 arm 3: " in text
+    page = Page((out / "report.html").read_text())
+    assert "Settings of the arms" in page.text and page.tags.count("table") == 4
+
+
 def test_a_file_gets_rows_in_one_line_and_no_escape_codes(runs, without_matplotlib):
     screen, _ = reported(runs, width=40)
     assert "\x1b" not in screen

@@ -18,6 +18,7 @@ from grpo_cli.report.read import PHASES, Run, State
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "logger")
+LONGEST_LABEL = 90  # characters
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
 
 
@@ -110,6 +111,16 @@ class Comparison:
     arms: tuple[Arm, ...]
     target: float | None
     target_is: str
+
+    @property
+    def numbered(self) -> bool:
+        """Whether so much differs that an arm is better called by its number."""
+        return any(len(arm.label) > LONGEST_LABEL for arm in self.arms)
+
+    @property
+    def names(self) -> list[str]:
+        """What each arm is called where its settings are not beside it."""
+        return [f"arm {number}" if self.numbered else arm.label for number, arm in enumerate(self.arms, start=1)]
 
     @property
     def runs(self) -> list[Run]:

@@ -9,7 +9,7 @@ from html import escape
 from grpo_cli import __version__
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
-from grpo_cli.report.tables import SPARKS, Table, arm_table, footnotes, run_table
+from grpo_cli.report.tables import SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_table
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -47,21 +47,25 @@ CAPTIONS = {
 
 def page(comparison: Comparison, pictures: Mapping[str, bytes], notes: Sequence[str], made: str) -> str:
     """The whole report. `made` says when; `notes` what it lacks."""
-    runs = comparison.runs
+    runs, settings = comparison.runs, not comparison.numbered
     parts = [
         "<h1>Training runs, compared</h1>",
         f'<p class="small">{len(runs)} runs in {len(comparison.arms)} arms; made {escape(made)} by grpo '
         f"{escape(__version__)}</p>",
         *(f"<p><b>{escape(note)}</b></p>" for note in notes),
-        _table(arm_table(comparison, intervals=True)),
+        _table(arm_table(comparison, intervals=True, settings=settings)),
         f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in footnotes(comparison))}</ul>",
     ]
+    if comparison.numbered:
+        parts.append(f"<h2>Settings of the arms</h2>{_table(settings_table(comparison))}")
     for name, data in pictures.items():
         title, caption = CAPTIONS[name]
         parts.append(f"<h2>{title}</h2><figure>{_image(title, data)}<figcaption>{caption}</figcaption></figure>")
     if comparison.left_out:
-        parts.append(f"<h2>Runs that are not averaged</h2>{_table(run_table(comparison.left_out, comparison.columns))}")
-    parts.append(f"<h2>All runs</h2>{_table(run_table(runs, comparison.columns))}")
+        parts.append(
+            f"<h2>Runs that are not averaged</h2>{_table(run_table(comparison, comparison.left_out, settings))}"
+        )
+    parts.append(f"<h2>All runs</h2>{_table(run_table(comparison, runs, settings))}")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Training runs, compared</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -88,7 +92,7 @@ def _table(table: Table) -> str:
 
 
 def _class(table: Table, name: str) -> str:
-    special = {"said of it": "said", "not averaged": "said", SPARKS: "spark"}
+    special = {SAID: "said", "not averaged": "said", SPARKS: "spark"}
     kind = "number" if name in table.numeric else special.get(name, "")
     return f' class="{kind}"' if kind else ""
 

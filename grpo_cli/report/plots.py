@@ -37,6 +37,7 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 DPI = 200
+MAX_PIXELS = 2**16 - 1  # of a side; matplotlib draws no more
 NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
@@ -56,24 +57,27 @@ def can_draw() -> bool:
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
     """PNG files by name; only those for which some run has something to show."""
-    arms = [arm for arm in comparison.arms if arm.runs]
-    lines = [_line_of(arm) for arm in comparison.arms]
+    arms = [(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True) if arm.runs]
+    lines = [_line_of(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True)]
     drawn: dict[str, bytes] = {}
     with paper_style():
         if any(line.curves or line.unfinished for line in lines):
             axes = {axis: AXES[axis] for axis in ("clock/train_seconds", "tokens/generated")} | {"step": "steps"}
             targets = {} if comparison.target is None else {"": comparison.target}
             drawn["accuracy.png"] = png(accuracy_figure({"": lines}, axes, targets))
-        if any(arm.peak_bytes for arm in arms):
-            drawn["memory.png"] = png(memory_figure([arm for arm in arms if arm.peak_bytes]))
-        if any(arm.step_seconds for arm in arms):
-            drawn["step_time.png"] = png(step_time_figure([arm for arm in arms if arm.step_seconds]))
+        measured = {name: arm for name, arm in arms if arm.peak_bytes}
+        if measured:
+            drawn["memory.png"] = png(memory_figure(measured))
+        timed = {name: arm.step_seconds for name, arm in arms if arm.step_seconds}
+        if timed:
+            drawn["step_time.png"] = png(step_time_figure(timed))
     return drawn
 
 
 def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=DPI, metadata={"Software": None})
+    dpi = min(DPI, int(MAX_PIXELS / max(figure.get_size_inches())))
+    figure.savefig(buffer, dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -86,8 +90,8 @@ def paper_style() -> Iterator[None]:
         yield
 
 
-def _line_of(arm: Arm) -> Line:
-    return Line(arm.label, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
+def _line_of(name: str, arm: Arm) -> Line:
+    return Line(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
 
 
 def accuracy_figure(
@@ -129,7 +133,8 @@ def _colours(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     ends: dict[str, float] = {}
     for line in lines:
         last = [curve.accuracy[-1] for curve in (*line.curves, *line.unfinished) if curve.accuracy]
-        ends[line.label] = max(ends.get(line.label, -1.0), float(np.mean(last)) if last else -1.0)
+        if last:
+            ends[line.label] = max(ends.get(line.label, -1.0), float(np.mean(last)))
     chosen = set(sorted(ends, key=lambda label: -ends[label])[: len(COLOURS)])
     labels = [label for label in ends if label in chosen]
     return {label: (COLOURS[i], MARKERS[i]) for i, label in enumerate(labels)}
@@ -169,10 +174,10 @@ def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, An
         figure.legend(list(named.values()), labels, loc="outside lower center", ncols=fitting, fontsize=8)
 
 
-def memory_figure(arms: Sequence[Arm]) -> Figure:
+def memory_figure(arms: Mapping[str, Arm]) -> Figure:
     """Peak memory of each arm: the mean as a bar, every run as a dot."""
-    figure, panel = _bars(arms)
-    for place, arm in enumerate(arms):
+    figure, panel = _bars(list(arms))
+    for place, arm in enumerate(arms.values()):
         runs = [run.peak_bytes / 2**20 for run in arm.runs if run.peak_bytes is not None]
         panel.barh(place, float(np.mean(runs)), color=COLOURS[5], height=0.62)
         panel.plot(runs, [place] * len(runs), ls="", marker="o", ms=3, color=COLOURS[6], alpha=0.7)
@@ -185,13 +190,13 @@ def memory_figure(arms: Sequence[Arm]) -> Figure:
     return figure
 
 
-def step_time_figure(arms: Sequence[Arm]) -> Figure:
+def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     """Mean seconds of a step of each arm, stacked by phase."""
-    figure, panel = _bars(arms)
-    names = [name for name in PHASE_COLOURS if any(name in arm.step_seconds for arm in arms)]
+    figure, panel = _bars(list(arms))
+    names = [name for name in PHASE_COLOURS if any(name in phases for phases in arms.values())]
     begun = np.zeros(len(arms))
     for name in names:
-        seconds = np.array([arm.step_seconds.get(name, 0.0) for arm in arms])
+        seconds = np.array([phases.get(name, 0.0) for phases in arms.values()])
         panel.barh(range(len(arms)), seconds, left=begun, color=PHASE_COLOURS[name], height=0.62, label=name)
         begun += seconds
     for place, total in enumerate(begun):
@@ -203,16 +208,16 @@ def step_time_figure(arms: Sequence[Arm]) -> Figure:
     return figure
 
 
-def _bars(arms: Sequence[Arm]) -> tuple[Figure, Axes]:
+def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
     """A figure with a line per arm, the first one on top."""
     from matplotlib.figure import Figure
 
-    labels = [_broken(arm.label) for arm in arms]
+    labels = [_broken(name) for name in names]
     lines = sum(max(1.6, 1 + label.count("\n")) for label in labels)
     figure = Figure(figsize=(7.2, 0.9 + 0.2 * lines), layout="constrained")
     panel = figure.subplots()
-    panel.set_yticks(range(len(arms)), labels)
-    panel.set_ylim(len(arms) - 0.5, -0.5)
+    panel.set_yticks(range(len(names)), labels)
+    panel.set_ylim(len(names) - 0.5, -0.5)
     panel.grid(axis="y", visible=False)
     return figure, panel
 

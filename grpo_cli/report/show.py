@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -9,48 +11,64 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
-from grpo_cli.report.tables import MEANS, SPARKS, Table, arm_table, footnotes, run_table
+from grpo_cli.report.tables import MEANS, SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_lines
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
 
 # What a narrow screen can do without, the first one first. The page has it all.
-DISPENSABLE = (*MEANS[2:0:-1], MEANS[0], "best accuracy", MEANS[3])
+DISPENSABLE = (*MEANS[2:0:-1], MEANS[0], "best accuracy", MEANS[3], "last accuracy", "seed")
+ROOM_FOR_WORDS = 24  # that the column of remarks needs; it breaks anywhere
 
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
     """Print the report. Where nobody looks at a screen (a file, a pipe) rows are as long as they need to be."""
     console = console or Console()
-    table = arm_table(comparison)
+    arms = [arm_table(comparison, settings=settings) for settings in (True, False)]
     if not console.encoding.startswith("utf"):
-        table = table.without(SPARKS)
-    hidden = _print_fitting(console, table)
-    if hidden:
-        console.print(Text(f"The screen is narrow; only in the page: {', '.join(hidden)}.", style="dim"))
+        arms = [table.without(SPARKS) for table in arms]
+    if _print_first_fitting(console, arms[1:] if comparison.numbered else arms) == "arm":
+        for line in settings_lines(comparison):
+            console.print(Text(line))
+        console.print()
     for note in footnotes(comparison):
         console.print(Text(note, style="dim"))
     if comparison.left_out:
         console.print()
         console.print(Text("Not averaged:", style="bold"))
-        _print(console, _rich(run_table(comparison.left_out, comparison.columns)))
+        apart = [run_table(comparison, comparison.left_out, settings) for settings in (True, False)]
+        _print_first_fitting(console, apart[1:] if comparison.numbered else apart)
     for run in comparison.runs:
         if run.notes and run not in comparison.left_out:
             console.print(Text(f"note: {run.name}: {'; '.join(run.notes)}", style="yellow"))
 
 
-def _print_fitting(console: Console, table: Table) -> list[str]:
-    """Print the table in lines, or with its intervals below their means, or without columns, which are returned."""
-    hidden: list[str] = []
-    made = _rich(table)
-    if console.is_terminal and _width(console, made) > console.width:
-        made = _rich(table, stacked=True)
+def _print_first_fitting(console: Console, tables: Sequence[Table]) -> str:
+    """Print the first of the tables that the screen has room for; returns the name of its first column.
+
+    A table may be printed in lines, or with intervals below their means, or without columns, which are then named.
+    """
+    for table in tables:
         dispensable = [name for name in DISPENSABLE if name in table.columns]
-        while dispensable and _width(console, made) > console.width:
-            hidden.append(dispensable.pop(0))
-            table = table.without(hidden[-1])
-            made = _rich(table, stacked=True)
-    _print(console, made)
-    return hidden
+        for num_hidden in range(len(dispensable) + 1):
+            hidden = dispensable[:num_hidden]
+            shrunk = table.without(*hidden)
+            for stacked in (False, True):
+                last = table is tables[-1] and len(hidden) == len(dispensable) and stacked
+                if last or not console.is_terminal or _needs(console, shrunk, stacked) <= console.width:
+                    _print(console, _rich(shrunk, stacked))
+                    if hidden:
+                        names = ", ".join(hidden)
+                        console.print(Text(f"The screen is narrow; only in the page: {names}.", style="dim"))
+                    return table.columns[0]
+    raise AssertionError("the last table is printed in any case")
+
+
+def _needs(console: Console, table: Table, stacked: bool) -> int:
+    """The columns of a screen that a table needs."""
+    if SAID not in table.columns:
+        return _width(console, _rich(table, stacked))
+    return _width(console, _rich(table.without(SAID), stacked)) + ROOM_FOR_WORDS
 
 
 def _width(console: Console, table: RichTable) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from grpo_cli.report.asked import shown
+from grpo_cli.report.asked import Setting, shown
 from grpo_cli.report.compare import Arm, Comparison, Estimate
 from grpo_cli.report.read import Run
 from grpo_cli.text import duration, short, size, sparkline
 
 NOTHING = "–"
+SAID = "said of it"
 SPARKS, SPARK_WIDTH = "accuracy by step", 16
 MEANS = ("training time", "generated tokens", "trained tokens", "peak memory")
 
@@ -29,14 +30,14 @@ class Table:
     numeric: frozenset[str] = frozenset()
     marked: int | None = None
 
-    def without(self, column: str) -> Table:
-        place = self.columns.index(column)
-        rows = tuple((*row[:place], *row[place + 1 :]) for row in self.rows)
-        return replace(self, columns=(*self.columns[:place], *self.columns[place + 1 :]), rows=rows)
+    def without(self, *columns: str) -> Table:
+        kept = [place for place, name in enumerate(self.columns) if name not in columns]
+        rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[place] for place in kept), rows=rows)
 
 
-def arm_table(comparison: Comparison, intervals: bool = False) -> Table:
-    """One row per arm: its settings, then means over its completed runs.
+def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = True) -> Table:
+    """One row per arm: its settings, or else its number, then means over its completed runs.
 
     Accuracies come with their intervals (a star marks one over problems), the rest if `intervals` asks for them.
     """
@@ -46,31 +47,34 @@ def arm_table(comparison: Comparison, intervals: bool = False) -> Table:
     besides = ("not averaged",) if comparison.left_out else ()
     sparks = _sparks(comparison)
     rows = []
-    for arm, spark in zip(comparison.arms, sparks, strict=True):
+    columns = comparison.columns if settings else ("arm",)
+    for place, (arm, spark) in enumerate(zip(comparison.arms, sparks, strict=True), start=1):
         told: list[tuple[Estimate | None, Callable[[float], str]]] = [
             (arm.seconds, _seconds),
             (arm.generated_tokens, short),
             (arm.trained_tokens, short),
             (arm.peak_bytes, size),
         ]
-        settings = [shown(arm.settings[c]) if c in arm.settings else NOTHING for c in comparison.columns]
+        named = _settings(arm.settings, columns) if settings else [str(place)]
         reached = NOTHING if target is None else _reached(arm, target)
         accuracies = [with_interval(e, "{:.3f}".format) for e in (arm.final_accuracy, arm.best_accuracy)]
         means = [with_interval(e, form) if intervals else _mean(e, form) for e, form in told]
         counts = Counter(run.state.value for run in arm.others)
         set_apart = [", ".join(f"{number} {state}" for state, number in counts.items())] if besides else []
-        rows.append((*settings, str(len(arm.runs)), *accuracies, reached, *means, spark, *set_apart))
+        rows.append((*named, str(len(arm.runs)), *accuracies, reached, *means, spark, *set_apart))
     marked = comparison.arms.index(comparison.best) if comparison.best else None
-    return Table((*comparison.columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
+    return Table((*columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
 
 
-def run_table(runs: Sequence[Run], columns: Sequence[str]) -> Table:
-    """One row per run: how it ended, what it was asked, how far it came, and what was said of it."""
+def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
+    """One row per run: how it ended, its settings or else its arm, how far it came, and what was said of it."""
+    columns = comparison.columns if settings else ("arm",)
+    places = {id(run): i for i, arm in enumerate(comparison.arms, start=1) for run in (*arm.runs, *arm.others)}
     rows = [
         (
             run.name,
             run.state.value,
-            *(shown(run.asked.settings[c]) if c in run.asked.settings else NOTHING for c in columns),
+            *(_settings(run.asked.settings, columns) if settings else [str(places[id(run)])]),
             NOTHING if run.asked.seed is None else shown(run.asked.seed),
             "/".join([str(run.steps), *([shown(asked)] if (asked := run.asked.settings.get("train.steps")) else [])]),
             NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
@@ -80,7 +84,32 @@ def run_table(runs: Sequence[Run], columns: Sequence[str]) -> Table:
         for run in runs
     ]
     names = ("seed", "steps", "last accuracy", "training time")
-    return Table(("run", "state", *columns, *names, "said of it"), tuple(rows), frozenset(names))
+    return Table(("run", "state", *columns, *names, SAID), tuple(rows), frozenset(names))
+
+
+def settings_table(comparison: Comparison) -> Table:
+    """What the numbers of arms stand for."""
+    rows = [
+        (str(number), *_settings(arm.settings, comparison.columns))
+        for number, arm in enumerate(comparison.arms, start=1)
+    ]
+    return Table(("arm", *comparison.columns), tuple(rows))
+
+
+def settings_lines(comparison: Comparison) -> list[str]:
+    """The same in words: the settings that most arms have, then for each arm in what it is another."""
+    rows = settings_table(comparison).rows
+    usual = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)][1:]
+    lines = [f"usual: {' '.join(f'{key}={value}' for key, value in zip(comparison.columns, usual, strict=True))}"]
+    for number, *values in rows:
+        told = zip(comparison.columns, values, usual, strict=True)
+        other = [f"{key}={value}" for key, value, common in told if value != common]
+        lines.append(f"arm {number}: {' '.join(other) or 'as usual'}")
+    return lines
+
+
+def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[str]:
+    return [shown(settings[column]) if column in settings else NOTHING for column in columns]
 
 
 def footnotes(comparison: Comparison) -> list[str]:

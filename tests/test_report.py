@@ -214,8 +214,8 @@ def test_jobs_that_have_not_begun_are_listed_with_what_they_will_run(tmp_path):
 
 def test_evaluations_are_left_out_and_named(tmp_path):
     leave(tmp_path / "train")
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "summary.json").write_text('{"eval/accuracy": 0.5}')
+    told = {"hydra": {"job": {"config_name": "eval"}, "runtime": {"choices": {}}}}
+    (leave(tmp_path / "eval", status=None) / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(told))
     found = read_runs([tmp_path])
     assert ([run.name for run in found.runs], found.others) == (["train"], ("eval",))
     with pytest.raises(UserError, match=r"no training run in or below .*eval \(1 evaluations"):

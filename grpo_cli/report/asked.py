@@ -28,7 +28,7 @@ class Asked:
 
     `groups` are the names of the groups, `given` the settings that stood on the command line, `references` those that
     follow another one (`m` follows `n`). A run that has left no config is not `complete`: `settings` are then only the
-    given ones.
+    given ones, and the `command` is taken to be the one that sweeps.
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class Asked:
     given: tuple[str, ...] = ()
     references: Mapping[str, str] = field(default_factory=dict)
     complete: bool = False
+    command: str = "train"
 
     @property
     def seed(self) -> Setting:
@@ -50,10 +51,14 @@ def asked_of(folder: Path) -> Asked | None:
     settings = dict(_flat(config, ""))
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
-    choices = _choices(_yaml(folder / ".hydra" / "hydra.yaml"))
+    hydra = _yaml(folder / ".hydra" / "hydra.yaml")
+    chosen = _below(hydra, "hydra", "runtime", "choices")
+    # The run's own groups, without Hydra's.
+    choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
     words = _yaml(folder / ".hydra" / "overrides.yaml")
     given = dict(map(_override, words)) if isinstance(words, list) else {}
-    return Asked(settings | choices, frozenset(choices), tuple(given), references, complete=True)
+    command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
+    return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)
 
 
 def asked_with(words: Sequence[str]) -> Asked:
@@ -74,12 +79,11 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-def _choices(hydra: Any) -> dict[str, Setting]:
-    """The choices of the run's own groups, from Hydra's record of itself."""
-    for key in ("hydra", "runtime", "choices"):
-        hydra = hydra.get(key) if isinstance(hydra, dict) else None
-    chosen = hydra if isinstance(hydra, dict) else {}
-    return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
+def _below(value: Any, *keys: str) -> dict[Any, Any]:
+    """The mapping below these keys, empty if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:

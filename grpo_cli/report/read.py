@@ -95,12 +95,9 @@ def read_runs(folders: Sequence[Path]) -> Found:
                 found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
         except OSError as error:
             raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
-    runs, others = [], []
-    for path, (name, job) in found.items():
-        if _command_of(path) == "train":
-            runs.append(read_run(path, name, job))
-        else:
-            others.append(name)
+    read = [read_run(path, name, job) for path, (name, job) in found.items()]
+    runs = tuple(run for run in read if run.asked.command == "train")
+    others = tuple(run.name for run in read if run.asked.command != "train")
     if not runs:
         besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
         named = ", ".join(plain(folder) for folder in folders)
@@ -108,7 +105,7 @@ def read_runs(folders: Sequence[Path]) -> Found:
             f"no training run in or below {named}{besides}; `grpo train` leaves them in outputs/train, "
             "`grpo train -m` in outputs/multirun"
         )
-    return Found(tuple(runs), tuple(others))
+    return Found(runs, others)
 
 
 def _short_name(path: Path, given: Path, num_given: int) -> str:
@@ -150,14 +147,6 @@ def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
             overrides = job.get("overrides")
             jobs[sweep / name] = [str(word) for word in overrides] if isinstance(overrides, list) else None
     return jobs
-
-
-def _command_of(folder: Path) -> str:
-    """Which command made the folder, by the files that only one leaves."""
-    if (folder / "metrics.jsonl").exists() or (folder / "status.json").exists() or not folder.exists():
-        return "train"
-    summary, _ = _read_object(folder / "summary.json")
-    return "train" if not summary or "train_seconds" in summary else "other"
 
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None) -> Run:

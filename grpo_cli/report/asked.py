@@ -28,7 +28,7 @@ class Asked:
 
     `groups` are the names of the groups, `given` the settings that stood on the command line, `references` those that
     follow another one (`m` follows `n`). A run that has left no config is not `complete`: `settings` are then only the
-    given ones, and the `command` is taken to be the one that sweeps.
+    given ones.
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -61,10 +61,10 @@ def asked_of(folder: Path) -> Asked | None:
     return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)
 
 
-def asked_with(words: Sequence[str]) -> Asked:
+def asked_with(words: Sequence[str], command: str = "train") -> Asked:
     """What is known of a run that has left no config: the overrides that it was to be started with."""
     given = dict(map(_override, words))
-    return Asked(given, given=tuple(given))
+    return Asked(given, given=tuple(given), command=command)
 
 
 def shown(value: Setting) -> str:

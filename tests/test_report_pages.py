@@ -196,6 +196,18 @@ def test_the_legend_names_the_highest_and_counts_the_rest():
     assert labels == [*(rf" _n=\${i}" for i in range(4, 12)), "target accuracy", "4 more, which end lower"]
 
 
+def test_bars_are_drawn_for_as_many_arms_as_can_be_read():
+    pytest.importorskip("matplotlib")
+    from grpo_cli.report.plots import MOST_BARS, step_time_figure
+
+    def labels(num_arms: int) -> tuple[int, str]:
+        panel = step_time_figure({f"n={i}": {"rollout": 1.0, "other": 0.5} for i in range(num_arms)}).axes[0]
+        return len(panel.get_yticks()), panel.get_xlabel().partition("\n")[2]
+
+    assert labels(MOST_BARS) == (MOST_BARS, "")
+    assert labels(MOST_BARS + 1) == (MOST_BARS, f"the first {MOST_BARS} of {MOST_BARS + 1} arms")
+
+
 def test_a_folder_that_cannot_be_written_is_named(runs, without_matplotlib):
     (runs.parent / "out").write_text("in the way")
     with pytest.raises(UserError, match="the report cannot be written to .*out .*: choose another --out"):

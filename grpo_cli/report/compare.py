@@ -177,9 +177,8 @@ def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]
     words = list(dict.fromkeys(key for one in asked for key in one.given))
     columns = [key for key in differing if key not in implied]
     # As they were typed, then the rest: the choices before single settings.
-    return tuple(
-        sorted(columns, key=lambda k: (words.index(k) if k in given else len(words), k not in groups))
-    ), implied
+    columns.sort(key=lambda key: (words.index(key) if key in given else len(words), key not in groups))
+    return tuple(columns), implied
 
 
 def _differs(key: str, asked: Sequence[Asked]) -> bool:

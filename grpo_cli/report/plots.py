@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -37,9 +38,12 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 DPI = 200
-MAX_PIXELS = 2**16 - 1  # of a side; matplotlib draws no more
+MOST_BARS = 60  # of a picture
 NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,7 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
 
 def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
-    dpi = min(DPI, int(MAX_PIXELS / max(figure.get_size_inches())))
-    figure.savefig(buffer, dpi=dpi, metadata={"Software": None})
+    figure.savefig(buffer, dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -176,7 +179,7 @@ def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, An
 
 def memory_figure(arms: Mapping[str, Arm]) -> Figure:
     """Peak memory of each arm: the mean as a bar, every run as a dot."""
-    figure, panel = _bars(list(arms))
+    arms, figure, panel = _bars(arms, "peak memory, MiB (dots: single runs)")
     for place, arm in enumerate(arms.values()):
         runs = [run.peak_bytes / 2**20 for run in arm.runs if run.peak_bytes is not None]
         panel.barh(place, float(np.mean(runs)), color=COLOURS[5], height=0.62)
@@ -184,7 +187,6 @@ def memory_figure(arms: Mapping[str, Arm]) -> Figure:
         panel.annotate(
             size(float(np.mean(runs)) * 2**20), (max(runs), place), (5, 0), textcoords="offset points", va="center"
         )
-    panel.set_xlabel("peak memory, MiB (dots: single runs)")
     panel.margins(x=0.12)
     panel.set_xlim(left=0)
     return figure
@@ -192,7 +194,7 @@ def memory_figure(arms: Mapping[str, Arm]) -> Figure:
 
 def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     """Mean seconds of a step of each arm, stacked by phase."""
-    figure, panel = _bars(list(arms))
+    arms, figure, panel = _bars(arms, "mean seconds per step, evaluation and checkpoints left out")
     names = [name for name in PHASE_COLOURS if any(name in phases for phases in arms.values())]
     begun = np.zeros(len(arms))
     for name in names:
@@ -201,25 +203,26 @@ def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
         begun += seconds
     for place, total in enumerate(begun):
         panel.annotate(f"{total:.3g} s", (total, place), (4, 0), textcoords="offset points", va="center")
-    panel.set_xlabel("mean seconds per step, evaluation and checkpoints left out")
     panel.margins(x=0.12)
     panel.set_xlim(left=0)
     figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
     return figure
 
 
-def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with a line per arm, the first one on top."""
+def _bars(arms: Mapping[str, T], words: str) -> tuple[Mapping[str, T], Figure, Axes]:
+    """A figure with a line per arm, the first one on top, and the arms that have one: the first MOST_BARS."""
     from matplotlib.figure import Figure
 
-    labels = [_broken(name) for name in names]
+    shown = dict(itertools.islice(arms.items(), MOST_BARS))
+    labels = [_broken(name) for name in shown]
     lines = sum(max(1.6, 1 + label.count("\n")) for label in labels)
     figure = Figure(figsize=(7.2, 0.9 + 0.2 * lines), layout="constrained")
     panel = figure.subplots()
-    panel.set_yticks(range(len(names)), labels)
-    panel.set_ylim(len(names) - 0.5, -0.5)
+    panel.set_yticks(range(len(shown)), labels)
+    panel.set_ylim(len(shown) - 0.5, -0.5)
     panel.grid(axis="y", visible=False)
-    return figure, panel
+    panel.set_xlabel(words + (f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""))
+    return shown, figure, panel
 
 
 def _broken(label: str) -> str:

@@ -38,9 +38,8 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
         console.print(Text("Not averaged:", style="bold"))
         apart = [run_table(comparison, comparison.left_out, settings) for settings in (True, False)]
         _print_first_fitting(console, apart[1:] if comparison.numbered else apart)
-    for run in comparison.runs:
-        if run.notes and run not in comparison.left_out:
-            console.print(Text(f"note: {run.name}: {'; '.join(run.notes)}", style="yellow"))
+    for run in (run for arm in comparison.arms for run in arm.runs if run.notes):
+        console.print(Text(f"note: {run.name}: {'; '.join(run.notes)}", style="yellow"))
 
 
 def _print_first_fitting(console: Console, tables: Sequence[Table]) -> str:

@@ -286,6 +286,15 @@ def test_one_seed_has_the_interval_of_its_evaluation(tmp_path):
     assert (arm.best_accuracy.over, arm.seconds.mean) == ("", 10.0)
 
 
+def test_seeds_that_agree_are_not_taken_for_certainty(tmp_path):
+    """Two seeds of equal accuracy once got an interval of no width."""
+    for seed in range(2):
+        leave(tmp_path / str(seed), settings={"seed": seed})
+    (arm,) = compare(runs_in(tmp_path)).arms
+    assert (arm.final_accuracy.low, arm.final_accuracy.high, arm.final_accuracy.over) == (0.1, 0.9, "problems")
+    assert arm.best_accuracy.over == ""
+
+
 @pytest.mark.parametrize("status", ["failed", "interrupted", None])
 def test_a_run_that_did_not_complete_changes_no_mean(tmp_path, status):
     leave(tmp_path / "0", settings={"seed": 0})
@@ -395,6 +404,9 @@ def test_student_s_quantiles_are_those_of_the_tables():
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
 def test_an_interval_holds_its_mean_and_stays_where_a_mean_can_be(values):
     found = estimate(values, 0.0, 1.0)
+    if min(values) == max(values):
+        assert found.over == "" and math.isnan(found.low)
+        return
     assert 0.0 <= found.low <= found.mean + 1e-12 and found.mean - 1e-12 <= found.high <= 1.0
 
 

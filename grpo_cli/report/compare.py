@@ -63,11 +63,12 @@ class Arm:
 
     @property
     def final_accuracy(self) -> Estimate | None:
-        """Over seeds; of one seed alone, with the interval over problems of its evaluation."""
+        """Over seeds; of one seed, or of seeds that agree, with the interval over problems of its evaluation."""
         evaluated = [run for run in self.runs if run.final_accuracy is not None]
-        if len(evaluated) == 1 and evaluated[0].accuracy_interval is not None:
-            return Estimate(evaluated[0].curve.accuracy[-1], *evaluated[0].accuracy_interval, over="problems")
-        return estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
+        found = estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
+        if found is None or found.over or evaluated[-1].accuracy_interval is None:
+            return found
+        return Estimate(found.mean, *evaluated[-1].accuracy_interval, over="problems")
 
     @property
     def best_accuracy(self) -> Estimate | None:
@@ -228,8 +229,9 @@ def _set_apart(run: Run, later: Run | None) -> Run:
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:
-    """Mean of the values that are there, with Student's 95 % interval if there are several; None if there is none.
+    """Mean of the values that are there, with Student's 95 % interval if they differ; None if there is none.
 
+    That a few values agree says little of the next one: an interval of no width would be a false one, and is not given.
     `least` and `most` are what a mean can be; an interval that reaches beyond is cut there, which takes nothing from
     its coverage.
     """
@@ -239,7 +241,7 @@ def estimate(values: Iterable[float | None], least: float = -math.inf, most: flo
     if not all(map(math.isfinite, numbers)):
         return Estimate(math.nan)
     mean = statistics.fmean(numbers)
-    if len(numbers) == 1:
+    if min(numbers) == max(numbers):
         return Estimate(mean)
     half = student_95(len(numbers) - 1) * statistics.stdev(numbers) / math.sqrt(len(numbers))
     return Estimate(mean, max(mean - half, least), min(mean + half, most), over="seeds")

@@ -118,10 +118,13 @@ def footnotes(comparison: Comparison) -> list[str]:
     averaged = sum(len(arm.runs) for arm in arms)
     said.append(
         f"Means over the {averaged} completed of {len(comparison.runs)} runs, with Student's 95 % interval over seeds "
-        "where there are several."
+        "where they differ."
     )
     if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
-        said.append("* One seed: the interval is over the held-out problems, and says nothing of other seeds.")
+        said.append(
+            "* One seed, or seeds that agree: the interval is over the held-out problems, and says nothing of other "
+            "seeds."
+        )
     if comparison.target is not None:
         said.append(
             f"Time to an accuracy of {comparison.target:.3f} ({comparison.target_is}): training seconds up to the "

@@ -104,12 +104,15 @@ def report(
             help="The accuracy whose time is compared. Default: 95 % of the highest mean accuracy.", show_default=False
         ),
     ] = None,
+    metric: Annotated[
+        str, typer.Option(help="Which accuracy: greedy, or of samples, such as eval/pass@1.")
+    ] = "eval/accuracy",
 ) -> None:
     """Compare runs: a table here, pictures and one HTML page in a folder."""
     from grpo_cli.report.make import make
 
     try:
-        make(folders, out, target)
+        make(folders, out, target, metric)
     except UserError as error:
         _fail(error)
 

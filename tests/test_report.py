@@ -374,6 +374,18 @@ def test_the_target_is_a_share_of_the_highest_mean(tmp_path):
     assert [arm.reaching(comparison.target).seconds for arm in comparison.arms] == [10.0, None]
 
 
+def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
+    run = leave(tmp_path / "0")
+    rows = [{"step": 0, "eval/pass@1": 0.25}, {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375}]
+    rows[1] |= {"eval/pass@1_low": 0.125, "eval/pass@1_high": 0.625, "eval/pass@16": 0.75, "eval/length_mean": 9.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_runs([tmp_path], "eval/pass@1").runs
+    assert (found.curve.accuracy, found.accuracy_interval) == ((0.25, 0.375), (0.125, 0.625))
+    assert found.accuracies == ("eval/accuracy", "eval/pass@1", "eval/pass@16")
+    with pytest.raises(UserError, match="--metric=reward/mean is no accuracy in these runs: they have eval/accuracy, "):
+        read_runs([tmp_path], "reward/mean")
+
+
 def test_runs_without_evaluations_have_no_accuracy_and_no_target(tmp_path):
     leave(tmp_path / "0", {5: math.nan})
     comparison = compare(runs_in(tmp_path))

@@ -41,7 +41,7 @@ def runs(tmp_path: Path) -> Path:
 def reported(folder: Path, width: int = 200, terminal: bool = False, target: float | None = None) -> tuple[str, Path]:
     """What is printed, and the folder that is written."""
     screen = io.StringIO()
-    make([folder], folder.parent / "out", target, Console(file=screen, width=width, force_terminal=terminal))
+    make([folder], folder.parent / "out", target, console=Console(file=screen, width=width, force_terminal=terminal))
     return screen.getvalue(), folder.parent / "out"
 
 
@@ -158,7 +158,7 @@ def test_a_terminal_without_unicode_gets_no_sparkline(runs, without_matplotlib):
         encoding = "ascii"
 
     screen = Ascii()
-    make([runs], runs.parent / "out", None, Console(file=screen, width=200))
+    make([runs], runs.parent / "out", console=Console(file=screen, width=200))
     assert "accuracy by step" not in screen.getvalue() and "0.800" in screen.getvalue()
 
 
@@ -190,7 +190,7 @@ def test_the_legend_names_the_highest_and_counts_the_rest():
     def line(i: int) -> Line:
         return Line(f"_n=${i}", [Curve((0, 1), (0.5, i / 20), {axis: (0.0, 1.0) for axis in AXES})])
 
-    figure = accuracy_figure({"": [line(i) for i in range(12)]}, {"step": "steps"}, {"": 0.5})
+    figure = accuracy_figure({"": [line(i) for i in range(12)]}, {"step": "steps"}, {"": 0.5}, "accuracy")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     # A dollar would begin a formula, a leading underscore would hide the label.
     assert labels == [*(rf" _n=\${i}" for i in range(4, 12)), "target accuracy", "4 more, which end lower"]
@@ -226,6 +226,10 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     leave(tmp_path / "run")
     for arguments, message in [
         (["nowhere"], "error: nowhere is no folder: name run folders, sweep folders, or what holds them"),
+        (
+            ["run", "--metric", "eval/pass@4"],
+            "--metric=eval/pass@4 is no accuracy in these runs: they have eval/accuracy",
+        ),
         (["run", "--target", "95"], "error: --target=95 must be an accuracy above 0 and at most 1"),
         ([], "Missing argument"),
     ]:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from grpo_cli.errors import UserError
 from grpo_cli.report.asked import Asked, Setting, shown
-from grpo_cli.report.curves import Curve, mean_curve
+from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
@@ -112,6 +112,7 @@ class Comparison:
     arms: tuple[Arm, ...]
     target: float | None
     target_is: str
+    metric: str
 
     @property
     def numbered(self) -> bool:
@@ -139,8 +140,11 @@ class Comparison:
         return max(found, key=lambda pair: pair[0])[1] if len(found) > 1 else None
 
 
-def compare(runs: Sequence[Run], target: float | None = None) -> Comparison:
-    """Group the runs into arms. `target` is the accuracy that is timed, if not DEFAULT_TARGET of the best there is."""
+def compare(runs: Sequence[Run], target: float | None = None, metric: str = GREEDY) -> Comparison:
+    """Group the runs into arms. `target` is the accuracy that is timed, if not DEFAULT_TARGET of the best there is.
+
+    `metric` is what the runs were read with.
+    """
     if target is not None and not 0 < target <= 1:
         raise UserError(f"--target={target:g} must be an accuracy above 0 and at most 1")
     columns, implied = differences([run.asked for run in runs])
@@ -150,7 +154,7 @@ def compare(runs: Sequence[Run], target: float | None = None) -> Comparison:
         best = max((max(arm.mean_curve.accuracy) for arm in arms if arm.mean_curve.accuracy), default=None)
         target = None if best is None else DEFAULT_TARGET * best
         target_is = f"{100 * DEFAULT_TARGET:g} % of the highest mean accuracy of an arm"
-    return Comparison(columns, implied, arms, target, target_is)
+    return Comparison(columns, implied, arms, target, target_is, metric)
 
 
 def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -11,6 +11,8 @@ from jaxtyping import Float
 
 Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
+GREEDY = "eval/accuracy"
+
 # What accuracy is drawn against besides steps: the metric, and what a person calls it.
 CLOCK = "clock/train_seconds"
 AXES = {
@@ -18,6 +20,11 @@ AXES = {
     "tokens/generated": "generated tokens",
     "tokens/trained": "trained tokens",
 }
+
+
+def spoken(metric: str) -> str:
+    """An accuracy as a person calls it."""
+    return "greedy accuracy" if metric == GREEDY else f"{metric.removeprefix('eval/')} of samples"
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Curve:
         return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
 
 
-def curve_of(rows: Rows, metric: str = "eval/accuracy") -> Curve:
+def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
     """The evaluations among the rows; an accuracy that is no finite number is none."""
     evaluated = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(

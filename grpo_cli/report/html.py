@@ -37,7 +37,7 @@ PIXELS_PER_INCH = 115  # of the browser: letters in pictures are then about as l
 CAPTIONS = {
     "accuracy.png": (
         "Accuracy along the runs",
-        "Held-out greedy accuracy against training seconds (evaluation left out), generated tokens and steps: mean "
+        "Held-out accuracy against training seconds (evaluation left out), generated tokens and steps: mean "
         "over seeds, and a band of one standard deviation where there are several. Dotted: runs that are not averaged.",
     ),
     "memory.png": ("Peak memory", "Mean over seeds; dots are single runs."),

@@ -13,6 +13,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.files import json_line
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
+from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.html import page
 from grpo_cli.report.read import read_runs
 from grpo_cli.report.show import show
@@ -22,7 +23,11 @@ NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip ins
 
 
 def make(
-    folders: Sequence[Path], out: Path | None = None, target: float | None = None, console: Console | None = None
+    folders: Sequence[Path],
+    out: Path | None = None,
+    target: float | None = None,
+    metric: str = GREEDY,
+    console: Console | None = None,
 ) -> Comparison:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
@@ -32,8 +37,8 @@ def make(
     console = console or Console()
     now = datetime.now()
     out = out or Path("outputs/report") / f"{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
-    found = read_runs(folders)
-    comparison = compare(found.runs, target)
+    found = read_runs(folders, metric)
+    comparison = compare(found.runs, target, metric)
     notes = [] if plots.can_draw() else [NO_PICTURES]
     if found.others:
         notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve
+from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve, spoken
 from grpo_cli.text import short, size
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
         if any(line.curves or line.unfinished for line in lines):
             axes = {axis: AXES[axis] for axis in ("clock/train_seconds", "tokens/generated")} | {"step": "steps"}
             targets = {} if comparison.target is None else {"": comparison.target}
-            drawn["accuracy.png"] = png(accuracy_figure({"": lines}, axes, targets))
+            drawn["accuracy.png"] = png(
+                accuracy_figure({"": lines}, axes, targets, f"held-out {spoken(comparison.metric)}")
+            )
         measured = {name: arm for name, arm in arms if arm.peak_bytes}
         if measured:
             drawn["memory.png"] = png(memory_figure(measured))
@@ -101,7 +103,7 @@ def accuracy_figure(
     panels: Mapping[str, Sequence[Line]],
     axes: Mapping[str, str],
     targets: Mapping[str, float],
-    words: str = "held-out greedy accuracy",
+    words: str,
     title: str = "",
 ) -> Figure:
     """One row per panel, one column per axis: mean accuracy of each line, and a band of one standard deviation.

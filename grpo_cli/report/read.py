@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.report.asked import Asked, asked_of, asked_with
-from grpo_cli.report.curves import Curve, Rows, curve_of
+from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
 from grpo_cli.text import duration, plain
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
@@ -40,12 +41,16 @@ class State(StrEnum):
     REPEATED = "repeated"  # completed, and so did a later run of the same settings and seed
 
 
+_AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
+
+
 @dataclass(frozen=True)
 class Run:
     """One run as its folder tells it. Numbers that it does not tell are None.
 
-    `step_seconds` are means over steps: each of PHASES that was measured, and `other`. `rewards` has one mean reward
-    per step. `notes` say what could not be read.
+    `curve` is of the accuracy that was asked for, `accuracies` are those that the run has measured. `step_seconds` are
+    means over steps: each of PHASES that was measured, and `other`. `rewards` has one mean reward per step. `notes` say
+    what could not be read.
     """
 
     folder: Path
@@ -54,6 +59,7 @@ class Run:
     reason: str
     asked: Asked
     curve: Curve
+    accuracies: tuple[str, ...] = ()
     accuracy_interval: tuple[float, float] | None = None  # 95 %, over problems, of the last evaluation
     steps: int = 0
     rewards: tuple[float, ...] = ()
@@ -81,10 +87,11 @@ class Found:
     others: tuple[str, ...]
 
 
-def read_runs(folders: Sequence[Path]) -> Found:
+def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
     """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
 
-    UserError if a folder does not exist or if no training run is found.
+    `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
+    or if the runs have measured other accuracies only.
     """
     found: dict[Path, tuple[str, Sequence[str] | None]] = {}
     for folder in folders:
@@ -95,7 +102,7 @@ def read_runs(folders: Sequence[Path]) -> Found:
                 found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
         except OSError as error:
             raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
-    read = [read_run(path, name, job) for path, (name, job) in found.items()]
+    read = [read_run(path, name, job, metric) for path, (name, job) in found.items()]
     runs = tuple(run for run in read if run.asked.command == "train")
     others = tuple(run.name for run in read if run.asked.command != "train")
     if not runs:
@@ -105,6 +112,10 @@ def read_runs(folders: Sequence[Path]) -> Found:
             f"no training run in or below {named}{besides}; `grpo train` leaves them in outputs/train, "
             "`grpo train -m` in outputs/multirun"
         )
+    measured = sorted({name for run in runs for name in run.accuracies})
+    if metric not in measured and (measured or metric != GREEDY):
+        there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
+        raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
     return Found(runs, others)
 
 
@@ -149,7 +160,7 @@ def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
     return jobs
 
 
-def read_run(folder: Path, name: str, job: Sequence[str] | None = None) -> Run:
+def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
     """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
     status, status_note = _read_object(folder / "status.json")
     summary, summary_note = _read_object(folder / "summary.json")
@@ -159,17 +170,19 @@ def read_run(folder: Path, name: str, job: Sequence[str] | None = None) -> Run:
     asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
     state, reason = _state_of(folder, status, summary)
     notes = [*filter(None, (status_note, summary_note)), *notes]
-    return _with_numbers(Run(folder, name, state, reason, asked, curve_of(rows), notes=tuple(notes)), rows, summary)
+    run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))
+    return _with_numbers(run, rows, metric, summary)
 
 
-def _with_numbers(run: Run, rows: Rows, summary: Mapping[str, Any]) -> Run:
+def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any]) -> Run:
     steps = [row for row in rows if row["step"] > 0]
     last: Mapping[str, float] = steps[-1] if steps else {}
-    evaluated = [row for row in rows if "eval/accuracy" in row]
-    low, high = (evaluated[-1].get(f"eval/accuracy_{end}") if evaluated else None for end in ("low", "high"))
+    evaluated = [row for row in rows if metric in row]
+    low, high = (evaluated[-1].get(f"{metric}_{end}") if evaluated else None for end in ("low", "high"))
     peaks = [row.get("memory/peak_bytes") for row in steps] + [_number(summary.get("peak_memory_bytes"))]
     return replace(
         run,
+        accuracies=tuple(sorted(filter(_AN_ACCURACY.fullmatch, set().union(*rows)))),
         accuracy_interval=None if low is None or high is None else (low, high),
         steps=int(rows[-1]["step"]) if rows else 0,
         rewards=tuple(row["reward/mean"] for row in steps if "reward/mean" in row),

@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_cli.report.asked import Setting, shown
 from grpo_cli.report.compare import Arm, Comparison, Estimate
+from grpo_cli.report.curves import spoken
 from grpo_cli.report.read import Run
 from grpo_cli.text import duration, short, size, sparkline
 
@@ -118,7 +119,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     averaged = sum(len(arm.runs) for arm in arms)
     said.append(
         f"Means over the {averaged} completed of {len(comparison.runs)} runs, with Student's 95 % interval over seeds "
-        "where they differ."
+        f"where they differ; accuracy is the held-out {spoken(comparison.metric)}."
     )
     if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
         said.append(
@@ -145,6 +146,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """All numbers of the report, and every run's curve."""
     return {
+        "metric": comparison.metric,
         "columns": comparison.columns,
         "implied": comparison.implied,
         "target_accuracy": comparison.target,

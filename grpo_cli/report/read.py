@@ -49,8 +49,7 @@ class Run:
     """One run as its folder tells it. Numbers that it does not tell are None.
 
     `curve` is of the accuracy that was asked for, `accuracies` are those that the run has measured. `step_seconds` are
-    means over steps: each of PHASES that was measured, and `other`. `rewards` has one mean reward per step. `notes` say
-    what could not be read.
+    means over steps: each of PHASES that was measured, and `other`. `notes` say what could not be read.
     """
 
     folder: Path
@@ -62,7 +61,6 @@ class Run:
     accuracies: tuple[str, ...] = ()
     accuracy_interval: tuple[float, float] | None = None  # 95 %, over problems, of the last evaluation
     steps: int = 0
-    rewards: tuple[float, ...] = ()
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
     generated_tokens: float | None = None
@@ -185,7 +183,6 @@ def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any])
         accuracies=tuple(sorted(filter(_AN_ACCURACY.fullmatch, set().union(*rows)))),
         accuracy_interval=None if low is None or high is None else (low, high),
         steps=int(rows[-1]["step"]) if rows else 0,
-        rewards=tuple(row["reward/mean"] for row in steps if "reward/mean" in row),
         step_seconds=_step_seconds(steps),
         seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),
         generated_tokens=last.get("tokens/generated", _number(summary.get("generated_tokens"))),

@@ -1,4 +1,4 @@
-"""`grpo train` and `grpo eval`: Typer picks the command, Hydra composes its settings, a typed value is handed over.
+"""The `grpo` program: Typer picks the command, Hydra composes a run's settings, a typed value is handed over.
 
 What a person got wrong ends in one message and exit code 2; the rest is our bug, with its traceback and exit code 1.
 Only Typer is imported at the top, so that help and completion answer at once.
@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -85,6 +86,35 @@ def train(overrides: Overrides = None) -> None:
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
     _hand_over("eval", _after_those_of_the_run("checkpoint", overrides or []), _evaluate)
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, sweep folders, or any folder that holds such.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write. Default: a new folder below outputs/report.", show_default=False),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="The accuracy whose time is compared. Default: 95 % of the highest mean accuracy.", show_default=False
+        ),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="Which accuracy: greedy, or of samples, such as eval/pass@1.")
+    ] = "eval/accuracy",
+) -> None:
+    """Compare runs: a table here, pictures and one HTML page in a folder."""
+    from grpo_cli.report.make import make
+
+    try:
+        make(folders, out, target, metric)
+    except UserError as error:
+        _fail(error)
 
 
 def _train(cfg: DictConfig) -> Any:

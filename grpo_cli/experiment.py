@@ -175,7 +175,14 @@ class Bench:
     engine: Engine
 
 
-def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings) -> Bench:
+def say_to_stderr(text: str) -> None:
+    """A warning where there is no live view that it could spoil."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def set_up(
+    settings: RunSettings | EvalRunSettings, weights: ModelSettings, warn: Callable[[str], None] = say_to_stderr
+) -> Bench:
     """Load the model and build its task and engine."""
     device = pick_device(settings.device)
     tokenizer = load_tokenizer(weights)
@@ -183,7 +190,7 @@ def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings) -> B
     eos = eos_token_ids(model, tokenizer)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
-    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room}
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad))
 
@@ -212,7 +219,7 @@ def build(settings: RunSettings) -> Trainer:
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
-    bench = set_up(settings, weights)
+    bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
     parts = Parts(

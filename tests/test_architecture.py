@@ -44,6 +44,7 @@ DOORS = {
     "safetensors": {"model/"},
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
+    "math_verify": {"tasks/"},
     "typer": {"cli"},
     "rich": {"cli", "console", "report/"},
     "matplotlib": {"report/"},

@@ -32,7 +32,11 @@ def problems(count: int) -> list[dict[str, str]]:
 
 
 def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
-    return Jsonl(tokenizer, 0, path=path, **settings)
+    return Jsonl(tokenizer, 0, path=path, **({"warn": unexpected} | settings))
+
+
+def unexpected(text: str) -> None:
+    raise AssertionError(f"a warning that nobody expected: {text}")
 
 
 def rollout(prompt: Prompt, reply: str, tokenizer: Any = TOKENIZER) -> Rollout:
@@ -68,7 +72,7 @@ def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) ->
 def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
     rows = problems(40)
     forwards, backwards = write(tmp_path / "f.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])
-    tasks = [Jsonl(TOKENIZER, seed, path=path) for seed in (0, 7) for path in (forwards, backwards)]
+    tasks = [Jsonl(TOKENIZER, seed, path=path, warn=unexpected) for seed in (0, 7) for path in (forwards, backwards)]
     held_out = [{prompt.token_ids for prompt in task.prompts("eval")} for task in tasks]
     assert all(held_out[0] == other for other in held_out)
 
@@ -233,11 +237,11 @@ BAD_FILES = [
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     (
         [GOOD, '{"question": "b", "answer": "five"}'],
-        "{path}, line 2: no number was understood in the field 'answer': 'five'; end it with '#### 42'",
+        "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'",
     ),
     (
         [GOOD, *[f'{{"question": "{i}", "answer": "one or two"}}' for i in range(3)]],
-        "{path}, line 2 (and 2 more of 4 rows): no number was understood",
+        "{path}, line 2 (and 2 more of 4 rows): no answer was understood",
     ),
     ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
 ]
@@ -274,7 +278,7 @@ def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
 def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(3))
     message = message_of(lambda: make(path, eval_fraction=1.5, grading="harsh"))
-    assert "task.eval_fraction=1.5 must lie between 0 and 1" in message
+    assert "task.eval_fraction=1.5 must be more than 0 and at most 1" in message
     assert "task.grading=harsh must be one of lenient, strict" in message
     message = message_of(lambda: make(path, template="Question: {problem}"))
     assert "task.template='Question: {problem}' has no place for the question; write {question}" in message
@@ -305,7 +309,7 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     task = make("hub:someone/sums:train", eval_path=write(tmp_path / "e.jsonl", {"question": "x", "answer": "2"}))
     assert [p.id for p in task.prompts("train")] == [f"train-{i:06d}" for i in range(1, 5)]
     message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
-    assert "hub:someone/sums:hard:test, row 1: no number was understood" in message
+    assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
 
 

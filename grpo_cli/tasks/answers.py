@@ -1,8 +1,9 @@
 """Final answers of mathematics word problems: found in a text, read as exact fractions, compared exactly.
 
 A text is looked at from its end, because what counts is what it finally says: the last `#### x`, `\\boxed{x}` or
-`<answer>x</answer>` (the strict form), else the last "the answer is x" or "A: x", else the last number. Nothing is ever evaluated, every pattern
-takes linear time, and what is read as a number is bounded in length; symbolic answers are not understood.
+`<answer>x</answer>` (the strict form), else the last "the answer is x" or "A: x", else the last number. Nothing is ever
+evaluated, every pattern takes linear time, and what is read as a number is bounded in length; symbolic answers are not
+understood.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ pattern takes linear time, nothing is evaluated, and what is longer than `MAX_EX
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -45,11 +46,10 @@ def final_expression(text: str) -> Found | None:
 
 def boxed(text: str) -> str | None:
     """What is in the last box or answer tag of a text, if that is an answer."""
-    found = ""
-    for match in _BOX.finditer(text):
-        found, start = _argument(text, match.end()), match.start()
+    box = deque(_BOX.finditer(text), maxlen=1)
+    found = _argument(text, box[0].end()) if box else ""
     opened = text.rfind("<answer>")
-    if opened >= 0 and not (found and start > opened):
+    if opened >= 0 and not (found and box[0].start() > opened):
         inside = text[opened + len("<answer>") :].partition("</answer>")[0].strip()
         found = inside.removeprefix("$").removesuffix("$") if _is_answer(inside) else found
     return found.strip() if _is_answer(found) else None
@@ -80,12 +80,10 @@ def _after_hashes(text: str) -> str | None:
 
 def _stated(tail: str) -> str:
     """What follows the last "answer is", to the end of its sentence; the formula alone if it begins with one."""
-    last = None
-    for match in _STATED.finditer(tail):
-        last = match
-    if last is None:
+    last = deque(_STATED.finditer(tail), maxlen=1)
+    if not last:
         return ""
-    rest = tail[last.end() :]
+    rest = tail[last[0].end() :]
     formula = _INLINE.match(rest)
     if formula:
         return _inside(formula)
@@ -93,10 +91,8 @@ def _stated(tail: str) -> str:
 
 
 def _last_formula(tail: str) -> str:
-    found = ""
-    for match in _INLINE.finditer(tail):
-        found = _inside(match)
-    return found
+    last = deque(_INLINE.finditer(tail), maxlen=1)
+    return _inside(last[0]) if last else ""
 
 
 def _inside(match: re.Match[str]) -> str:

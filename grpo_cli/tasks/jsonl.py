@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.tasks.judges import GRADINGS, Judge, Numbers, Reply, weighing
@@ -48,7 +49,7 @@ class Jsonl:
         max_unreadable: float = 0.01,
         reward: str = "numbers",
         grading: str = "lenient",
-        weights: Mapping[str, float | None] | None = None,
+        weights: Mapping[str, Any] | None = None,
         formats_on: str = "all",
         judge_seconds: float = 5.0,
         judge_workers: int = 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
@@ -110,7 +110,7 @@ class Weighing:
             raise UserError(f"{found}, but task.formats_on=wrong needs one called correct: add it, or choose all")
 
 
-def weighing(weights: Mapping[str, float | None], formats_on: str, main: str | None) -> Weighing:
+def weighing(weights: Mapping[str, Any], formats_on: str, main: str | None) -> Weighing:
     """The weights that are given, once they are known to go together. A weight of null is none."""
     given = {name: weight for name, weight in weights.items() if weight is not None}
     known = ("correct", *FORMATS)

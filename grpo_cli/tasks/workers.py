@@ -153,7 +153,7 @@ class Workers:
                 if not worker.ready:
                     raise WorkerDied(None, f"it had not started after {START_SECONDS:g} seconds")
                 worker.end()
-                self._workers.remove(worker)
+                self._workers[self._workers.index(worker)] = Worker(self._command)  # it starts while others work
 
     def close(self) -> None:
         """End all workers; the next question starts new ones."""

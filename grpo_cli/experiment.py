@@ -192,7 +192,7 @@ def set_up(
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad))
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, tokenizer))
 
 
 def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
@@ -203,13 +203,21 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
     return load_model(weights, device)
 
 
-def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int) -> Engine:
+def _engine(
+    settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, tokenizer: Any
+) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed}
+    offered["decode"] = partial(tokenizer.decode, skip_special_tokens=False)
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
     engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
+    if settings.sampling.stop and not getattr(engine, "reads_stop_strings", False):
+        raise UserError(
+            f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
+            "stop strings; use engine=torch, or leave sampling.stop empty"
+        )
     return engine
 
 
@@ -304,9 +312,8 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     held_out = bench.task.prompts("eval")
     count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
     prompts = [held_out[i] for i in range(count)]
-    sampling = Sampling(
-        exam.temperature, settings.sampling.top_p, settings.sampling.top_k, settings.sampling.max_new_tokens
-    )
+    drawn = settings.sampling
+    sampling = Sampling(exam.temperature, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)

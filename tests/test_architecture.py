@@ -23,6 +23,7 @@ engine/attention engine/eviction
 engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate engine/graph
+engine/stop
 engine/generation
 engine/engine engine/vllm_engine
 rollout

@@ -3,7 +3,7 @@ predictor has learned; the work is in `generation.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,12 +18,18 @@ from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.engine.stop import stop_of
 from grpo_cli.errors import UserError
 from grpo_cli.types import EngineStats, Request, Rollout
 
 
 class TorchEngine:
-    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone."""
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone.
+
+    `decode` turns tokens into text; it is asked only for requests with stop strings.
+    """
+
+    reads_stop_strings = True
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class TorchEngine:
         predictor: Predictor,
         sparsity: Dense | Budget,
         cuda_graph: bool = False,
+        decode: Callable[[Seq[int]], str] | None = None,
     ) -> None:
         self._decoder = Decoder(model)
         self._capture = _capture(cuda_graph, self._decoder.device, sparsity)
@@ -42,6 +49,7 @@ class TorchEngine:
         self._scheduler = scheduler
         self._predictor = predictor
         self._sparsity = sparsity
+        self._decode = decode
         self._stats = EngineStats()
 
     def generate(self, requests: Seq[Request]) -> Iterator[Rollout]:
@@ -50,7 +58,8 @@ class TorchEngine:
             self._stats = EngineStats()
             return
         self._check(requests)
-        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests, self._capture)
+        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
+        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests, self._capture, stop)
         prefix = self._predictor.prefix_tokens
         # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
         probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < len(requests)

@@ -65,6 +65,7 @@ class Jsonl:
         self._fields = (question_field, answer_field)
         self._source, self._is_default = path or default_path or "", path is None
         self._eval_source = default_eval_path if path is None and eval_path is None else eval_path
+        self._eval_key = "task.path" if eval_path is None else "task.eval_path"  # what helps where the hub does not
         self._eval_fraction = eval_fraction
         self._few_shot, self._few_shot_source, self._warn = few_shot, few_shot_path, warn
         Prompting(tokenizer, template, system_prompt, use_chat_template)  # says what is wrong before any data is read
@@ -130,7 +131,7 @@ class Jsonl:
     def _held_out(self) -> Sequence[Problem]:
         if self._eval_source is None:
             return self._own_problems[1]
-        held_out = self._read(self._eval_source, "task.eval_path")
+        held_out = self._read(self._eval_source, self._eval_key)
         check_disjoint(self._shown, held_out, "the examples of task.few_shot", self._eval_source)
         return held_out
 

@@ -57,7 +57,7 @@ class Numbers:
     """The final answer is a number, compared exactly; see `answers.py`."""
 
     main: str
-    advice: str = "end it with '#### 42', or let it be a number"
+    advice: str = "end it with '#### 42', let it be a number, or have expressions judged with task.reward=math"
 
     def gold(self, text: str) -> str | None:
         value = gold_answer(text)

@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -130,10 +131,11 @@ def _judge_share(make: Callable[[], Judge], replies: Sequence[Reply], barrier: A
 def held_up(limit: float) -> dict[str, Any]:
     """Each hostile expression by itself, so that its own time shows."""
     judge = MathJudge("correct", limit, 1, "zero")
-    judge([Reply("", "\\boxed{x}", HOSTILE_GOLD, True, 1, None)])  # the start
     seconds, over, right = [], 0, 0
+    questions = count()
     for expression in hostile_expressions():
-        judge([Reply("", "\\boxed{y+1}", f"y+{len(seconds)}+z", True, 1, None)])  # the worker has started again
+        while judge([Reply("", "\\boxed{y}", f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
+            pass  # until a worker has started and answers
         start = time.perf_counter()
         (parts,) = judge([Reply("", f"\\boxed{{{expression}}}", HOSTILE_GOLD, True, 1, None)])
         seconds.append(time.perf_counter() - start)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tiny_hf import make_tokenizer
-from words import rollout_of, task_of
+from words import GSM8K, rollout_of, task_of
 
 from grpo_cli.errors import UserError
 from grpo_cli.tasks import math_judge
@@ -190,3 +190,23 @@ def test_the_hub_has_both_splits_and_what_is_in_both_is_not_trained_on(monkeypat
     assert [prompt.answer for prompt in task.prompts("eval")] == ["3", "4"]
     assert [prompt.answer for prompt in task.prompts("train")] == ["0", "1", "2"]
     assert len(said) == 1 and "2 of the 5 problems" in said[0]
+
+
+def test_every_gsm8k_solution_is_right_and_with_another_number_wrong() -> None:
+    """No worker is started for any of them: plain numbers are settled by their writing."""
+    pytest.importorskip("math_verify")
+    if not GSM8K.is_dir():
+        pytest.skip("the GSM8K files are not here")
+    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    judge, right, wrong = MathJudge("correct", 5.0, 1, "stop"), [], []
+    for i, solution in enumerate(json.loads(line)["answer"] for line in lines):
+        worked, _, answer = solution.rpartition("#### ")
+        gold = judge.gold(solution)
+        assert gold == answer
+        form = ("#### {}", r"$\boxed{{{}}}$", "The answer is {}.", "<answer>{}</answer>")[i % 4]
+        right.append(reply(worked + form.format(answer), answer))
+        wrong.append(reply(worked + form.format(f"{answer}.5" if i % 2 else f"1{answer.lstrip('-')}"), answer))
+    assert len(right) == 7473 + 1319
+    assert all(parts["correct"] == 1.0 for parts in judge(right))
+    assert not any(parts["correct"] for parts in judge(wrong))
+    assert not judge._workers._workers

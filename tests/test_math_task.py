@@ -83,7 +83,7 @@ def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge
 
 def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
     pytest.importorskip("math_verify")
-    judge = MathJudge("correct", 1.0, 2, "stop")
+    judge = MathJudge("correct", 8.0, 2, "stop")
     replies = [reply(rf"\boxed{{{text}}}", "2x") for text in (TOWER, "x+x", r"(10^9)!", "3x")] * 3
     parts = judge(replies)
     assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
@@ -205,7 +205,8 @@ def test_every_gsm8k_solution_is_right_and_with_another_number_wrong() -> None:
         assert gold == answer
         form = ("#### {}", r"$\boxed{{{}}}$", "The answer is {}.", "<answer>{}</answer>")[i % 4]
         right.append(reply(worked + form.format(answer), answer))
-        wrong.append(reply(worked + form.format(f"{answer}.5" if i % 2 else f"1{answer.lstrip('-')}"), answer))
+        other = f"{answer}.5" if i % 2 else f"1{answer.lstrip('-').replace(',', '')}"
+        wrong.append(reply(worked + form.format(other), answer))
     assert len(right) == 7473 + 1319
     assert all(parts["correct"] == 1.0 for parts in judge(right))
     assert not any(parts["correct"] for parts in judge(wrong))

@@ -33,7 +33,14 @@ from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Task, Tracker
 from grpo_cli.meter import WallMeter
-from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
+from grpo_cli.model.load import (
+    eos_token_ids,
+    has_embedded_tokenizer,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    save_pretrained,
+)
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
@@ -187,7 +194,7 @@ def set_up(
     device = pick_device(settings.device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
-    eos = eos_token_ids(model, tokenizer)
+    eos = eos_token_ids(model, tokenizer, () if has_embedded_tokenizer(weights) else weights.eos_tokens)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
@@ -230,6 +237,11 @@ def build(settings: RunSettings) -> Trainer:
     bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
+    if has_embedded_tokenizer(weights):
+        console.say(
+            f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "
+            "go by the embedded tokenizer (a token per byte), and replies end with its end"
+        )
     parts = Parts(
         model=bench.model,
         # The model as it was before the run, also when the run is resumed.

@@ -31,8 +31,21 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters. `rank=0` is none: every weight is trained."""
+
+    rank: int = 0
+    alpha: float = 64.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSettings:
-    """Which weights, in which precision."""
+    """Which weights, in which precision, and which of them are trained.
+
+    `architecture` holds the numbers of a config.json; it speaks where no folder does (see `model.load.model_config`).
+    """
 
     path: str
     dtype: str  # float32 | bfloat16: of the weights
@@ -40,6 +53,11 @@ class ModelSettings:
     random_init: bool
     trust_remote_code: bool
     gradient_checkpointing: bool
+    quantize: str = "none"  # none | 8bit | 4bit: of the frozen weights
+    lora: LoraSettings = LoraSettings()
+    adapter: str | None = None
+    eos_tokens: tuple[str, ...] = ()
+    architecture: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

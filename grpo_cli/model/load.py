@@ -5,13 +5,14 @@ What a folder holds is checked from its config before any weights are read. Weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import GatedRepoError, StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,15 +52,17 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
 
     Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture.
     """
-    source = _source(settings.path)
-    config = _read_config(source, settings)
     dtype = DTYPES.get(settings.dtype)
     if dtype is None:
         raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
-    config.attention_dropout = 0.0
     if settings.random_init:
+        config = model_config(settings)
+        config.attention_dropout = 0.0
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
+        source = _source(settings.path)
+        config = _read_config(source, settings)
+        config.attention_dropout = 0.0
         model = _read_weights(source, config, dtype, settings)
     check_supported(model)
     if settings.gradient_checkpointing:
@@ -69,9 +72,39 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
     return model.to(device).train(settings.gradient_checkpointing)
 
 
+def model_config(settings: ModelSettings) -> PreTrainedConfig:
+    """The shape of the model, no weights: from `model.architecture` where it is given and `model.path` is no folder
+    here, so that nothing has to be had from the hub; else from config.json.
+
+    Raises UserError for numbers that make no config, and as `load_model` does.
+    """
+    if settings.architecture is None or _is_here(settings.path):
+        return _read_config(_source(settings.path), settings)
+    words = dict(settings.architecture)
+    named = _architecture(words)
+    if named not in supported_architectures():
+        raise UserError(f"model.architecture: {_unsupported(named)}")
+    try:
+        config = AutoConfig.for_model(**words)
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"model.architecture makes no {named}: {error}") from error
+    config.architectures = [named]
+    _check_window(config)
+    return config
+
+
+def has_embedded_tokenizer(settings: ModelSettings) -> bool:
+    """Whether the embedded model's tokenizer (one token per byte) stands in: for random weights of a preset's shape,
+    which have none of their own here."""
+    return settings.random_init and settings.architecture is not None and not _is_here(settings.path)
+
+
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights. Raises UserError when there is none."""
-    source = _source(settings.path)
+    """The tokenizer that lies beside the weights (see `has_embedded_tokenizer` for when there are none).
+
+    Raises UserError when there is none.
+    """
+    source = _source(TINY if has_embedded_tokenizer(settings) else settings.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -81,15 +114,28 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a reply: those of the generation config (Llama 3 has several), then the tokenizer's."""
+def eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """Every token that ends a reply: `tokens` if any are given, else those of the generation config (Llama 3 has
+    several) and then the tokenizer's. Raises UserError for a token that the tokenizer does not have, and for no end.
+    """
+    if tokens:
+        vocabulary = tokenizer.get_vocab()
+        unknown = [token for token in tokens if token not in vocabulary]
+        if unknown:
+            raise UserError(
+                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own end is "
+                f"{tokenizer.eos_token}. Give tokens that it has, or model.eos_tokens=[] for the model's own"
+            )
+        return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
     ids = tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))
     if not ids:
         raise UserError(
             "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
-            "set eos_token in the folder's tokenizer_config.json"
+            "name it with model.eos_tokens=[...]"
         )
     return ids
 
@@ -112,6 +158,10 @@ def check_supported(model: PreTrainedModel) -> None:
     if name not in supported_architectures():
         raise UserError(_unsupported(name))
     _check_window(model.config)
+
+
+def _is_here(path: str) -> bool:
+    return path == TINY or Path(path).expanduser().is_dir()
 
 
 def _source(path: str) -> Path | str:
@@ -200,6 +250,11 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if not isinstance(source, Path) and _is_gated(error):
+            raise UserError(
+                f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
+                "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
+            ) from error
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
         if isinstance(source, Path):
             raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it anew") from error
@@ -207,6 +262,15 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
+
+
+def _is_gated(error: BaseException | None) -> bool:
+    """Whether the hub refused for want of accepted terms; `transformers` wraps its error in one of another kind."""
+    while error is not None:
+        if isinstance(error, GatedRepoError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

@@ -71,6 +71,8 @@ class TrainSettings:
     max_bad_steps: int
     checkpoint_every: int
     keep_checkpoints: int
+    padding_free: bool = False
+    shared_prefix: bool = False
 
 
 @dataclass(frozen=True)

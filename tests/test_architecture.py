@@ -17,6 +17,7 @@ types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
 logprobs
+passes
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample
 engine/attention engine/eviction

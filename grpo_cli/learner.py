@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_cli.batch import rows_of, to_device, totals
 from grpo_cli.interfaces import LossFn
+from grpo_cli.optimizer import make_optimizer
 from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch, Totals
@@ -47,14 +48,7 @@ class Learner:
         self.updates = 0  # optimizer steps made by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self._parameters, optim)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the computation runs in, rollouts included."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -59,6 +60,17 @@ class ModelSettings:
     eos_tokens: tuple[str, ...] = ()
     architecture: Mapping[str, Any] | None = None
 
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and the weights below them are not."""
+        return self.lora.rank > 0 or self.adapter is not None
+
+    @property
+    def without_files(self) -> bool:
+        """Random weights of a shape given in numbers: there is no config to read, nor a tokenizer."""
+        is_here = self.path == "tiny" or Path(self.path).expanduser().is_dir()
+        return self.random_init and self.architecture is not None and not is_here
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -84,6 +96,8 @@ class OptimSettings:
     warmup_steps: int
     schedule: str  # constant | linear | cosine
     max_grad_norm: float
+    name: str = "adamw"  # adamw | adamw8bit
+    offload: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ What a folder holds is checked from its config before any weights are read. Weig
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,6 +27,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
+from grpo_cli.model.adapters import BASE, has_adapters, with_adapters
+from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,15 +48,19 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(_ARCHITECTURE_OF_TYPE.values())
 
 
-def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
+def load_model(settings: ModelSettings, device: torch.device) -> Any:
     """The model of `model.path` on `device`, without dropout.
 
     With `random_init` only the config is read and the weights come from torch's global generator. Layers recompute
     their activations only in train mode, so a model with gradient checkpointing comes back in train mode and any other
     in eval mode; since every dropout is zero, both compute the same.
 
-    Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture.
+    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train.
+
+    Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
+    what `device` cannot do.
     """
+    check_device(settings, device)
     dtype = DTYPES.get(settings.dtype)
     if dtype is None:
         raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
@@ -63,13 +72,39 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
         source = _source(settings.path)
         config = _read_config(source, settings)
         config.attention_dropout = 0.0
-        model = _read_weights(source, config, dtype, settings)
+        model = _read_weights(source, config, dtype, settings, device)
     check_supported(model)
     if settings.gradient_checkpointing:
         # the second name is what releases of transformers without the first call it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return model.to(device).train(settings.gradient_checkpointing)
+    if settings.quantize == "none":  # quantised weights were read to where they belong
+        model = model.to(device)
+    return with_adapters(model, settings).train(settings.gradient_checkpointing)
+
+
+def check_device(settings: ModelSettings, device: torch.device) -> None:
+    """Raises UserError for quantised weights where bitsandbytes has no kernels for them."""
+    if settings.quantize == "none":
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"model.quantize={settings.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, and the device "
+            f"is {device.type}; use model.quantize=none"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"model.quantize={settings.quantize} needs bitsandbytes: pip install bitsandbytes")
+
+
+def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
+    """The settings that load what a run of `settings` saved in `folder`: a whole model, or adapters for its base."""
+    eos_tokens = () if settings.without_files else settings.eos_tokens
+    if not has_adapters(folder):
+        return replace(settings, path=str(folder), random_init=False, eos_tokens=eos_tokens)
+    if (folder / BASE).is_dir():
+        base = str(folder / BASE)
+        return replace(settings, path=base, random_init=False, eos_tokens=eos_tokens, adapter=str(folder))
+    return replace(settings, adapter=str(folder))
 
 
 def model_config(settings: ModelSettings) -> PreTrainedConfig:
@@ -89,22 +124,18 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model.architecture makes no {named}: {error}") from error
     config.architectures = [named]
+    config.eos_token_id = None  # some families have a default, which would be the end of no text here
     _check_window(config)
     return config
 
 
-def has_embedded_tokenizer(settings: ModelSettings) -> bool:
-    """Whether the embedded model's tokenizer (one token per byte) stands in: for random weights of a preset's shape,
-    which have none of their own here."""
-    return settings.random_init and settings.architecture is not None and not _is_here(settings.path)
-
-
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights (see `has_embedded_tokenizer` for when there are none).
+    """The tokenizer that lies beside the weights; for random weights of a preset's shape, which have none, that of the
+    embedded model (a token per byte).
 
     Raises UserError when there is none.
     """
-    source = _source(TINY if has_embedded_tokenizer(settings) else settings.path)
+    source = _source(TINY if settings.without_files else settings.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -114,9 +145,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
 
-def eos_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()
-) -> tuple[int, ...]:
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
     """Every token that ends a reply: `tokens` if any are given, else those of the generation config (Llama 3 has
     several) and then the tokenizer's. Raises UserError for a token that the tokenizer does not have, and for no end.
     """
@@ -145,10 +174,32 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> in
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
-def save_pretrained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer."""
+def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
+    """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
+
+    Of a model with adapters only these are written, as PEFT does; `with_base` adds the weights below them, for a base
+    that is nowhere else.
+    """
+    adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
-        model.save_pretrained(folder)
+        if adapted:  # without asking the hub whether the base's vocabulary has changed
+            model.save_pretrained(folder, save_embedding_layers=False)
+        else:
+            model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if adapted and with_base:
+        _save_base(model, tokenizer, folder / BASE)
+
+
+def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The weights below the adapters, under the names that they have without."""
+    state = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in unwrapped(model).state_dict().items()
+        if ".lora_" not in name
+    }
+    with _no_progress_bars():
+        unwrapped(model).save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 
 
@@ -197,7 +248,7 @@ def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfi
 
 
 def _read_weights(
-    source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings
+    source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
     with _reading(source, "safetensors weights"), _no_progress_bars():
         # with `output_loading_info` a pair comes back, which its annotation does not say
@@ -208,12 +259,28 @@ def _read_weights(
             use_safetensors=True,
             output_loading_info=True,
             trust_remote_code=settings.trust_remote_code,
+            **_quantised(settings, dtype, device),
         )
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")
     return model
+
+
+def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` needs for weights of 4 bits (NF4 with quantised scales, arXiv 2305.14314) or 8 bits."""
+    if settings.quantize == "none":
+        return {}
+    computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
+    config = BitsAndBytesConfig(
+        load_in_4bit=settings.quantize == "4bit",
+        load_in_8bit=settings.quantize == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed_in,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _check_window(config: PreTrainedConfig) -> None:

@@ -43,6 +43,7 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
+from grpo_cli.optimizer import check_optimizer
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
@@ -234,6 +235,7 @@ def _engine(
 def build(settings: RunSettings) -> Trainer:
     """A training run, ready to go. Rules are tried first, since that is quick; then the model is loaded."""
     rules = build_rules(settings.parts, settings.n, settings.m)
+    check_optimizer(settings.optim, pick_device(settings.device))
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_cli.settings import OptimSettings
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
     """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work."""
+    check_optimizer(optim, weights[0].device)
     words: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     if optim.name == "adamw8bit":
         return _eight_bit(weights, words)
@@ -22,18 +24,21 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
     return torch.optim.AdamW(weights, fused=True, **words)
 
 
+def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
+    """Raises UserError for 8-bit averages where bitsandbytes has no kernels for them, or is not there."""
+    if optim.name == "adamw8bit" and device.type != "cuda":
+        raise UserError(
+            f"optim.name=adamw8bit needs a CUDA GPU, whose kernels bitsandbytes brings, and the device is "
+            f"{device.type}; use optim.name=adamw"
+        )
+    if optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("optim.name=adamw8bit needs bitsandbytes: pip install bitsandbytes")
+
+
 def _eight_bit(weights: Sequence[Tensor], words: Mapping[str, Any]) -> Any:
     """AdamW with averages of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
-    device = weights[0].device.type
-    if device != "cuda":
-        raise UserError(
-            f"optim.name=adamw8bit needs a CUDA GPU, whose kernels bitsandbytes brings, and the weights are on "
-            f"{device}; use optim.name=adamw"
-        )
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError("optim.name=adamw8bit needs bitsandbytes: pip install bitsandbytes") from error
+    from bitsandbytes.optim import AdamW8bit
+
     return AdamW8bit(weights, **words)
 
 

@@ -242,6 +242,9 @@ def build(settings: RunSettings) -> Trainer:
     bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
+    if weights.adapted:
+        trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
+        console.say(f"{trained / 1e6:.3g} M of them are trained: adapters; the weights below stay as they are")
     if weights.without_files:
         console.say(
             f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "

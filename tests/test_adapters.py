@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpo_cli.model.adapters import AdapterOff, base_of, with_adapters
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.passes import PaddingFree
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.types import Batch
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -79,8 +81,6 @@ def test_the_reference_is_the_model_with_its_adapters_off(packed: bool) -> None:
     reference = AdapterOff(model)
     way = PaddingFree(1000, 64, True)
     if packed:
-        from test_passes import Batch
-
         zeros = torch.zeros(2, 12)
         batch = Batch(ids(), mask, mask, zeros, zeros, None, None, torch.ones(2), torch.tensor([12, 12]))
         way.prepare(reference)
@@ -138,6 +138,21 @@ def test_random_weights_below_adapters_are_saved_with_them(tied: bool, tmp_path:
     assert torch.equal(logits(load_model(again, CPU)), logits(model))
 
 
+def test_the_script_makes_an_ordinary_folder_of_adapters_and_their_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    merge = importlib.import_module("merge_adapters").merge
+    model = moved(load_model(settings(), CPU))
+    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved")
+    merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(alone), logits(model), atol=1e-4, rtol=0)
+    assert load_tokenizer(settings(tmp_path / "merged")).encode("1+1") == load_tokenizer(settings()).encode("1+1")
+    with pytest.raises(UserError, match="is not empty"):
+        merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
+
+
 def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Qwen2ForCausalLM has no linear layer q_prj; did you mean q_proj\?"):
         with_adapters(small_model(), settings(lora=LoraSettings(4, 8.0, 0.0, ("q_prj",))))
@@ -146,6 +161,8 @@ def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
     save_pretrained(with_adapters(small_model(), settings()), load_tokenizer(settings()), tmp_path)
     with pytest.raises(UserError, match="has rank 4, but model.lora.rank=8; leave it at 0"):
         with_adapters(small_model(), settings(adapter=str(tmp_path), lora=LoraSettings(8, 8.0, 0.0, ("q_proj",))))
+    with pytest.raises(UserError, match=f"holds adapters, and no model .*model.adapter={tmp_path}"):
+        load_model(settings(tmp_path), CPU)
     with pytest.raises(UserError, match="cannot be put on Qwen2ForCausalLM .*RuntimeError: .*: size mismatch"):
         with_adapters(
             small_model(hidden_size=16, head_dim=4), settings(adapter=str(tmp_path), lora=LoraSettings(rank=0))

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
-from grpo_cli.model.adapters import BASE, has_adapters, with_adapters
+from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.settings import ModelSettings
 
@@ -135,7 +135,11 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
     Raises UserError when there is none.
     """
-    source = _source(TINY if settings.without_files else settings.path)
+    folder = Path(settings.path).expanduser()
+    if has_adapters(folder):  # which is no model, but has a tokenizer
+        source: Path | str = folder
+    else:
+        source = _source(TINY if settings.without_files else settings.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -222,6 +226,11 @@ def _source(path: str) -> Path | str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if has_adapters(folder):
+                raise UserError(
+                    f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, "
+                    f"and as model.path what they were trained on: {base_of(folder)}"
+                )
             raise UserError(
                 f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
             )

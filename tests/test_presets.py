@@ -5,6 +5,7 @@ from __future__ import annotations
 import hydra
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.config import choices, config_dir
@@ -31,8 +32,6 @@ def settings(choice: str, *overrides: str) -> ModelSettings:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("train", [f"model={choice}", "model.random_init=true", *overrides, "run_dir=x"])
     problems: list[str] = []
-    from omegaconf import OmegaConf
-
     found = read(ModelSettings, OmegaConf.to_container(cfg.model, resolve=True), problems)
     assert found is not None, problems
     return found
@@ -58,7 +57,15 @@ def test_random_weights_of_a_preset_read_and_write_bytes():
     assert tokenizer.decode([150_000, *tokenizer.encode("1")]) == "1"  # the model's vocabulary is larger
 
 
-def test_llamas_rope_scaling_arrives(tmp_path):
+def test_random_weights_of_a_preset_end_with_the_tokenizers_end_alone():
+    """Llama's config has an end of its own when none is given, token 2, which would end texts at a digit."""
+    small = ("num_hidden_layers=1", "vocab_size=300", "hidden_size=64", "intermediate_size=64")
+    words = settings("llama3_2_1b", *(f"model.architecture.{word}" for word in small))
+    model, tokenizer = AutoModelForCausalLM.from_config(model_config(words)), load_tokenizer(words)
+    assert eos_token_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (1,)
+
+
+def test_llamas_rope_scaling_arrives():
     rope = model_config(settings("llama3_2_1b")).rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
 

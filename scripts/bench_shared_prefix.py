@@ -1,6 +1,6 @@
 """One update with padded rows, without padding, and with each group's prompt computed once (train.shared_prefix).
 
-    python scripts/bench_shared_prefix.py --prompt 256 --reply 256 --m 8 --json outputs/bench_shared_prefix.json
+    python scripts/bench_shared_prefix.py --prompt 256 --rounds 3 --json scripts/baselines/bench_shared_prefix.json
 
 All arms make the same updates (forward, backward, AdamW) of the same random Qwen2 of 50 M parameters from the same
 batch of random tokens, in one process, taking turns, so that a machine that slows down slows all. Reported are medians

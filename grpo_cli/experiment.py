@@ -33,7 +33,17 @@ from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Task, Tracker
 from grpo_cli.meter import WallMeter
-from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
+from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
+from grpo_cli.model.load import (
+    at_checkpoint,
+    check_device,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    save_pretrained,
+)
+from grpo_cli.optimizer import check_optimizer
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
@@ -185,9 +195,10 @@ def set_up(
 ) -> Bench:
     """Load the model and build its task and engine."""
     device = pick_device(settings.device)
+    check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
-    eos = eos_token_ids(model, tokenizer)
+    eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
@@ -224,17 +235,25 @@ def _engine(
 def build(settings: RunSettings) -> Trainer:
     """A training run, ready to go. Rules are tried first, since that is quick; then the model is loaded."""
     rules = build_rules(settings.parts, settings.n, settings.m)
+    check_optimizer(settings.optim, pick_device(settings.device))
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
-    weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
+    weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
+    if weights.adapted:
+        trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
+        console.say(f"{trained / 1e6:.3g} M of them are trained: adapters; the weights below stay as they are")
+    if weights.without_files:
+        console.say(
+            f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "
+            "go by the embedded tokenizer (a token per byte), and replies end with its end"
+        )
     parts = Parts(
         model=bench.model,
-        # The model as it was before the run, also when the run is resumed.
-        reference=_frozen(_load(settings.model, bench.device, settings.seed)) if _wants_kl(settings) else None,
-        save_model=partial(save_pretrained, bench.model, bench.tokenizer),
+        reference=_reference(settings, bench) if _wants_kl(settings) else None,
+        save_model=partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init),
         task=bench.task,
         engine=bench.engine,
         pad_token_id=bench.pad_token_id,
@@ -301,8 +320,11 @@ def _wants_kl(settings: RunSettings) -> bool:
     return bool(settings.parts["loss"].get("kl_coef", 0.0))
 
 
-def _frozen(model: Any) -> Any:
-    return model.requires_grad_(False).eval()
+def _reference(settings: RunSettings, bench: Bench) -> Any:
+    """The model as it was before the run, also when the run is resumed: a second copy, or its adapters off."""
+    if settings.model.adapted and settings.model.adapter is None:  # new adapters changed nothing
+        return AdapterOff(bench.model)
+    return _load(settings.model, bench.device, settings.seed).requires_grad_(False).eval()
 
 
 def evaluate_model(settings: EvalRunSettings) -> EvalResult:
@@ -333,12 +355,17 @@ def checkpoint_overrides(place: str) -> list[str]:
     found = find_checkpoint(folder)
     for reason in found.skipped:
         print(f"passed over {reason}", file=sys.stderr)
-    if found.path is None and (found.skipped or not (folder / "config.json").is_file()):
+    if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
         raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
     weights = (found.path or folder).resolve()
     run_dir = weights.parent.parent
     of_the_run = overrides_of_run(run_dir) if (run_dir / ".hydra" / "config.yaml").is_file() else []
-    return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+    if not has_adapters(weights):
+        return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+    words = {"model.adapter": str(weights), "model.random_init": False}
+    if not of_the_run or (weights / BASE).is_dir():
+        words |= {"model.path": base_of(weights)}
+    return [*of_the_run, *overrides(words)]
 
 
 def resume_overrides(place: str) -> list[str]:

@@ -30,20 +30,25 @@ def token_logprobs(
     """
     hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     rows, columns = response_mask.nonzero(as_tuple=True)
-    predicting = hidden[rows, columns - 1]
-    labels = input_ids[rows, columns]
+    chosen = chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk)
+    return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+
+
+def chosen_logprobs(
+    model: Any, states: Float[Tensor, "N H"], labels: Int[Tensor, "N"], temperature: float, chunk: int
+) -> Float[Tensor, "N"]:
+    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time."""
     to_logits = head(model)
     parts = []
-    for states, ids in zip(predicting.split(chunk), labels.split(chunk), strict=True):
+    for some_states, ids in zip(states.split(chunk), labels.split(chunk), strict=True):
         if torch.is_grad_enabled():
             part = checkpoint(
-                _chosen, to_logits, states, ids, temperature, use_reentrant=False, preserve_rng_state=False
+                _chosen, to_logits, some_states, ids, temperature, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            part = _chosen(to_logits, states, ids, temperature)
+            part = _chosen(to_logits, some_states, ids, temperature)
         parts.append(part)
-    chosen = torch.cat(parts) if parts else predicting.new_zeros(0)
-    return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+    return torch.cat(parts) if parts else states.new_zeros(0)
 
 
 def _chosen(to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float) -> Tensor:

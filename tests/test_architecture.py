@@ -17,6 +17,7 @@ types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
 logprobs
+passes optimizer
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample
 engine/attention engine/eviction
@@ -42,6 +43,7 @@ DOORS = {
     "vllm": {"engine/vllm_engine"},
     "transformers": {"model/"},
     "peft": {"model/"},
+    "bitsandbytes": {"optimizer"},
     "safetensors": {"model/"},
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},

@@ -21,8 +21,8 @@ from grpo_cli.settings import EvalSettings, ModelSettings, OptimSettings, RunSet
 from grpo_cli.typed import closest, is_a, missing, read, shown
 
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
-EVAL_PARTS = ("task", *ENGINE_PARTS)
-TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss", "logger")
+EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
+TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
 
 # By the class that `_target_` ends with. A scheduler from outside says so itself, when it is built.
 _NEEDS_LENGTHS = {"Sjf": "sjf", "Lpt": "lpt", "Fptas": "fptas"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import random
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import hydra.utils
 import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 
 from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
@@ -48,15 +50,17 @@ from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.typed import closest
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Batch, Finish, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
 
 
 def pick_device(word: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`."""
+    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
     if word == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if word == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
+        torch.cuda.set_per_process_memory_fraction(float(os.environ.get("GRPO_GPU_SHARE", "1")))
     return torch.device(word)
 
 
@@ -306,14 +310,32 @@ def _trackers(
     if checkpoint is not None:
         done = int(checkpoint.name.removeprefix("step_").partition(".")[0])
         first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
-    offered = {
-        "run_dir": run_dir,
-        "config": dataclasses.asdict(settings),
-        "say": console.say,
-        "warn": console.warn,
-    }
     files = JsonlTracker(run_dir, first_step, console.warn)
-    return files, console, make("logger", settings.parts["logger"], offered)
+    return files, console, _logger(settings, "train", console.say, console.warn)
+
+
+def _logger(
+    settings: RunSettings | EvalRunSettings, job_type: str, say: Callable[[str], None], warn: Callable[[str], None]
+) -> Tracker:
+    """The tracker besides the run's files and the console. `job_type` is the command."""
+    offered = {
+        "run_dir": Path(settings.run_dir),
+        "config": dataclasses.asdict(settings),
+        "choices": _choices(),
+        "job_type": job_type,
+        "say": say,
+        "warn": warn,
+    }
+    tracker: Tracker = make("logger", settings.parts["logger"], offered)
+    return tracker
+
+
+def _choices() -> dict[str, str]:
+    """What was chosen of each group, of the run that Hydra has started, if it has."""
+    if not HydraConfig.initialized():
+        return {}
+    chosen = HydraConfig.get().runtime.choices
+    return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
 
 
 def _wants_kl(settings: RunSettings) -> bool:
@@ -329,6 +351,22 @@ def _reference(settings: RunSettings, bench: Bench) -> Any:
 
 def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     """Greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
+    tracker = _logger(settings, "eval", print, partial(print, file=sys.stderr))
+    summary: dict[str, Any] = {"status": "failed"}
+    try:
+        result, seconds = _evaluated(settings)
+        tracker.log(Record(0, result.metrics, result.examples))
+        asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
+        problems = len({example.prompt_id for example in result.examples})
+        summary = {"status": "completed", **asked, "problems": problems, "seconds": seconds, **result.metrics}
+        write_summary(Path(settings.run_dir), summary)
+    finally:
+        tracker.close(summary)
+    return result
+
+
+def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
+    """The evaluation, its samples written, and how many seconds both took."""
     bench = set_up(settings, settings.model)
     exam, run_dir = settings.eval, Path(settings.run_dir)
     held_out = bench.task.prompts("eval")
@@ -341,10 +379,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
     write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
-    seconds = time.perf_counter() - start
-    asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "problems": len(prompts), "k": exam.k}
-    write_summary(run_dir, {"status": "completed", **asked, "seconds": seconds, **result.metrics})
-    return result
+    return result, time.perf_counter() - start
 
 
 def checkpoint_overrides(place: str) -> list[str]:

@@ -12,7 +12,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text
+errors settings typed files text hiding
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
@@ -30,15 +30,17 @@ engine/engine engine/vllm_engine
 rollout
 health evaluate learner select profiling report/
 train
-config
+config jobs
+board
+launcher
 experiment
 cli
 __main__
 """
 
 DOORS = {
-    "hydra": {"cli", "experiment"},
-    "omegaconf": {"cli", "config"},
+    "hydra": {"cli", "experiment", "launcher"},
+    "omegaconf": {"cli", "config", "launcher"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm_engine"},
     "transformers": {"model/"},
@@ -49,7 +51,7 @@ DOORS = {
     "datasets": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "report/"},
+    "rich": {"board", "cli", "console", "report/"},
     "matplotlib": {"report/"},
 }
 

@@ -221,8 +221,8 @@ def _hand_over(
     command: str,
     arguments: Sequence[str],
     job: Callable[[DictConfig], Any],
-    check: Callable[[DictConfig], Any],
-    objective: str,
+    check: Callable[[DictConfig], Any] = lambda cfg: None,
+    objective: str = "final_accuracy",
 ) -> None:
     """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
 

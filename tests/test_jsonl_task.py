@@ -294,6 +294,15 @@ def test_a_chat_template_that_refuses_is_told_with_a_way_out(tmp_path: Path) -> 
     make(path, tokenizer)
 
 
+def test_a_chat_template_that_is_wrong_is_told_likewise(tmp_path: Path) -> None:
+    path, tokenizer = (
+        write(tmp_path / "p.jsonl", *problems(3)),
+        make_tokenizer(chat_template="{{ messages[0].content + 1 }}"),
+    )
+    message = message_of(lambda: make(path, tokenizer))
+    assert "chat template refused a user message: can only concatenate str" in message
+
+
 def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
 

@@ -79,7 +79,8 @@ class Prompting:
         messages = [{"role": role, "content": content} for role, content in [*turns, ("user", question)]]
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # a template refuses by TemplateError; one that is wrong raises what its expressions raise
             roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
             raise UserError(
                 f"the tokenizer's chat template refused a {roles} message: {error}; "

@@ -52,7 +52,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
     Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture.
     """
     source = _source(settings.path)
-    config = _read_config(source, settings)
+    config = _made_config(settings) if settings.random_init else _read_config(source, settings)
     dtype = DTYPES.get(settings.dtype)
     if dtype is None:
         raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
@@ -66,12 +66,20 @@ def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel
         # the second name is what releases of transformers without the first call it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    return model.to(device).train(settings.gradient_checkpointing)
+    if model.device != device:
+        model.to(device)
+    return model.train(settings.gradient_checkpointing)
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights. Raises UserError when there is none."""
+    """The tokenizer that lies beside the weights. Raises UserError when there is none.
+
+    Random weights of a written-down architecture understand no words, so without a folder here the embedded tokenizer
+    serves them, and nothing is asked of the network.
+    """
     source = _source(settings.path)
+    if settings.random_init and settings.architecture is not None and not isinstance(source, Path):
+        source = _source(TINY)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -132,6 +140,19 @@ def _source(path: str) -> Path | str:
             f"Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
         )
     return path
+
+
+def _made_config(settings: ModelSettings) -> PreTrainedConfig:
+    """The config of `model.architecture`, or else of `model.path`."""
+    if settings.architecture is None:
+        return _read_config(_source(settings.path), settings)
+    words = dict(settings.architecture)
+    named = _architecture(words)
+    if named not in supported_architectures():
+        raise UserError(_unsupported(named))
+    config = AutoConfig.for_model(**words)
+    _check_window(config)
+    return config
 
 
 def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:

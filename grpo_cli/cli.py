@@ -87,6 +87,33 @@ def evaluate(overrides: Overrides = None) -> None:
     _hand_over("eval", _after_those_of_the_run("checkpoint", overrides or []), _evaluate)
 
 
+@app.command("profile", **_HANDS_OVER)
+def profile(overrides: Overrides = None) -> None:
+    """Measure and predict where memory and time go."""
+    _hand_over("profile", overrides or [], _profile)
+
+
+def _profile(cfg: DictConfig) -> Any:
+    from grpo_cli.config import check_profile, parse_profile
+
+    settings = parse_profile(cfg)
+    check_profile(settings)
+    from hydra.core.hydra_config import HydraConfig
+    from rich.console import Console
+
+    from grpo_cli import profiling
+    from grpo_cli.profile.show import show
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    command = ["grpo", "profile", *HydraConfig.get().overrides.task]
+    report = profiling.profile(settings, command, say, lambda text: say(f"warning: {text}"))
+    show(report, Console())
+    typer.echo(f"all of it: {settings.run_dir}/profile.json")
+    return report.predicted.peak if report.measured is None else report.measured.peak_bytes
+
+
 def _train(cfg: DictConfig) -> Any:
     from grpo_cli.config import check, parse
 
@@ -290,5 +317,6 @@ def groups_of(command: str) -> list[str]:
     """The groups that a command's configuration chooses from."""
     from grpo_cli.config import config_dir
 
+    command = {"profile": "train"}.get(command, command)  # a profile is of a training run
     text = (config_dir() / f"{command}.yaml").read_text(encoding="utf-8")
     return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -31,7 +31,7 @@ from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
-from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Task, Tracker
+from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
@@ -175,8 +175,8 @@ class Bench:
     engine: Engine
 
 
-def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings) -> Bench:
-    """Load the model and build its task and engine."""
+def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings, **engine: Any) -> Bench:
+    """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
     device = pick_device(settings.device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
@@ -185,7 +185,7 @@ def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings) -> B
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room}
     task = make("task", settings.parts["task"], offered)
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad))
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **engine))
 
 
 def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
@@ -196,9 +196,9 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
     return load_model(weights, device)
 
 
-def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int) -> Engine:
+def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
-    offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed}
+    offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
@@ -212,13 +212,29 @@ def build(settings: RunSettings) -> Trainer:
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
-    bench = set_up(settings, weights)
+    bench = set_up(settings, weights, warn=console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
-    parts = Parts(
+    trackers = _trackers(settings, run_dir, checkpoint, console)
+    meter = WallMeter(bench.device, on_phase=console.phase)
+    parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
+    return Trainer(settings, parts, run_dir, checkpoint)
+
+
+def parts_of(
+    settings: RunSettings,
+    rules: Rules,
+    bench: Bench,
+    trackers: tuple[Tracker, ...],
+    meter: Meter,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Parts:
+    """What a trainer is put together from."""
+    return Parts(
         model=bench.model,
         # The model as it was before the run, also when the run is resumed.
-        reference=_frozen(_load(settings.model, bench.device, settings.seed)) if _wants_kl(settings) else None,
+        reference=_frozen(_load(settings.model, bench.device, settings.seed)) if wants_reference(settings) else None,
         save_model=partial(save_pretrained, bench.model, bench.tokenizer),
         task=bench.task,
         engine=bench.engine,
@@ -227,12 +243,11 @@ def build(settings: RunSettings) -> Trainer:
         advantage=rules.advantage,
         correction=rules.correction,
         loss=rules.loss,
-        trackers=_trackers(settings, run_dir, checkpoint, console),
-        meter=WallMeter(bench.device, on_phase=console.phase),
-        say=console.say,
-        warn=console.warn,
+        trackers=trackers,
+        meter=meter,
+        say=say,
+        warn=warn,
     )
-    return Trainer(settings, parts, run_dir, checkpoint)
 
 
 def introduction(settings: RunSettings, parameters: int, device: torch.device) -> Iterator[str]:
@@ -282,7 +297,8 @@ def _trackers(
     return files, console, make("logger", settings.parts["logger"], offered)
 
 
-def _wants_kl(settings: RunSettings) -> bool:
+def wants_reference(settings: RunSettings) -> bool:
+    """Whether the loss compares the policy with the model as it was before the run."""
     return bool(settings.parts["loss"].get("kl_coef", 0.0))
 
 

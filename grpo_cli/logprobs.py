@@ -28,8 +28,21 @@ def token_logprobs(
 
     Rows are right-padded, so the causal mask alone hides the padding and none other is built.
     """
-    hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     rows, columns = response_mask.nonzero(as_tuple=True)
+    chosen = logprobs_at(model, input_ids, rows, columns, temperature, chunk)
+    return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+
+
+def logprobs_at(
+    model: Any,
+    input_ids: Int[Tensor, "B T"],
+    rows: Int[Tensor, "N"],
+    columns: Int[Tensor, "N"],
+    temperature: float,
+    chunk: int,
+) -> Float[Tensor, "N"]:
+    """The same for the tokens at these places only, none of them in the first column."""
+    hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     predicting = hidden[rows, columns - 1]
     labels = input_ids[rows, columns]
     to_logits = head(model)
@@ -42,8 +55,7 @@ def token_logprobs(
         else:
             part = _chosen(to_logits, states, ids, temperature)
         parts.append(part)
-    chosen = torch.cat(parts) if parts else predicting.new_zeros(0)
-    return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+    return torch.cat(parts) if parts else predicting.new_zeros(0)
 
 
 def _chosen(to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float) -> Tensor:

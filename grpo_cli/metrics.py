@@ -69,6 +69,7 @@ METRICS: Mapping[str, str] = {
     "clock/train_seconds": "Seconds of training since the run began, evaluation left out.",
     "speed/tokens_per_second": "Generated tokens per second of rollout time.",
     "memory/peak_bytes": "Peak memory: resident size of the process on a CPU, the allocator's maximum on a GPU.",
+    "profile/<figure>": "Of grpo profile: seconds are medians of the measured steps, bytes are peaks.",
     "eval/accuracy": "Share of held-out problems solved by greedy decoding.",
     "eval/accuracy_low": "Lower end of the 95 % interval of eval/accuracy.",
     "eval/accuracy_high": "Upper end of the 95 % interval of eval/accuracy.",

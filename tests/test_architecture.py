@@ -26,10 +26,12 @@ engine/slots engine/simulate engine/graph
 engine/generation
 engine/engine engine/vllm_engine
 rollout
-health evaluate learner select profiling report
+health evaluate learner select report
+profile/
 train
 config
 experiment
+profiling
 cli
 __main__
 """
@@ -45,7 +47,7 @@ DOORS = {
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "report"},
+    "rich": {"cli", "console", "profile/", "report"},
 }
 
 

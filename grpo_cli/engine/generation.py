@@ -18,7 +18,7 @@ from grpo_cli.engine.cache import TILE, PromptPool, round_up
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
-from grpo_cli.engine.sampler import Capped, KvShape
+from grpo_cli.engine.sampler import Capped, KvShape, Sampler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.sparsity import Budget, Dense, Place
@@ -39,7 +39,7 @@ class Generation:
         self,
         decoder: Decoder,
         eos_token_ids: Seq[int],
-        sampler: Capped,
+        sampler: Sampler | Capped,
         sparsity: Dense | Budget,
         requests: Seq[Request],
         capture: Capture | None,
@@ -73,6 +73,11 @@ class Generation:
         self._row_steps = 0
         self._generated = 0
         self._prefilled = 0
+
+    @property
+    def prompts(self) -> PromptPool:
+        """The prompts in flight."""
+        return self._prompts
 
     def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.

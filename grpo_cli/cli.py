@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, is_out_of_memory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from omegaconf import DictConfig
+
+    from grpo_cli.settings import RunSettings
 
 app = typer.Typer(
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
@@ -90,7 +94,69 @@ def evaluate(overrides: Overrides = None) -> None:
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    _hand_over("profile", overrides or [], _profile)
+    arguments = overrides or []
+    if {"-m", "--multirun"} & set(arguments) and "--help" not in arguments:
+        _profile_each([word for word in arguments if word not in ("-m", "--multirun")])
+    else:
+        _hand_over("profile", arguments, _profile)
+
+
+def _profile_each(arguments: Sequence[str]) -> None:
+    """A profile for each combination of a sweep's values, in a process of its own so that no peak leaks into the next,
+    then all of them in one table and a picture."""
+    import itertools
+    import subprocess
+    from datetime import datetime
+    from pathlib import Path
+
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from rich.console import Console
+
+    flags, words = _sorted_out(arguments)
+    try:
+        swept = OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        _fail(_explained(error, "profile", arguments))
+    values = [
+        [f"{word.key_or_group}={value}" for value in word.sweep_string_iterator()]
+        if word.is_sweep_override()
+        else [str(word.input_line)]
+        for word in swept
+    ]
+    root = Path("outputs/multirun") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    jobs, failed = [], 0
+    for number, job in enumerate(itertools.product(*values)):
+        name = " ".join(word for word, own in zip(job, swept, strict=True) if own.is_sweep_override())
+        typer.echo(f"job {number}: {name}")
+        command = [sys.executable, "-m", "grpo_cli", "profile", *flags, *job, f"hydra.run.dir={root / str(number)}"]
+        if subprocess.run(command, check=False).returncode == 0:
+            jobs.append((name, root / str(number)))
+        else:
+            failed += 1
+            typer.echo(f"job {number} failed", err=True)
+    if jobs:
+        _compare(jobs, root, Console())
+    if failed:
+        raise typer.Exit(2)
+
+
+def _compare(jobs: Sequence[tuple[str, Path]], root: Path, console: Any) -> None:
+    from grpo_cli.profile import compare
+
+    try:
+        rows = compare.rows_of(jobs)
+    except UserError as error:
+        _fail(error)
+    console.print(compare.table(rows))
+    compare.write(rows, root)
+    written = [compare.TABLE]
+    if compare.can_draw():
+        compare.draw(rows, root / compare.PICTURE)
+        written.append(compare.PICTURE)
+    else:
+        typer.echo("no picture: matplotlib is not installed (pip install 'grpo-cli[plot]')", err=True)
+    typer.echo(f"{' and '.join(written)} are in {root}")
 
 
 def _profile(cfg: DictConfig) -> Any:
@@ -121,7 +187,21 @@ def _train(cfg: DictConfig) -> Any:
     check(settings)
     from grpo_cli import experiment
 
-    return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+    with _memory_explained(settings):
+        return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+
+
+@contextmanager
+def _memory_explained(settings: RunSettings) -> Iterator[None]:
+    """A failed allocation becomes a message that says where, and what would make it fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from grpo_cli.profiling import out_of_memory
+
+        raise out_of_memory(settings, error) from error
 
 
 def _evaluate(cfg: DictConfig) -> Any:

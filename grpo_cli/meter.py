@@ -17,6 +17,13 @@ from pathlib import Path
 import psutil
 import torch
 
+_SPANS = "grpo_spans"  # an attribute of errors
+
+
+def spans_around(error: BaseException) -> tuple[str, ...]:
+    """The spans that were open where this error was raised, outermost first."""
+    return getattr(error, _SPANS, ())
+
 
 @dataclass(eq=False)
 class _Span:
@@ -43,7 +50,6 @@ class WallMeter:
         self._clock = clock
         self._open: list[_Span] = []
         self._seconds: dict[str, float] = {}
-        self._failed: tuple[int, tuple[str, ...]] = (0, ())  # of the last error: its identity, the spans open around it
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -54,17 +60,13 @@ class WallMeter:
         try:
             yield
         except Exception as error:
-            if self._failed[0] != id(error):  # else a span inside this one has noted it; the error itself would
-                self._failed = id(error), self._names()  # keep alive all that its frames hold
+            if not spans_around(error):  # else a span inside this one has said so
+                setattr(error, _SPANS, self._names())
             raise
         finally:
             self._credit(span, self._now())
             self._open.remove(span)  # not a pop: the body may be a generator, which ends when it likes
             self._tell()
-
-    def spans_around(self, error: BaseException) -> tuple[str, ...]:
-        """The spans that were open where this error was raised, outermost first; none if it is not the last one."""
-        return self._failed[1] if self._failed[0] == id(error) else ()
 
     def take(self) -> Mapping[str, float]:
         """`time/<name>` in seconds since the last `take`. An open span counts up to now, its rest later."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config import ENGINE_PARTS
@@ -22,7 +21,7 @@ from grpo_cli.engine.sampler import parse_bytes
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Correction
 from grpo_cli.logprobs import logprobs_at
-from grpo_cli.meter import resident_bytes
+from grpo_cli.meter import resident_bytes, spans_around
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile import advice
 from grpo_cli.profile.lengths import NEVER, Lengths, ProfiledEngine, forced
@@ -57,7 +56,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     report = Report(
         command=tuple(command),
         settings=dataclasses.asdict(settings),
-        versions={"grpo_cli": __version__, "python": platform.python_version(), **versions([torch, transformers])},
+        versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         threads=torch.get_num_threads(),
         measured=measured,
@@ -118,7 +117,7 @@ def _measured(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(settings, probe.spans_around(error), error) from error
+        raise out_of_memory(settings, error) from error
     return measured
 
 
@@ -205,8 +204,9 @@ def _log(settings: ProfileRunSettings, report: Report, folder: Path, say: Say, w
     tracker.close({"status": "completed", **metrics(report)})
 
 
-def out_of_memory(settings: RunSettings, spans: Sequence[str], error: BaseException) -> UserError:
+def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     """What a person is told in place of a traceback: where, what was expected to be there, and what would lower it."""
+    spans = spans_around(error)
     phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
     if "eval" in spans:
         phase = "eval"

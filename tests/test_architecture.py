@@ -48,6 +48,7 @@ DOORS = {
     "datasets": {"tasks/"},
     "typer": {"cli"},
     "rich": {"cli", "console", "profile/", "report"},
+    "matplotlib": {"profile/"},
 }
 
 

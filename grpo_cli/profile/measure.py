@@ -96,9 +96,6 @@ class Probe:
     def take(self) -> Mapping[str, float]:
         return self._meter.take()
 
-    def spans_around(self, error: BaseException) -> tuple[str, ...]:
-        return self._meter.spans_around(error)
-
     def _on_phase(self, names: tuple[str, ...]) -> None:
         self.listener(names)
         self.peaks.phase(names)
@@ -173,7 +170,6 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
             times, highest = probe.take(), probe.peaks.take()
             done += kind == "step"
             stats, work = bench.engine.stats(), bench.engine.work
-            assert work is not None, "something was generated"
             of_step = metrics.get("tokens/trained", trained) - trained
             trained += of_step
             if kind == "step" and done <= profile.warmup:
@@ -189,15 +185,14 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
                 seconds.setdefault("rest", []).append(rest)
                 engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
                 say(f"step {done - profile.warmup} of {profile.steps}: {times['time/step']:.2f} s")
-            if kind not in works or sum(work.lengths) > sum(works[kind].lengths):
-                works[kind] = work
+            _keep_larger(works, kind, work)
             kv[kind] = max(kv.get(kind, 0), stats.kv_peak_bytes)
             counts = {"generated": stats.generated_tokens, "trained": of_step}
             counts["engine/prefill_tokens"] = stats.prefill_tokens
             tokens[kind] = {name: float(value) for name, value in counts.items()}
         fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
         say("one more step, to see what memory is held by")
-        inside = _anatomy(bench, update, evaluate)
+        inside = _anatomy(bench, update, evaluate, works)
     phases = {
         name: Phase(
             tuple(values),
@@ -212,8 +207,14 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
     return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
 
 
-def _anatomy(bench: Bench, update: _Update, evaluate: bool) -> dict[str, Sizes]:
-    """What each phase held when it held most, beside what is there all the time."""
+def _keep_larger(works: dict[str, Work], kind: str, work: Work | None) -> None:
+    assert work is not None, "something was generated"
+    if kind not in works or sum(work.lengths) > sum(works[kind].lengths):
+        works[kind] = work
+
+
+def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Work]) -> dict[str, Sizes]:
+    """What each phase held when it held most, beside what is there all the time. Notes larger `works`."""
     found: dict[str, Sizes] = {}
     open_spans: tuple[str, ...] = ()
     with Allocations(bench.model) as allocations:
@@ -231,8 +232,8 @@ def _anatomy(bench: Bench, update: _Update, evaluate: bool) -> dict[str, Sizes]:
 
         bench.probe.listener = note
         try:
-            for _ in bench.trainer.rehearse(1, evaluate):
-                pass
+            for kind, _ in bench.trainer.rehearse(1, evaluate):
+                _keep_larger(works, kind, bench.engine.work)
         finally:
             bench.probe.listener = lambda names: None
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,5 +131,6 @@ def read(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def versions(modules: Sequence[Any]) -> dict[str, str]:
-    return {module.__name__: str(module.__version__) for module in modules}
+def versions(*packages: str) -> dict[str, str]:
+    """Of these packages, as installed."""
+    return {package: importlib.metadata.version(package) for package in packages}

@@ -211,7 +211,7 @@ def fullest(lengths: Sequence[int], slots: int, capacity: int) -> list[tuple[int
         running = sum(length > step for length in lengths)
         if running:
             moments[running] = min(capacity, round_up(step + 1, TILE))
-    return sorted(moments.items(), reverse=True)
+    return sorted(moments.items(), reverse=True) or [(slots, min(capacity, TILE))]
 
 
 def largest_part(lengths: Sequence[int], tokens: int) -> tuple[int, int, int]:

@@ -20,8 +20,6 @@ from grpo_cli import __version__
 from grpo_cli.errors import UserError, is_out_of_memory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
     from grpo_cli.settings import RunSettings
@@ -111,7 +109,8 @@ def _profile_each(arguments: Sequence[str]) -> None:
 
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
-    from rich.console import Console
+
+    from grpo_cli.profile.compare import compare
 
     flags, words = _sorted_out(arguments)
     try:
@@ -136,27 +135,9 @@ def _profile_each(arguments: Sequence[str]) -> None:
             failed += 1
             typer.echo(f"job {number} failed", err=True)
     if jobs:
-        _compare(jobs, root, Console())
+        compare(jobs, root)
     if failed:
         raise typer.Exit(2)
-
-
-def _compare(jobs: Sequence[tuple[str, Path]], root: Path, console: Any) -> None:
-    from grpo_cli.profile import compare
-
-    try:
-        rows = compare.rows_of(jobs)
-    except UserError as error:
-        _fail(error)
-    console.print(compare.table(rows))
-    compare.write(rows, root)
-    written = [compare.TABLE]
-    if compare.can_draw():
-        compare.draw(rows, root / compare.PICTURE)
-        written.append(compare.PICTURE)
-    else:
-        typer.echo("no picture: matplotlib is not installed (pip install 'grpo-cli[plot]')", err=True)
-    typer.echo(f"{' and '.join(written)} are in {root}")
 
 
 def _profile(cfg: DictConfig) -> Any:

@@ -14,7 +14,7 @@ from grpo_cli.logprobs import logprobs_at
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.predict import GRADIENTS as HELD
 from grpo_cli.profile.predict import KINDS, Passes, Plan, Predictor, total
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Work, fullest, largest_part
+from grpo_cli.profile.shapes import KV, EngineShape, Part, ShapeModel, Work, fullest, parts_of
 
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
 
@@ -122,9 +122,8 @@ def test_the_largest_values_fit_and_twice_as_much_does_not():
     assert predictor.largest(given, 1000) == dict.fromkeys(largest)
 
 
-def test_a_micro_batch_is_the_largest_of_those_that_rows_are_cut_into():
-    assert largest_part([10, 10, 10, 10], 25) == (2, 10, 2)
-    assert largest_part([3, 9, 4, 10], 20) == (2, 10, 2)
+def test_micro_batches_are_those_of_the_trainer():
+    assert parts_of([(1, 2), (4, 5), (1, 3), (4, 6)], 20) == [Part(2, 10, 11), Part(2, 4, 5)]
 
 
 def test_where_slots_are_refilled_they_stay_full_to_the_longest():

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from grpo_cli.files import json_line, write_atomically
@@ -62,10 +63,19 @@ def rows_of(jobs: Sequence[tuple[str, Path]]) -> list[Row]:
     return [row(name, read(folder / FILE)) for name, folder in jobs]
 
 
-def write(rows: Sequence[Row], folder: Path) -> None:
-    """The table as JSON."""
+def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
+    """Show the finished jobs' table, and write it as JSON and, where matplotlib is installed, as a picture."""
+    console, rows = Console(), rows_of(jobs)
+    console.print(table(rows))
     text = json_line([asdict(line) for line in rows], indent=2)
     write_atomically(folder / TABLE, f"{text}\n".encode())
+    written = TABLE
+    if can_draw():
+        draw(rows, folder / PICTURE)
+        written = f"{TABLE} and {PICTURE}"
+    else:
+        console.print("no picture: matplotlib is not installed; pip install 'grpo-cli[plot]'", markup=False)
+    console.print(f"{written}: {folder}", highlight=False, soft_wrap=True)
 
 
 def table(rows: Sequence[Row]) -> Table:

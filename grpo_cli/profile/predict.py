@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work, largest_part
+from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work, parts_of
 
 WEIGHTS, REFERENCE, OPTIMIZER, OTHER = "weights", "reference", "optimizer", "other"
 # What memory is held by, in the order in which it is shown.
@@ -109,14 +109,17 @@ class Predictor:
         }
 
     def _quiet(self, plan: Plan, lengths: Sequence[tuple[int, int]]) -> Sizes:
-        rows, width, _ = largest_part([sum(length) for length in lengths], plan.micro_batch_tokens)
-        return self._model.quiet_pass(rows, width, _answered(lengths, rows), plan.chunk)
+        part = max(parts_of(lengths, plan.micro_batch_tokens), key=lambda part: part.size)
+        return self._model.quiet_pass(part.rows, part.width, part.answered, plan.chunk)
 
     def _update(self, plan: Plan, kept: Sequence[tuple[int, int]]) -> dict[str, Sizes]:
-        together = kept[: -(-len(kept) // plan.minibatches)]
-        rows, width, parts = largest_part([sum(length) for length in together], plan.micro_batch_tokens)
-        answered = _answered(together, rows)
-        forward, backward = self._model.train_pass(rows, width, answered, plan.chunk, parts > 1)
+        """The first micro-batch has no gradients beside it while it goes forward, all others have."""
+        first, *others = parts_of(kept[: -(-len(kept) // plan.minibatches)], plan.micro_batch_tokens)
+        passes = [self._model.train_pass(first.rows, first.width, first.answered, plan.chunk, False)]
+        if others:
+            part = max(others, key=lambda part: part.size)
+            passes.append(self._model.train_pass(part.rows, part.width, part.answered, plan.chunk, True))
+        forward, backward = (max(sizes, key=total) for sizes in zip(*passes, strict=True))
         gradients = sum(p.untyped_storage().nbytes() for p in self._model.trained)
         return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: gradients}}
 
@@ -182,8 +185,3 @@ def _lengths(work: Work, take: int) -> list[tuple[int, int]]:
         for place, prompt in enumerate(work.prompts)
         for sample in range(take)
     ]
-
-
-def _answered(lengths: Sequence[tuple[int, int]], rows: int) -> int:
-    """Tokens that the `rows` longest rows predict."""
-    return sum(answer for _, answer in sorted(lengths, key=sum, reverse=True)[:rows])

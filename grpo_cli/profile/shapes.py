@@ -214,12 +214,26 @@ def fullest(lengths: Sequence[int], slots: int, capacity: int) -> list[tuple[int
     return sorted(moments.items(), reverse=True) or [(slots, min(capacity, TILE))]
 
 
-def largest_part(lengths: Sequence[int], tokens: int) -> tuple[int, int, int]:
-    """Of the micro-batches that rows of these lengths are cut into: the largest's rows and width, and how many."""
-    parts = micro_batch_rows(lengths, tokens)
-    shapes = [(len(rows), max(lengths[row] for row in rows)) for rows in parts]
-    rows, width = max(shapes, key=lambda shape: shape[0] * shape[1])
-    return rows, width, len(parts)
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch: rows, their width, and how many of their tokens are predicted."""
+
+    rows: int
+    width: int
+    answered: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.width
+
+
+def parts_of(lengths: Sequence[tuple[int, int]], tokens: int) -> list[Part]:
+    """The micro-batches that rows are cut into, in their order; lengths are those of prompt and answer."""
+    whole = [prompt + answer for prompt, answer in lengths]
+    return [
+        Part(len(rows), max(whole[row] for row in rows), sum(lengths[row][1] for row in rows))
+        for rows in micro_batch_rows(whole, tokens)
+    ]
 
 
 def _with(sizes: Sizes, parked: int) -> Sizes:

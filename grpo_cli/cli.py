@@ -326,8 +326,22 @@ def _explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         return f"cannot write {error.filename}: {error.strerror}; choose another folder with hydra.run.dir=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
-        return f"{unknown[1]} is no setting{closest(unknown[1], _known_keys(command, arguments))}"
+        return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"
     return str(error).split("\n\n")[0].strip()
+
+
+def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
+    """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
+    from grpo_cli.config import choices, config_dir
+    from grpo_cli.typed import closest
+
+    group, _, word = key.partition(".")
+    if word and (config_dir() / group).is_dir():
+        files = {choice: config_dir() / group / f"{choice}.yaml" for choice in choices(group)}
+        having = [f"{group}={choice}" for choice, file in files.items() if f"\n{word}:" in file.read_text("utf-8")]
+        if having:
+            return f" of this {group}; it is one of {', '.join(having)}"
+    return closest(key, _known_keys(command, arguments))
 
 
 def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:

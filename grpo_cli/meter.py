@@ -143,7 +143,7 @@ class ResidentPeak:
     counts, so that the highest peak of all is never missed. Pages that processes share count in each of them.
     """
 
-    def __init__(self, interval: float = 0.01) -> None:
+    def __init__(self, interval: float = 0.05) -> None:
         self._interval = interval
         self._process = psutil.Process()
         self._children: Sequence[psutil.Process] = ()
@@ -176,7 +176,7 @@ class ResidentPeak:
         while not self._stopped.wait(self._interval):
             if time.monotonic() > self._next_look:  # listing them takes a hundred times as long as the rest
                 self._children = self._process.children(recursive=True)
-                self._next_look = time.monotonic() + 1.0
+                self._next_look = time.monotonic() + 5.0
             self._sample()
 
     def _sample(self) -> None:

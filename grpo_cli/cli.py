@@ -1,4 +1,4 @@
-"""`grpo train` and `grpo eval`: Typer picks the command, Hydra composes its settings, a typed value is handed over.
+"""The `grpo` program: Typer picks the command, Hydra composes a run's settings, a typed value is handed over.
 
 What a person got wrong ends in one message and exit code 2; the rest is our bug, with its traceback and exit code 1.
 Only Typer is imported at the top, so that help and completion answer at once.
@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -100,42 +101,20 @@ def profile(overrides: Overrides = None) -> None:
 
 
 def _profile_each(arguments: Sequence[str]) -> None:
-    """A profile for each combination of a sweep's values, in a process of its own so that no peak leaks into the next,
-    then all of them in one table and a picture."""
-    import itertools
-    import subprocess
-    from datetime import datetime
-    from pathlib import Path
-
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     from grpo_cli.profile.compare import compare
+    from grpo_cli.profile.jobs import run_each
 
     flags, words = _sorted_out(arguments)
     try:
-        swept = OverridesParser.create().parse_overrides(words)
+        root, jobs, failed = run_each(words, flags, typer.echo)
+        if jobs:
+            compare(jobs, root)
     except HydraException as error:
         _fail(_explained(error, "profile", arguments))
-    values = [
-        [f"{word.key_or_group}={value}" for value in word.sweep_string_iterator()]
-        if word.is_sweep_override()
-        else [str(word.input_line)]
-        for word in swept
-    ]
-    root = Path("outputs/multirun") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
-    jobs, failed = [], 0
-    for number, job in enumerate(itertools.product(*values)):
-        name = " ".join(word for word, own in zip(job, swept, strict=True) if own.is_sweep_override())
-        typer.echo(f"job {number}: {name}")
-        command = [sys.executable, "-m", "grpo_cli", "profile", *flags, *job, f"hydra.run.dir={root / str(number)}"]
-        if subprocess.run(command, check=False).returncode == 0:
-            jobs.append((name, root / str(number)))
-        else:
-            failed += 1
-            typer.echo(f"job {number} failed", err=True)
-    if jobs:
-        compare(jobs, root)
+    except UserError as error:
+        _fail(error)
     if failed:
         raise typer.Exit(2)
 
@@ -159,6 +138,35 @@ def _profile(cfg: DictConfig) -> Any:
     show(report, Console())
     typer.echo(f"all of it: {settings.run_dir}/profile.json")
     return report.predicted.peak if report.measured is None else report.measured.peak_bytes
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(help="Run folders, sweep folders, or any folder that holds such.", show_default=False),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write. Default: a new folder below outputs/report.", show_default=False),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="The accuracy whose time is compared. Default: 95 % of the highest mean accuracy.", show_default=False
+        ),
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="Which accuracy: greedy, or of samples, such as eval/pass@1.")
+    ] = "eval/accuracy",
+) -> None:
+    """Compare runs: a table here, pictures and one HTML page in a folder."""
+    from grpo_cli.report.make import make
+
+    try:
+        make(folders, out, target, metric)
+    except UserError as error:
+        _fail(error)
 
 
 def _train(cfg: DictConfig) -> Any:

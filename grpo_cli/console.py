@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_cli.text import duration, short, size, sparkline
 from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
@@ -213,37 +214,3 @@ def summary_line(summary: Mapping[str, Any]) -> str:
             else:
                 parts.append(f"{name} {size(value) if name.endswith('bytes') else short(value)}")
     return "  ".join(parts)
-
-
-def sparkline(values: list[float]) -> str:
-    """The values as bars of eight heights between their own least and greatest; non-finite ones are gaps."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    heights = [round((value - low) / span * 7) if span else 3 for value in finite]
-    bars = iter("▁▂▃▄▅▆▇█"[height] for height in heights)
-    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
-
-
-def short(value: float | int) -> str:
-    """A number in few characters: 0.512, 38, 5.3k, 1.2M."""
-    if not math.isfinite(value):
-        return str(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
-
-
-def size(num_bytes: float | int) -> str:
-    """Bytes in binary units: 812 MiB, 1.4 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
-
-
-def duration(seconds: float | int) -> str:
-    """Seconds as 42 s, 4m07s or 3h05m."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,7 +1,7 @@
 """Sparse-RL on the embedded task: can a policy learn from rollouts that saw only part of their keys?
 
     scripts/reproduce_sparse_rl.sh                                      # everything; needs the `plot` extra
-    python scripts/reproduce_sparse_rl.py --seeds 0 --steps 20 --policies rkv --budget 12 --buffer 4
+    python scripts/reproduce_sparse_rl.py --seeds 0 --steps 20 --policies rkv --budget 12
 
 Arms: `dense`, and for each eviction policy `sparse` (correction=none: measured, not corrected) and `sparse_rl` (tokens
 reweighted, rollouts with an impossible token rejected). All arms get the same prompts in the same order where the seed
@@ -54,7 +54,7 @@ TASK = (
     "n=16",
     # With twice as much the dense arm learns faster, and then unlearns part of it.
     "optim.lr=2.5e-4",
-    "eval.every=10",
+    "eval.every=20",
     "eval.problems=200",
     "eval.k=4",
 )
@@ -273,10 +273,10 @@ def parsed_words(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["rkv", "snapkv"])
     parser.add_argument("--arms", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS), help="besides dense")
     parser.add_argument("--steps", type=int, default=60, help="of every run")
-    parser.add_argument("--budget", type=int, default=12, help="keys of the response that are kept")
+    parser.add_argument("--budget", type=int, default=20, help="keys of the response that are kept")
     parser.add_argument("--buffer", type=int, default=4, help="steps between two evictions")
     parser.add_argument("--evict-prompts", action="store_true", help="as published; the budget is then for both")
-    parser.add_argument("--eval-problems", type=int, default=448, help="of the robustness table; -1 for all")
+    parser.add_argument("--eval-problems", type=int, default=300, help="of the robustness table; -1 for all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each run")
     parser.add_argument("--out", type=Path, default=Path("outputs/reproduce_sparse_rl"))

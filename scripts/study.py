@@ -1,4 +1,4 @@
-"""What the studies in this folder share: runs as child processes, their curves, and when an accuracy is reached.
+"""What the studies in this folder share: runs as child processes, and how much sooner an accuracy is reached.
 
 A study is arms times seeds. Each run is a process of its own, `python -m grpo_cli train ...`, with a fixed number of
 threads; a fixed number of them run at a time, in an order that spreads every arm over the whole study, so that a
@@ -9,6 +9,7 @@ command.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -19,30 +20,23 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
 from grpo_cli.config import overrides
+from grpo_cli.report import curves, plots, read
+from grpo_cli.report.curves import AXES, CLOCK, Rows, mean_curve
 
 ROOT = Path(__file__).resolve().parents[1]
-Rows = Sequence[Mapping[str, float]]  # of a run's metrics.jsonl
 
 # What a curve shows: the share of right answers among samples at temperature 1, which is what is trained. Greedy
 # accuracy is soon near its ceiling on the embedded task, and moves in steps of one problem.
 ACCURACY, GREEDY = "eval/pass@1", "eval/accuracy"
-
-# Horizontal axes of a curve: the metric, and what a person calls it.
-AXES = {
-    "clock/train_seconds": "training seconds",
-    "tokens/generated": "generated tokens",
-    "tokens/trained": "trained tokens",
-}
 
 
 @dataclass(frozen=True)
@@ -60,17 +54,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Held-out accuracy of one run at each of its evaluations, and where on each axis of AXES that was."""
+class Curve(curves.Curve):
+    """One run's evaluations: `accuracy` is ACCURACY, and the greedy one comes along."""
 
-    steps: tuple[int, ...]
-    accuracy: tuple[float, ...]  # ACCURACY
     greedy: tuple[float, ...]
-    axes: Mapping[str, tuple[float, ...]]
-
-    def first_reaching(self, accuracy: float, axis: str = "clock/train_seconds") -> float | None:
-        """Where the first evaluation of at least this accuracy stands, None if there is none."""
-        return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
 
 
 @dataclass(frozen=True)
@@ -147,30 +134,30 @@ def train_all(
 
 
 def read_rows(run: Run, out: Path) -> Rows:
-    return [json.loads(line) for line in (out / run.name / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run; what of them cannot be read is said."""
+    rows, notes = read.read_rows(out / run.name / "metrics.jsonl")
+    for note in notes:
+        print(f"{run.name}: {note}", flush=True)
+    return rows
 
 
 def curve_of(rows: Rows) -> Curve:
-    evaluated = [row for row in rows if ACCURACY in row]
-    return Curve(
-        steps=tuple(int(row["step"]) for row in evaluated),
-        accuracy=tuple(row[ACCURACY] for row in evaluated),
-        greedy=tuple(row[GREEDY] for row in evaluated),
-        # Before the first step there is no clock and there are no tokens.
-        axes={axis: tuple(row[axis] if row["step"] else 0.0 for row in evaluated) for axis in AXES},
-    )
+    return Curve(**vars(curves.curve_of(rows, ACCURACY)), greedy=curves.curve_of(rows, GREEDY).accuracy)
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over runs at each evaluation: of accuracy, and of where it stands on each axis."""
-    steps = curves[0].steps
-    assert all(curve.steps == steps for curve in curves), "the runs of an arm are evaluated at the same steps"
-    return Curve(
-        steps=steps,
-        accuracy=tuple(map(statistics.mean, zip(*(curve.accuracy for curve in curves), strict=True))),
-        greedy=tuple(map(statistics.mean, zip(*(curve.greedy for curve in curves), strict=True))),
-        axes={a: tuple(map(statistics.mean, zip(*(curve.axes[a] for curve in curves), strict=True))) for a in AXES},
-    )
+def undisturbed(runs: Mapping[int, Rows]) -> dict[int, Curve]:
+    """The curves of an arm's seeds on one clock: each step takes the least that it took any of them.
+
+    The seeds run at different times of the study, so what else the machine did then falls on few of them. Lengths
+    of rollouts hardly differ between seeds at one step, and the rest of a step does not depend on the seed.
+    """
+    by_step = zip(*([row["time/step"] for row in rows if row["step"]] for rows in runs.values()), strict=True)
+    clock = dict(enumerate(itertools.accumulate(map(min, by_step), initial=0.0)))
+    found = {seed: curve_of(rows) for seed, rows in runs.items()}
+    return {
+        seed: replace(curve, axes={**curve.axes, CLOCK: tuple(clock[step] for step in curve.steps)})
+        for seed, curve in found.items()
+    }
 
 
 def speedup(baseline: Mapping[int, Curve], arm: Mapping[int, Curve], share: float = 0.99) -> Speedup:
@@ -216,35 +203,10 @@ def plot(
 
     `targets` are accuracies by setting, drawn as dashed lines.
     """
-    import matplotlib  # the extra `plot`
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, grid = pyplot.subplots(
-        len(panels), len(AXES), figsize=(5.2 * len(AXES), 3.9 * len(panels)), squeeze=False, layout="constrained"
-    )
-    arms = list(dict.fromkeys(arm for curves in panels.values() for arm in curves))
-    palette = pyplot.get_cmap("tab10")
-    colours = {arm: palette(place) for place, arm in enumerate(arms)}
-    for line, (setting, of_arms) in zip(grid, panels.items(), strict=True):
-        for panel, (axis, words) in zip(line, AXES.items(), strict=True):
-            for arm, curves in of_arms.items():
-                mean = mean_curve(curves)
-                x, y = np.array(mean.axes[axis]), np.array(mean.accuracy)
-                band = np.std([curve.accuracy for curve in curves], axis=0, ddof=1 if len(curves) > 1 else 0)
-                panel.plot(x, y, color=colours[arm], label=arm, linewidth=1.8)
-                panel.fill_between(x, y - band, y + band, color=colours[arm], alpha=0.15, linewidth=0)
-            if setting in targets:
-                panel.axhline(targets[setting], color="black", linestyle="--", linewidth=0.8)
-            panel.set_xlabel(words)
-            panel.set_xlim(left=0)
-            panel.grid(alpha=0.25)
-        line[0].set_ylabel(f"{setting}\nheld-out accuracy, sampled")
-    grid[0][-1].legend(loc="lower right", fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    lines = {setting: [plots.Line(arm, found) for arm, found in arms.items()] for setting, arms in panels.items()}
+    with plots.paper_style():  # needs the extra `plot`
+        figure = plots.accuracy_figure(lines, AXES, targets, "held-out accuracy, sampled", title)
+        path.write_bytes(plots.png(figure))
 
 
 def environment() -> dict[str, Any]:

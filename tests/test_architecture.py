@@ -12,7 +12,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files
+errors settings typed files text
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
@@ -26,7 +26,7 @@ engine/slots engine/simulate engine/graph
 engine/generation
 engine/engine engine/vllm_engine
 rollout
-health evaluate learner select report
+health evaluate learner select report/
 profile/
 train
 config
@@ -37,7 +37,7 @@ __main__
 """
 
 DOORS = {
-    "hydra": {"cli", "experiment"},
+    "hydra": {"cli", "experiment", "profile/"},
     "omegaconf": {"cli", "config"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm_engine"},
@@ -47,8 +47,8 @@ DOORS = {
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "profile/", "report"},
-    "matplotlib": {"profile/"},
+    "rich": {"cli", "console", "profile/", "report/"},
+    "matplotlib": {"profile/", "report/"},
 }
 
 

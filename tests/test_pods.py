@@ -292,6 +292,14 @@ def test_the_ratio_of_means_averages_accuracy_and_time_over_seeds_first(study):
     assert study.speedup(baseline, arm).of_means == 4.0
 
 
+def test_the_undisturbed_clock_takes_each_step_from_the_seed_it_was_shortest_in(study):
+    calm, busy = rows((0, 0.0), (3, 0.5)), rows((0, 0.0), (3, 0.75), seconds_per_step=4.0)
+    busy[2]["time/step"] = 0.25
+    curves = study.undisturbed({0: calm, 1: busy})
+    assert [curves[seed].accuracy for seed in (0, 1)] == [(0.0, 0.5), (0.0, 0.75)]
+    assert [curves[seed].axes["clock/train_seconds"] for seed in (0, 1)] == [(0.0, 2.25)] * 2
+
+
 def test_every_arm_takes_every_turn(study):
     rounds = [[study.Run("s", arm, seed, ()) for arm in "abc"] for seed in range(3)]
     assert "".join(run.arm for run in study.in_turns(rounds)) == "abcbcacab"
@@ -363,7 +371,8 @@ def test_the_report_says_what_the_runs_say(study, tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if "maxvar |" in line)
     # 20 s against 10 s; 3 of 10 tenths of the time are rollouts, 6 updates with their log-probabilities
     assert line == (
-        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 1 ± 0 | 2.00 ± 0.00 |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
+        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 1 ± 0 "
+        "| 2.00 ± 0.00 | 2.00 ± 0.00 |  |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
     )
     found = json.loads((tmp_path / "pods.json").read_text())["results"]["default"]
     assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]

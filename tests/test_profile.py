@@ -18,6 +18,7 @@ from grpo_cli.engine.sampler import Full, Infinite
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.meter import PhasePeaks, ResidentPeak, WallMeter, spans_around
 from grpo_cli.profile import compare
+from grpo_cli.profile.jobs import combinations
 from grpo_cli.profile.lengths import NEVER, ProfiledEngine, forced, lognormal
 from grpo_cli.profile.report import SCHEMA, read
 
@@ -111,6 +112,12 @@ def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
     table = compare.table(rows)
     (kv,) = [column for column in table.columns if column.header == "KV"]
     assert list(kv.cells) == ["4.0 MiB\n(1.00)", "1.0 MiB\n(0.25)"]
+
+
+def test_every_combination_of_a_sweep_is_a_job_with_all_its_overrides():
+    jobs = combinations(["seed=1", "sampler=full,infinite", "+sampler.x='a,b'", "n=range(2,4)"])
+    assert [name for name, _ in jobs] == [f"sampler={s} n={n}" for s in ("full", "infinite") for n in (2, 3)]
+    assert all(words[0] == "seed=1" and words[2] == "+sampler.x='a,b'" for _, words in jobs)
 
 
 def test_a_picture_of_a_sweep_is_drawn_without_a_display(tmp_path: Path):

@@ -1,0 +1,114 @@
+"""What a run was asked: its settings by the words that a person types, from the files that Hydra leaves.
+
+References such as `m: ${n}` are followed, and nothing else in them: no resolver runs on what a file says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_cli.text import plain
+
+Setting = str | int | float | bool | None
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The settings of a run; `optim.lr`, or a group's name for the choice that was made in it.
+
+    `groups` are the names of the groups, `given` the settings that stood on the command line, `references` those that
+    follow another one (`m` follows `n`). A run that has left no config is not `complete`: `settings` are then only the
+    given ones.
+    """
+
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
+    given: tuple[str, ...] = ()
+    references: Mapping[str, str] = field(default_factory=dict)
+    complete: bool = False
+    command: str = "train"
+
+    @property
+    def seed(self) -> Setting:
+        return self.settings.get("seed")
+
+
+def asked_of(folder: Path) -> Asked | None:
+    """What `.hydra/` in a run folder says; None if there is no config that can be read."""
+    config = _yaml(folder / ".hydra" / "config.yaml")
+    if not isinstance(config, dict):
+        return None
+    settings = dict(_flat(config, ""))
+    references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
+    settings |= {key: settings[other] for key, other in references.items() if other in settings}
+    hydra = _yaml(folder / ".hydra" / "hydra.yaml")
+    chosen = _below(hydra, "hydra", "runtime", "choices")
+    # The run's own groups, without Hydra's.
+    choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
+    words = _yaml(folder / ".hydra" / "overrides.yaml")
+    given = dict(map(_override, words)) if isinstance(words, list) else {}
+    command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
+    return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)
+
+
+def asked_with(words: Sequence[str], command: str = "train") -> Asked:
+    """What is known of a run that has left no config: the overrides that it was to be started with."""
+    given = dict(map(_override, words))
+    return Asked(given, given=tuple(given), command=command)
+
+
+def shown(value: Setting) -> str:
+    """A setting as a person would type it."""
+    return plain(json.dumps(value)) if value is None or isinstance(value, bool) else plain(value)
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+
+
+def _below(value: Any, *keys: str) -> dict[Any, Any]:
+    """The mapping below these keys, empty if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value if value is None or isinstance(value, str | int | float) else _list(value)
+
+
+def _list(value: Any) -> str:
+    return json.dumps(value, default=str).replace('"', "")
+
+
+def _override(word: Any) -> tuple[str, Setting]:
+    """`+optim.lr=1e-4` to the setting and its value; `~optim.lr` to the setting and nothing."""
+    key, _, text = str(word).partition("=")
+    key = key.lstrip("+~").partition("@")[0]
+    try:
+        value = yaml.load(text, Loader=_LOADER)
+    except yaml.YAMLError:
+        return key, text
+    if isinstance(value, str):
+        try:
+            return key, float(value)  # YAML 1.1 takes 1e-4 for a text
+        except ValueError:
+            return key, value
+    return key, value if value is None or isinstance(value, int | float) else text

@@ -1,0 +1,267 @@
+"""Runs to arms: what differs between runs, which runs are repetitions with other seeds, and what each arm reached.
+
+Only completed runs are averaged. Everything else stays with its arm, apart, with its state and reason.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from grpo_cli.errors import UserError
+from grpo_cli.report.asked import Asked, Setting, shown
+from grpo_cli.report.curves import GREEDY, Curve, mean_curve
+from grpo_cli.report.read import PHASES, Run, State
+
+# Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
+NO_DIFFERENCE = ("seed", "run_dir", "resume", "logger", "hydra")
+LONGEST_LABEL = 90  # characters
+DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95 % interval; `over` says of what it is a sample: "seeds", "problems", or "" if none is known."""
+
+    mean: float
+    low: float = math.nan
+    high: float = math.nan
+    over: str = ""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When an arm's runs reach an accuracy: mean training seconds of those that do, and how many do not."""
+
+    seconds: float | None
+    reached: int
+    never: int
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in nothing but their seed. `runs` are completed; `others` are not, or repeat a seed."""
+
+    settings: Mapping[str, Setting]
+    runs: tuple[Run, ...]
+    others: tuple[Run, ...]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{key}={shown(value)}" for key, value in self.settings.items()) or "all runs"
+
+    @cached_property
+    def curves(self) -> list[Curve]:
+        return [run.curve for run in self.runs if run.curve.steps]
+
+    @cached_property
+    def mean_curve(self) -> Curve:
+        return mean_curve(self.curves)
+
+    @property
+    def final_accuracy(self) -> Estimate | None:
+        """Over seeds; of one seed, or of seeds that agree, with the interval over problems of its evaluation."""
+        evaluated = [run for run in self.runs if run.final_accuracy is not None]
+        found = estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
+        if found is None or found.over or evaluated[-1].accuracy_interval is None:
+            return found
+        return Estimate(found.mean, *evaluated[-1].accuracy_interval, over="problems")
+
+    @property
+    def best_accuracy(self) -> Estimate | None:
+        return estimate((run.best_accuracy for run in self.runs), 0.0, 1.0)
+
+    @property
+    def seconds(self) -> Estimate | None:
+        return estimate((run.seconds for run in self.runs), 0.0)
+
+    @property
+    def generated_tokens(self) -> Estimate | None:
+        return estimate((run.generated_tokens for run in self.runs), 0.0)
+
+    @property
+    def trained_tokens(self) -> Estimate | None:
+        return estimate((run.trained_tokens for run in self.runs), 0.0)
+
+    @property
+    def peak_bytes(self) -> Estimate | None:
+        return estimate((run.peak_bytes for run in self.runs), 0.0)
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Mean seconds per step of each phase, in the order of the phases."""
+        timed = [run.step_seconds for run in self.runs if run.step_seconds]
+        names = [name for name in (*PHASES, "other") if any(name in phases for phases in timed)]
+        return {name: statistics.fmean(phases.get(name, 0.0) for phases in timed) for name in names}
+
+    def reaching(self, accuracy: float) -> Reached:
+        found = [curve.first_reaching(accuracy) for curve in self.curves]
+        seconds = [second for second in found if second is not None]
+        return Reached(statistics.fmean(seconds) if seconds else None, len(seconds), len(found) - len(seconds))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms in the order of their first runs. `implied` are settings that differ only because another one does."""
+
+    columns: tuple[str, ...]
+    implied: Mapping[str, str]
+    arms: tuple[Arm, ...]
+    target: float | None
+    target_is: str
+    metric: str
+
+    @property
+    def numbered(self) -> bool:
+        """Whether so much differs that an arm is better called by its number."""
+        return any(len(arm.label) > LONGEST_LABEL for arm in self.arms)
+
+    @property
+    def names(self) -> list[str]:
+        """What each arm is called where its settings are not beside it."""
+        return [f"arm {number}" if self.numbered else arm.label for number, arm in enumerate(self.arms, start=1)]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for arm in self.arms for run in (*arm.runs, *arm.others)]
+
+    @property
+    def left_out(self) -> list[Run]:
+        """Runs that are not averaged."""
+        return [run for arm in self.arms for run in arm.others]
+
+    @property
+    def best(self) -> Arm | None:
+        """The arm of the highest mean final accuracy, if there are several."""
+        found = [(arm.final_accuracy.mean, arm) for arm in self.arms if arm.final_accuracy]
+        return max(found, key=lambda pair: pair[0])[1] if len(found) > 1 else None
+
+
+def compare(runs: Sequence[Run], target: float | None = None, metric: str = GREEDY) -> Comparison:
+    """Group the runs into arms. `target` is the accuracy that is timed, if not DEFAULT_TARGET of the best there is.
+
+    `metric` is what the runs were read with.
+    """
+    if target is not None and not 0 < target <= 1:
+        raise UserError(f"--target={target:g} must be an accuracy above 0 and at most 1")
+    columns, implied = differences([run.asked for run in runs])
+    arms = _arms(runs, columns)
+    target_is = "as asked"
+    if target is None:
+        best = max((max(arm.mean_curve.accuracy) for arm in arms if arm.mean_curve.accuracy), default=None)
+        target = None if best is None else DEFAULT_TARGET * best
+        target_is = f"{100 * DEFAULT_TARGET:g} % of the highest mean accuracy of an arm"
+    return Comparison(columns, implied, arms, target, target_is, metric)
+
+
+def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The settings in which the runs differ, and those of them that differ only because another setting does.
+
+    Such are what a choice brings along (`sampler._target_` with `sampler`), what follows another setting (`m: ${n}`),
+    and what a named experiment sets; never what was given on a command line.
+    """
+    keys = dict.fromkeys(key for one in asked for key in one.settings)
+    differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and _differs(key, asked)]
+    given = {key for one in asked for key in one.given}
+    groups = {key for one in asked for key in one.groups}
+    implied: dict[str, str] = {}
+    for key in differing:
+        sources = [key.partition(".")[0]] if "." in key else []
+        sources += {one.references[key] for one in asked if key in one.references}
+        sources += ["experiment"]
+        for source in sources:
+            if source == key or source not in differing or key in given:
+                continue
+            follows = all(one.references.get(key) == source for one in asked if one.complete)
+            if follows or (source in groups and _determines(source, key, asked)):
+                implied[key] = source
+                break
+    words = list(dict.fromkeys(key for one in asked for key in one.given))
+    columns = [key for key in differing if key not in implied]
+    # As they were typed, then the rest: the choices before single settings.
+    columns.sort(key=lambda key: (words.index(key) if key in given else len(words), key not in groups))
+    return tuple(columns), implied
+
+
+def _differs(key: str, asked: Sequence[Asked]) -> bool:
+    # Of a run without a config nothing is known but what was given; of the others, an absent setting is a value too.
+    return len({_value(one, key) for one in asked if one.complete or key in one.settings}) > 1
+
+
+def _determines(source: str, key: str, asked: Sequence[Asked]) -> bool:
+    pairs = {(_value(one, source), _value(one, key)) for one in asked if one.complete}
+    return len(pairs) == len({source for source, _ in pairs})
+
+
+def _value(asked: Asked, key: str) -> str:
+    return shown(asked.settings[key]) if key in asked.settings else ""
+
+
+def _arms(runs: Sequence[Run], columns: Sequence[str]) -> tuple[Arm, ...]:
+    """Runs of equal columns, in the order of their first run; a run without a config goes where its overrides fit."""
+    members: dict[tuple[str, ...], list[Run]] = {}
+    settings: dict[tuple[str, ...], dict[str, Setting]] = {}
+    for run in sorted(runs, key=lambda run: not run.asked.complete):
+        key = tuple(_value(run.asked, column) for column in columns)
+        if not run.asked.complete:
+            fits = [known for known in members if all(a in ("", b) for a, b in zip(key, known, strict=True))]
+            key = fits[0] if len(fits) == 1 else key
+        members.setdefault(key, []).append(run)
+        settings.setdefault(key, {c: run.asked.settings[c] for c in columns if c in run.asked.settings})
+    place = {id(run): i for i, run in enumerate(runs)}
+    groups = sorted(members, key=lambda key: min(place[id(run)] for run in members[key]))
+    return tuple(_arm(settings[key], sorted(members[key], key=lambda run: place[id(run)])) for key in groups)
+
+
+def _arm(settings: Mapping[str, Setting], runs: Sequence[Run]) -> Arm:
+    """A seed that completed twice is no second sample: the later run counts, the earlier ones are set apart."""
+    counted = {run.asked.seed: run for run in runs if run.state == State.COMPLETED and run.asked.complete}
+    others = [run for run in runs if counted.get(run.asked.seed) is not run]
+    return Arm(settings, tuple(counted.values()), tuple(_set_apart(run, counted.get(run.asked.seed)) for run in others))
+
+
+def _set_apart(run: Run, later: Run | None) -> Run:
+    """A run that is not averaged; if it completed all the same, with the reason."""
+    if run.state != State.COMPLETED:
+        return run
+    if later is None:
+        return replace(run, reason="its settings are unknown: it has no .hydra/config.yaml")
+    return replace(run, state=State.REPEATED, reason=f"seed {shown(run.asked.seed)} is there again in {later.name}")
+
+
+def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:
+    """Mean of the values that are there, with Student's 95 % interval if they differ; None if there is none.
+
+    That a few values agree says little of the next one: an interval of no width would be a false one, and is not given.
+    `least` and `most` are what a mean can be; an interval that reaches beyond is cut there, which takes nothing from
+    its coverage.
+    """
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None
+    if not all(map(math.isfinite, numbers)):
+        return Estimate(math.nan)
+    mean = statistics.fmean(numbers)
+    if min(numbers) == max(numbers):
+        return Estimate(mean)
+    half = student_95(len(numbers) - 1) * statistics.stdev(numbers) / math.sqrt(len(numbers))
+    return Estimate(mean, max(mean - half, least), min(mean + half, most), over="seeds")
+
+
+# Two-sided 95 % quantiles of Student's distribution with 1 to 9 degrees of freedom.
+_STUDENT_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+
+
+def student_95(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's distribution, to three decimals.
+
+    From 10 degrees of freedom on by the expansion about the normal quantile (Fisher and Cornish 1960).
+    """
+    if freedom <= len(_STUDENT_95):
+        return _STUDENT_95[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

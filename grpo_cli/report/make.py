@@ -1,0 +1,60 @@
+"""`grpo report`: runs are read, compared, drawn, written to a folder and shown."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_cli.errors import UserError
+from grpo_cli.files import json_line
+from grpo_cli.report import plots
+from grpo_cli.report.compare import Comparison, compare
+from grpo_cli.report.curves import GREEDY
+from grpo_cli.report.html import page
+from grpo_cli.report.read import read_runs
+from grpo_cli.report.show import show
+from grpo_cli.report.tables import as_json
+
+NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
+
+
+def make(
+    folders: Sequence[Path],
+    out: Path | None = None,
+    target: float | None = None,
+    metric: str = GREEDY,
+    console: Console | None = None,
+) -> Comparison:
+    """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
+
+    It holds `report.html`, which needs no other file, its pictures, and `report.json`, with every number. UserError if
+    there are no runs or `out` cannot be written.
+    """
+    console = console or Console()
+    now = datetime.now()
+    out = out or Path("outputs/report") / f"{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    found = read_runs(folders, metric)
+    comparison = compare(found.runs, target, metric)
+    notes = [] if plots.can_draw() else [NO_PICTURES]
+    if found.others:
+        notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")
+    drawn = plots.pictures(comparison) if plots.can_draw() else {}
+    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}")
+    files = {"report.html": html.encode(), **drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (out / name).write_bytes(data)
+    except OSError as error:
+        raise UserError(f"the report cannot be written to {out} ({error.strerror}): choose another --out") from error
+    show(comparison, console)
+    for note in notes:
+        console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    if drawn:
+        console.print(f"pictures: {', '.join(drawn)} beside it", markup=False, highlight=False, soft_wrap=True)
+    return comparison

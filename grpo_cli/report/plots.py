@@ -1,0 +1,238 @@
+"""Pictures of compared runs. Needs matplotlib (the extra `plot`), which is imported only when something is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from grpo_cli.report.compare import Arm, Comparison
+from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve, spoken
+from grpo_cli.text import short, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white paper swallows.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MARKERS = "os^Dv*PX"
+GREY = "#BBBBBB"
+PHASE_COLOURS = {"rollout": "#0072B2", "reward": "#E69F00", "logprobs": "#009E73", "update": "#D55E00", "other": GREY}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+}
+DPI = 200
+MOST_BARS = 60  # of a picture
+NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
+LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One arm in a picture: its curves, of which mean and band are drawn, and those that are not averaged."""
+
+    label: str
+    curves: Sequence[Curve]
+    unfinished: Sequence[Curve] = ()
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def pictures(comparison: Comparison) -> dict[str, bytes]:
+    """PNG files by name; only those for which some run has something to show."""
+    arms = [(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True) if arm.runs]
+    lines = [_line_of(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True)]
+    drawn: dict[str, bytes] = {}
+    with paper_style():
+        if any(line.curves or line.unfinished for line in lines):
+            axes = {axis: AXES[axis] for axis in ("clock/train_seconds", "tokens/generated")} | {"step": "steps"}
+            targets = {} if comparison.target is None else {"": comparison.target}
+            drawn["accuracy.png"] = png(
+                accuracy_figure({"": lines}, axes, targets, f"held-out {spoken(comparison.metric)}")
+            )
+        measured = {name: arm for name, arm in arms if arm.peak_bytes}
+        if measured:
+            drawn["memory.png"] = png(memory_figure(measured))
+        timed = {name: arm.step_seconds for name, arm in arms if arm.step_seconds}
+        if timed:
+            drawn["step_time.png"] = png(step_time_figure(timed))
+    return drawn
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+@contextmanager
+def paper_style() -> Iterator[None]:
+    """Within it, figures are drawn and saved in the style of this module."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def _line_of(name: str, arm: Arm) -> Line:
+    return Line(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
+
+
+def accuracy_figure(
+    panels: Mapping[str, Sequence[Line]],
+    axes: Mapping[str, str],
+    targets: Mapping[str, float],
+    words: str,
+    title: str = "",
+) -> Figure:
+    """One row per panel, one column per axis: mean accuracy of each line, and a band of one standard deviation.
+
+    `targets` are accuracies by panel, drawn as dashed lines. Of more lines than there are colours, those that end
+    highest are coloured and named and the rest is grey; curves outside of means are dotted.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.8 * len(axes), 3.2 * len(panels) + 0.4), layout="constrained")
+    grid = figure.subplots(len(panels), len(axes), squeeze=False, sharey="row")
+    colours = _colours([line for lines in panels.values() for line in lines])
+    handles: dict[str, Any] = {}
+    for row, (name, lines) in zip(grid, panels.items(), strict=True):
+        for panel, (axis, axis_words) in zip(row, axes.items(), strict=True):
+            for line in sorted(lines, key=lambda line: line.label in colours):  # grey ones below the others
+                handles |= _draw(panel, line, axis, colours)
+            if name in targets:
+                handles[TARGET] = panel.axhline(targets[name], color="black", ls="--", lw=0.8)
+            panel.set_xlabel(axis_words)
+            panel.set_xlim(left=0)
+            panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
+        row[0].set_ylabel("\n".join(filter(None, (_safe(name), _safe(words)))))
+    if title:
+        figure.suptitle(_safe(title))
+    _legend(figure, handles, colours, len(axes))
+    return figure
+
+
+def _colours(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
+    """Colour and marker by label, for as many labels as there are colours: those of the highest last accuracy."""
+    ends: dict[str, float] = {}
+    for line in lines:
+        last = [curve.accuracy[-1] for curve in (*line.curves, *line.unfinished) if curve.accuracy]
+        if last:
+            ends[line.label] = max(ends.get(line.label, -1.0), float(np.mean(last)))
+    chosen = set(sorted(ends, key=lambda label: -ends[label])[: len(COLOURS)])
+    labels = [label for label in ends if label in chosen]
+    return {label: (COLOURS[i], MARKERS[i]) for i, label in enumerate(labels)}
+
+
+def _draw(panel: Axes, line: Line, axis: str, colours: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Draw one line; returns what the legend has to name."""
+    colour, marker = colours.get(line.label, (GREY, ""))
+    named: dict[str, Any] = {}
+    if line.curves:
+        mean = mean_curve(line.curves)
+        x, y = np.array(mean.along(axis)), np.array(mean.accuracy)
+        every = max(1, len(x) // 8)
+        width = 1.6 if marker else 0.8
+        named[line.label] = panel.plot(
+            x, y, color=colour, lw=width, marker=marker or None, ms=4, markevery=every, mec="white", mew=0.4
+        )[0]
+        if len(line.curves) > 1 and marker:
+            band = deviation(line.curves)
+            panel.fill_between(x, np.maximum(y - band, 0), np.minimum(y + band, 1), color=colour, alpha=0.13, lw=0)
+    for curve in line.unfinished:
+        dots = panel.plot(curve.along(axis), curve.accuracy, color=colour, lw=1.0, ls=":")[0]
+        panel.plot(curve.along(axis)[-1:], curve.accuracy[-1:], color=colour, marker="x", ms=5, ls="")
+        named[NOT_AVERAGED] = dots
+    return named
+
+
+def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, Any], columns: int) -> None:
+    named = {label: handles[label] for label in (*colours, TARGET, NOT_AVERAGED) if label in handles}
+    grey = [label for label in handles if label not in named]
+    if grey:
+        named[f"{len(grey)} more, which end lower"] = handles[grey[0]]
+    if named:
+        labels = [_broken(label) for label in named]
+        widest = max(len(line) for label in labels for line in label.split("\n"))
+        fitting = max(1, min(len(named), columns * 60 // (widest + 8)))
+        figure.legend(list(named.values()), labels, loc="outside lower center", ncols=fitting, fontsize=8)
+
+
+def memory_figure(arms: Mapping[str, Arm]) -> Figure:
+    """Peak memory of each arm: the mean as a bar, every run as a dot."""
+    arms, figure, panel = _bars(arms, "peak memory, MiB (dots: single runs)")
+    for place, arm in enumerate(arms.values()):
+        runs = [run.peak_bytes / 2**20 for run in arm.runs if run.peak_bytes is not None]
+        panel.barh(place, float(np.mean(runs)), color=COLOURS[5], height=0.62)
+        panel.plot(runs, [place] * len(runs), ls="", marker="o", ms=3, color=COLOURS[6], alpha=0.7)
+        panel.annotate(
+            size(float(np.mean(runs)) * 2**20), (max(runs), place), (5, 0), textcoords="offset points", va="center"
+        )
+    panel.margins(x=0.12)
+    panel.set_xlim(left=0)
+    return figure
+
+
+def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Mean seconds of a step of each arm, stacked by phase."""
+    arms, figure, panel = _bars(arms, "mean seconds per step, evaluation and checkpoints left out")
+    names = [name for name in PHASE_COLOURS if any(name in phases for phases in arms.values())]
+    begun = np.zeros(len(arms))
+    for name in names:
+        seconds = np.array([phases.get(name, 0.0) for phases in arms.values()])
+        panel.barh(range(len(arms)), seconds, left=begun, color=PHASE_COLOURS[name], height=0.62, label=name)
+        begun += seconds
+    for place, total in enumerate(begun):
+        panel.annotate(f"{total:.3g} s", (total, place), (4, 0), textcoords="offset points", va="center")
+    panel.margins(x=0.12)
+    panel.set_xlim(left=0)
+    figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
+    return figure
+
+
+def _bars(arms: Mapping[str, T], words: str) -> tuple[Mapping[str, T], Figure, Axes]:
+    """A figure with a line per arm, the first one on top, and the arms that have one: the first MOST_BARS."""
+    from matplotlib.figure import Figure
+
+    shown = dict(itertools.islice(arms.items(), MOST_BARS))
+    labels = [_broken(name) for name in shown]
+    lines = sum(max(1.6, 1 + label.count("\n")) for label in labels)
+    figure = Figure(figsize=(7.2, 0.9 + 0.2 * lines), layout="constrained")
+    panel = figure.subplots()
+    panel.set_yticks(range(len(shown)), labels)
+    panel.set_ylim(len(shown) - 0.5, -0.5)
+    panel.grid(axis="y", visible=False)
+    panel.set_xlabel(words + (f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""))
+    return shown, figure, panel
+
+
+def _broken(label: str) -> str:
+    """A label in lines of LABEL_WIDTH characters, safe to draw."""
+    return _safe("\n".join(textwrap.wrap(label, LABEL_WIDTH)))
+
+
+def _safe(text: str) -> str:
+    """As it stands: a dollar would begin a formula, and a leading underscore takes a label out of the legend."""
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

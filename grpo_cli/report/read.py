@@ -1,0 +1,297 @@
+"""Run folders to frozen records: what a run was asked, how it ended, and its curve. Compares nothing.
+
+What the files say is data of strangers: nothing of it is executed, no resolver of theirs is run, and a file that is
+damaged or half written costs a note on its run, not the report.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.errors import UserError
+from grpo_cli.report.asked import Asked, asked_of, asked_with
+from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
+from grpo_cli.text import duration, plain
+
+# Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
+PHASES = ("rollout", "reward", "logprobs", "update")
+_A_RUN_HAS = ("metrics.jsonl", "summary.json", "status.json", ".hydra/config.yaml")
+_NOT_BELOW = {"checkpoints", "wandb", "bad_batches"}
+
+
+class State(StrEnum):
+    """How a run ended, or that it has not."""
+
+    COMPLETED = "completed"
+    RUNNING = "running"
+    WAITING = "waiting"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    UNFINISHED = "unfinished"  # no word of its end: it was killed, or goes on without a launcher
+    REPEATED = "repeated"  # completed, and so did a later run of the same settings and seed
+
+
+_AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its folder tells it. Numbers that it does not tell are None.
+
+    `curve` is of the accuracy that was asked for, `accuracies` are those that the run has measured. `step_seconds` are
+    means over steps: each of PHASES that was measured, and `other`. `notes` say what could not be read.
+    """
+
+    folder: Path
+    name: str
+    state: State
+    reason: str
+    asked: Asked
+    curve: Curve
+    accuracies: tuple[str, ...] = ()
+    accuracy_interval: tuple[float, float] | None = None  # 95 %, over problems, of the last evaluation
+    steps: int = 0
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    generated_tokens: float | None = None
+    trained_tokens: float | None = None
+    peak_bytes: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def final_accuracy(self) -> float | None:
+        return self.curve.accuracy[-1] if self.curve.accuracy else None
+
+    @property
+    def best_accuracy(self) -> float | None:
+        return max(self.curve.accuracy, default=None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Training runs, and the folders of other commands (evaluations, profiles) that were met on the way."""
+
+    runs: tuple[Run, ...]
+    others: tuple[str, ...]
+
+
+def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
+    """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
+
+    `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
+    or if the runs have measured other accuracies only.
+    """
+    found: dict[Path, tuple[str, Sequence[str] | None]] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{plain(folder)} is no folder: name run folders, sweep folders, or what holds them")
+        try:
+            for path, job in _run_folders(folder):
+                found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
+        except OSError as error:
+            raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
+    read = [read_run(path, name, job, metric) for path, (name, job) in found.items()]
+    runs = tuple(run for run in read if run.asked.command == "train")
+    others = tuple(run.name for run in read if run.asked.command != "train")
+    if not runs:
+        besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
+        named = ", ".join(plain(folder) for folder in folders)
+        raise UserError(
+            f"no training run in or below {named}{besides}; `grpo train` leaves them in outputs/train, "
+            "`grpo train -m` in outputs/multirun"
+        )
+    measured = sorted({name for run in runs for name in run.accuracies})
+    if metric not in measured and (measured or metric != GREEDY):
+        there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
+        raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
+    return Found(runs, others)
+
+
+def _short_name(path: Path, given: Path, num_given: int) -> str:
+    """The run's folder from the one that was named; with the latter's own name if there are several."""
+    below = path.relative_to(given)
+    if below == Path("."):
+        return plain(given.resolve().name)
+    return plain(given.resolve().name / below if num_given > 1 else below)
+
+
+def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str] | None]]:
+    """Run folders in or below `folder`, the jobs of a sweep in their order, also those that have no folder yet."""
+    if any((folder / name).is_file() for name in _A_RUN_HAS):
+        yield folder, None
+        return
+    jobs = _jobs_of(folder)
+    yield from jobs.items()
+    names = sorted((entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)), key=_natural)
+    for name in names:
+        if name not in _NOT_BELOW and not name.startswith(".") and folder / name not in jobs:
+            yield from _run_folders(folder / name)
+
+
+def _natural(name: str) -> tuple[int, int, str]:
+    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
+
+
+def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
+    """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
+    told, _ = _read_object(sweep / "sweep.json")
+    jobs: dict[Path, Sequence[str] | None] = {}
+    listed = told.get("jobs")
+    for job in listed if isinstance(listed, list) else []:
+        if not isinstance(job, dict):
+            continue
+        # By its last part: a sweep that was moved, or is read from another folder, is found as well.
+        name = Path(str(job.get("folder", ""))).name
+        if name and name != "..":
+            overrides = job.get("overrides")
+            jobs[sweep / name] = [str(word) for word in overrides] if isinstance(overrides, list) else None
+    return jobs
+
+
+def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
+    """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
+    status, status_note = _read_object(folder / "status.json")
+    summary, summary_note = _read_object(folder / "summary.json")
+    rows, notes = read_rows(folder / "metrics.jsonl")
+    words = status.get("overrides", job)
+    words = [str(word) for word in words] if isinstance(words, list) else []
+    asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
+    state, reason = _state_of(folder, status, summary)
+    notes = [*filter(None, (status_note, summary_note)), *notes]
+    run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))
+    return _with_numbers(run, rows, metric, summary)
+
+
+def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any]) -> Run:
+    steps = [row for row in rows if row["step"] > 0]
+    last: Mapping[str, float] = steps[-1] if steps else {}
+    evaluated = [row for row in rows if metric in row]
+    low, high = (evaluated[-1].get(f"{metric}_{end}") if evaluated else None for end in ("low", "high"))
+    peaks = [row.get("memory/peak_bytes") for row in steps] + [_number(summary.get("peak_memory_bytes"))]
+    return replace(
+        run,
+        accuracies=tuple(sorted(filter(_AN_ACCURACY.fullmatch, set().union(*rows)))),
+        accuracy_interval=None if low is None or high is None else (low, high),
+        steps=int(rows[-1]["step"]) if rows else 0,
+        step_seconds=_step_seconds(steps),
+        seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),
+        generated_tokens=last.get("tokens/generated", _number(summary.get("generated_tokens"))),
+        trained_tokens=last.get("tokens/trained", _number(summary.get("trained_tokens"))),
+        peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
+    )
+
+
+def _step_seconds(steps: Rows) -> dict[str, float]:
+    """Mean seconds per step of each phase, and of what a step does besides."""
+    measured = [name for name in PHASES if any(f"time/{name}" in row for row in steps)]
+    timed = [row for row in steps if math.isfinite(row.get("time/step", math.nan))]
+    if not timed:
+        return {}
+    seconds = {name: sum(row.get(f"time/{name}", 0.0) for row in timed) / len(timed) for name in measured}
+    rest = sum(row["time/step"] for row in timed) / len(timed) - sum(seconds.values())
+    return {**seconds, "other": max(rest, 0.0)}
+
+
+def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
+    """The launcher's word where there is one; where the run ended by itself, the run's own."""
+    told, ended = status.get("state"), summary.get("status")
+    reason = plain(status.get("reason") or summary.get("error") or "")
+    if told in (State.WAITING, State.SKIPPED, State.FAILED):
+        return State(told), reason
+    if told == State.RUNNING:
+        return State.RUNNING, _last_sign(folder)
+    if ended in (State.COMPLETED, State.INTERRUPTED, State.FAILED):
+        return State(ended), reason
+    if not folder.exists():
+        return State.WAITING, "listed in sweep.json, not begun"
+    return State.UNFINISHED, f"no summary.json; {_last_sign(folder)}"
+
+
+def _last_sign(folder: Path) -> str:
+    try:
+        return f"last record {duration(time.time() - (folder / 'metrics.jsonl').stat().st_mtime)} ago"
+    except OSError:
+        return "no record yet"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _read_object(path: Path) -> tuple[dict[str, Any], str | None]:
+    """A JSON object and, where it cannot be read, a note; of a file that is not there neither."""
+    try:
+        value = _DECODER.decode(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path.name} cannot be read: {plain(error)}"
+    return (value, None) if isinstance(value, dict) else ({}, f"{path.name} holds no JSON object")
+
+
+# Whole numbers as floats: all metrics are, and no number is too large for one.
+_DECODER = json.JSONDecoder(parse_int=float)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
+    """The records of a `metrics.jsonl` in the order of their steps, each step once, and notes on what was left out.
+
+    A record takes the place of what stands before it for its step and later ones: a resumed run has gone back there.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [f"{path.name} cannot be read: {error.strerror}"]
+    rows: list[dict[str, float]] = []
+    bad: list[int] = []
+    no_number: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _row(line, no_number)
+        except (ValueError, RecursionError):
+            bad.append(number)
+            continue
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    notes = [f"{path.name}: {plain(name)} is not always a number" for name in sorted(no_number)]
+    if bad and bad[-1] == len(lines):  # nothing but the newline is written after a record
+        bad.pop()
+        notes.append(f"{path.name}: its last line is half written and was left out")
+    if bad:
+        notes.append(f"{path.name}: {len(bad)} lines cannot be read and were left out (line {bad[0]} first)")
+    return rows, notes
+
+
+def _row(line: bytes, no_number: set[str]) -> dict[str, float]:
+    """One record. ValueError if it is none; names of values that are no numbers are added to `no_number`."""
+    row = _DECODER.decode(line.decode("utf-8"))
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    if any(type(value) is not float for value in row.values()):
+        row = dict(_numbers(row, no_number))
+    if not (row.get("step", -1.0) >= 0 and row["step"] < math.inf):
+        raise ValueError("no step")
+    return row
+
+
+def _numbers(row: Mapping[str, Any], no_number: set[str]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        try:
+            yield name, float(value)  # "NaN" and "Infinity" are how `files.json_line` writes them
+        except (TypeError, ValueError):
+            no_number.add(name)

@@ -1,0 +1,48 @@
+"""Numbers, and series of numbers, in few characters: what the console and the report have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """The values as bars of eight heights from `low` to `high`, or from their own least to greatest.
+
+    Non-finite values are gaps; what lies outside is drawn at the end it is beyond.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite) if low is None else low, max(finite) if high is None else high
+    shares = [min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 3 / 7 for value in finite]
+    bars = iter("▁▂▃▄▅▆▇█"[round(7 * share)] for share in shares)
+    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
+
+
+def short(value: float | int) -> str:
+    """A number in few characters: 0.512, 38, 5.3k, 1.2M."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
+
+
+def size(num_bytes: float | int) -> str:
+    """Bytes in binary units: 812 MiB, 1.4 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float | int) -> str:
+    """Seconds as 42 s, 4m07s or 3h05m."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def plain(text: object) -> str:
+    """What a file says, as one line that a terminal can be given: no line breaks, no control or escape characters."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))

@@ -94,10 +94,8 @@ def evaluate(overrides: Overrides = None) -> None:
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
     arguments = overrides or []
-    if {"-m", "--multirun"} & set(arguments) and "--help" not in arguments:
-        _profile_each([word for word in arguments if word not in ("-m", "--multirun")])
-    else:
-        _hand_over("profile", arguments, _profile)
+    sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
+    _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
 
 
 def _profile_each(arguments: Sequence[str]) -> None:
@@ -106,15 +104,13 @@ def _profile_each(arguments: Sequence[str]) -> None:
     from grpo_cli.profile.compare import compare
     from grpo_cli.profile.jobs import run_each
 
-    flags, words = _sorted_out(arguments)
+    flags, words = _sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
     try:
         root, jobs, failed = run_each(words, flags, typer.echo)
         if jobs:
             compare(jobs, root)
-    except HydraException as error:
-        _fail(_explained(error, "profile", arguments))
-    except UserError as error:
-        _fail(error)
+    except (HydraException, UserError) as error:
+        _fail(error if isinstance(error, UserError) else _explained(error, "profile", arguments))
     if failed:
         raise typer.Exit(2)
 
@@ -130,14 +126,15 @@ def _profile(cfg: DictConfig) -> Any:
     from grpo_cli import profiling
     from grpo_cli.profile.show import show
 
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
-
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    report = profiling.profile(settings, command, say, lambda text: say(f"warning: {text}"))
-    show(report, Console())
+    found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+    show(found, Console())
     typer.echo(f"all of it: {settings.run_dir}/profile.json")
-    return report.predicted.peak if report.measured is None else report.measured.peak_bytes
+    return found.predicted.peak if found.measured is None else found.measured.peak_bytes
+
+
+def _to_stderr(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 @app.command()
@@ -400,6 +397,6 @@ def groups_of(command: str) -> list[str]:
     """The groups that a command's configuration chooses from."""
     from grpo_cli.config import config_dir
 
-    command = {"profile": "train"}.get(command, command)  # a profile is of a training run
-    text = (config_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    file = "train" if command == "profile" else command  # a profile is of a training run
+    text = (config_dir() / f"{file}.yaml").read_text(encoding="utf-8")
     return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -58,12 +58,14 @@ def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
 
 def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("grpo_cli.profiling.Trainer", None)
-    words = ["model=qwen2_5_3b", "sampler=infinite", "sampler.slots=2", "profile.fit=24GB", "eval.every=0"]
+    shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]
+    words = [*shape, "sampler=infinite", "sampler.slots=2", "profile.fit=2GB", "eval.every=0"]
     found, _ = profile("profile.plan_only=true", *words)
     assert found["measured"] is None
     weights = found["predicted"]["exact_bytes"]["weights"]
-    assert weights == pytest.approx(3.09e9 * 4, rel=0.01)
-    assert found["fit"] == {"room_bytes": 24 * 10**9, "fits": False, "largest": found["fit"]["largest"]}
+    # Embedding, queries and output, keys and values, the MLP; the rest are vectors.
+    assert weights == pytest.approx(4 * (151_936 + 2 * 2048 + 2 * 256 + 3 * 11_008) * 2048, rel=0.001)
+    assert found["fit"] == {"room_bytes": 2 * 10**9, "fits": False, "largest": found["fit"]["largest"]}
     assert found["schema"] == SCHEMA
 
 

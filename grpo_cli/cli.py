@@ -87,7 +87,7 @@ def train(overrides: Overrides = None) -> None:
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
-    _hand_over("eval", _after_those_of_the_run("checkpoint", overrides or []), _evaluate)
+    _hand_over("eval", _all_of_a_named_file(_after_those_of_the_run("checkpoint", overrides or [])), _evaluate)
 
 
 @app.command("profile", **_HANDS_OVER)
@@ -214,6 +214,26 @@ def _print_table(metrics: Mapping[str, float]) -> None:
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
             table.add_row(name.removeprefix("eval/"), f"{value:.3f}", interval)
     Console().print(table)
+
+
+def _all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
+    """The arguments, and that all of a file is evaluated if `task.path=` names it here, and nothing else is said.
+
+    Training holds a share of its file out; that share alone is evaluated as long as the file is that of the run.
+    """
+    given = [word.partition("=") for word in arguments if "=" in word]
+    typed = {key: value for key, _, value in given}
+    of_the_run = {key.lstrip("+"): value.strip("'") for key, _, value in given if key.startswith("++")}
+    path = typed.get("task.path", "null")
+    said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
+    if path == "null" or said or path.strip("'\"") == of_the_run.get("task.path"):
+        return list(arguments)
+    from grpo_cli.config import config_dir
+
+    choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
+    if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
+        return list(arguments)  # a task of one's own, which may know nothing of shares
+    return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
 
 
 def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:

@@ -61,6 +61,7 @@ class SampleSettings:
     top_p: float
     top_k: int
     max_new_tokens: int
+    stop: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,8 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
 def check_eval(settings: EvalRunSettings) -> None:
     """The same for `grpo eval`."""
     problems = settings.eval.problems
-    sampling = Sampling(1.0, settings.sampling.top_p, settings.sampling.top_k, settings.sampling.max_new_tokens)
+    drawn = settings.sampling
+    sampling = Sampling(1.0, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     _refuse(
         [
             *(
@@ -254,6 +256,8 @@ def _range_problems(sampling: Sampling) -> Iterator[str]:
     yield from _at_least("sampling.top_k", sampling.top_k, 0)
     if not 0 < sampling.top_p <= 1:
         yield f"sampling.top_p={sampling.top_p} must be more than 0 and at most 1"
+    if "" in sampling.stop:
+        yield "sampling.stop holds an empty string, which every text contains: leave it out"
 
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
@@ -332,7 +336,8 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     assert isinstance(run, DictConfig), "Hydra writes a mapping"
     groups = ("model", *EVAL_PARTS)
     values = {"seed": run.seed}
-    values |= {f"sampling.{key}": run.sampling[key] for key in ("top_p", "top_k", "max_new_tokens")}
+    drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
+    values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}
     values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
     for group in groups:
         values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))

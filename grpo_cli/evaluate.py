@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_cli.interfaces import Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
-from grpo_cli.rollout import example, group_rollouts, requests_for, score
+from grpo_cli.rollout import example, group_rollouts, requests_for, score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -49,7 +49,7 @@ def is_correct(reward: Reward) -> bool:
 
 
 def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:
-    return [score(task, group) for group in group_rollouts(prompts, rollouts)]
+    return score_all(task, group_rollouts(prompts, rollouts))
 
 
 def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

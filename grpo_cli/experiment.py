@@ -175,7 +175,17 @@ class Bench:
     engine: Engine
 
 
-def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings, **engine: Any) -> Bench:
+def say_to_stderr(text: str) -> None:
+    """A warning where there is no live view that it could spoil."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def set_up(
+    settings: RunSettings | EvalRunSettings,
+    weights: ModelSettings,
+    warn: Callable[[str], None] = say_to_stderr,
+    **engine: Any,
+) -> Bench:
     """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
     device = pick_device(settings.device)
     tokenizer = load_tokenizer(weights)
@@ -183,9 +193,10 @@ def set_up(settings: RunSettings | EvalRunSettings, weights: ModelSettings, **en
     eos = eos_token_ids(model, tokenizer)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
-    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room}
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **engine))
+    more = {"warn": warn, "decode": partial(tokenizer.decode, skip_special_tokens=False), **engine}
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
 
 
 def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
@@ -203,6 +214,11 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
     engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
+    if settings.sampling.stop and not getattr(engine, "reads_stop_strings", False):
+        raise UserError(
+            f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
+            "stop strings; use engine=torch, or leave sampling.stop empty"
+        )
     return engine
 
 
@@ -212,7 +228,7 @@ def build(settings: RunSettings) -> Trainer:
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
-    bench = set_up(settings, weights, warn=console.warn)
+    bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
     trackers = _trackers(settings, run_dir, checkpoint, console)
@@ -313,9 +329,8 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     held_out = bench.task.prompts("eval")
     count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
     prompts = [held_out[i] for i in range(count)]
-    sampling = Sampling(
-        exam.temperature, settings.sampling.top_p, settings.sampling.top_k, settings.sampling.max_new_tokens
-    )
+    drawn = settings.sampling
+    sampling = Sampling(exam.temperature, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)

@@ -38,6 +38,14 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class BatchTask(Task, Protocol):
+    """A task that judges many rollouts at once for less than one by one; see `rollout.score_all`."""
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
+        """One reward for each prompt and rollout, in their order."""
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Makes rollouts. Each request comes back exactly once, in order of finishing."""
 

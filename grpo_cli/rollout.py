@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_cli.downsample import check_rewards
 from grpo_cli.errors import UserError
-from grpo_cli.interfaces import Task
+from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Example, Group, Prompt, Request, Rollout, ScoredGroup
 
@@ -66,11 +66,15 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
     ]
 
 
-def score(task: Task, group: Group) -> ScoredGroup:
-    """Judge every rollout of a group. A reward that is not a finite number is an error, never a zero."""
-    rewards = tuple(task.reward(group.prompt, rollout) for rollout in group.rollouts)
-    scored = ScoredGroup(group.prompt, group.rollouts, rewards)
-    check_rewards(scored)
+def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
+    """Judge every rollout of many groups, all at once if the task can. A reward that is not finite is an error."""
+    pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    given = task.rewards(pairs) if isinstance(task, BatchTask) else [task.reward(*pair) for pair in pairs]
+    assert len(given) == len(pairs), "a task gives one reward for each rollout"
+    rewards = iter(given)
+    scored = [ScoredGroup(g.prompt, g.rollouts, tuple(next(rewards) for _ in g.rollouts)) for g in groups]
+    for group in scored:
+        check_rewards(group)
     return scored
 
 

@@ -13,12 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a completion is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` are off."""
+    """How a completion is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` are off.
+
+    A completion ends with the token that completes one of the strings of `stop`, if not before.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
 
     @property
     def truncated(self) -> bool:

@@ -23,7 +23,7 @@ from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine,
 from grpo_cli.learner import Learner, Update
 from grpo_cli.meter import peak_bytes
 from grpo_cli.metrics import kept_metrics, rollout_metrics
-from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score, seed_of
+from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.select import Selection, batch_rows, examples, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Batch, EngineStats, Prompt, Record, ScoredGroup
@@ -156,7 +156,7 @@ class Trainer:
                 groups, stats = self._rollouts(prompts, step)
             rollout_seconds = time.perf_counter() - start
             with span("reward"):
-                scored = [score(self._parts.task, group) for group in groups]
+                scored = score_all(self._parts.task, groups)
             with span("logprobs"):
                 judged = self._judged(scored)
             selected = [self._select(group, why, step) for group, why in zip(scored, judged.rejections, strict=True)]

@@ -84,6 +84,8 @@ def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
 
 
 def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str]) -> Any:
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(value) if isinstance(value, list) else kinds[:1]
     if not isinstance(value, list) or len(value) != len(kinds):
         problems.append(f"{key}={shown(value)} must be a list of {len(kinds)} values")
         return None

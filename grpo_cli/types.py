@@ -22,6 +22,7 @@ class Finish(StrEnum):
     """Why a rollout ended."""
 
     EOS = "eos"
+    STOP = "stop"  # one of `sampling.stop`
     LENGTH = "length"
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from words import GSM8K
 
 from grpo_cli.tasks.answers import MAX_ANSWER, MAX_DIGITS, equal, extract_answer, gold_answer, parse_number
-
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
 STRICT = [
     ("He pays 3 * 6 = 18.\n#### 18", "18"),

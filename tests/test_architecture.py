@@ -23,6 +23,7 @@ engine/attention engine/eviction
 engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate engine/graph
+engine/stop
 engine/generation
 engine/engine engine/vllm_engine
 rollout
@@ -46,6 +47,7 @@ DOORS = {
     "safetensors": {"model/"},
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
+    "math_verify": {"tasks/"},
     "typer": {"cli"},
     "rich": {"cli", "console", "profile/", "report/"},
     "matplotlib": {"profile/", "report/"},

@@ -10,25 +10,23 @@ from typing import Any
 
 import pytest
 from tiny_hf import make_tokenizer
+from words import GSM8K, rollout_of, task_of
 
-from grpo_cli.settings import Sampling
-from grpo_cli.tasks.gsm8k import Gsm8k
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.tasks.jsonl import Jsonl
+from grpo_cli.types import Prompt, Rollout
 
-DATA = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-TRAIN, TEST = DATA / "train.jsonl", DATA / "test.jsonl"
+TRAIN, TEST = GSM8K / "train.jsonl", GSM8K / "test.jsonl"
 TOKENIZER = make_tokenizer()
 
 
 def rollout(prompt: Prompt, reply: str) -> Rollout:
-    token_ids = (*TOKENIZER(reply)["input_ids"], TOKENIZER.eos_token_id)
-    return Rollout(Request(prompt, 0, 0, Sampling()), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
+    return rollout_of(prompt, reply, TOKENIZER)
 
 
-def real_task(**settings: Any) -> Gsm8k:
-    if not DATA.is_dir():
+def real_task(**settings: Any) -> Jsonl:
+    if not GSM8K.is_dir():
         pytest.skip("the GSM8K files are not here")
-    return Gsm8k(TOKENIZER, 0, path=str(TRAIN), **settings)
+    return task_of("gsm8k", TOKENIZER, path=str(TRAIN), **settings)
 
 
 def solutions(path: Path) -> list[str]:
@@ -64,12 +62,14 @@ def test_without_a_path_both_splits_come_from_the_hub(monkeypatch: pytest.Monkey
         return [{"question": f"{split} {i}", "answer": f"{i}\n#### {i}"} for i in range(3)]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    task = Gsm8k(TOKENIZER, 0)
-    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    task = task_of("gsm8k", TOKENIZER)
+    assert asked == [("openai/gsm8k", "main", "test")]  # what is trained on is read when it is asked for
+    assert [p.answer for p in task.prompts("train")] == ["0", "1", "2"]
+    assert asked == [("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")]
     assert [(p.id, p.answer) for p in task.prompts("eval")] == [(f"eval-{i + 1:06d}", str(i)) for i in range(3)]
     own = tmp_path / "own.jsonl"
     own.write_text('{"question": "mine", "answer": "#### 1,000"}\n')
-    task = Gsm8k(TOKENIZER, 0, eval_path=str(own))
+    task = task_of("gsm8k", TOKENIZER, eval_path=str(own))
     assert [prompt.answer for prompt in task.prompts("eval")] == ["1000"]
     assert task.text(task.prompts("eval")[0].token_ids) == "Question: mine\nAnswer:"
 
@@ -79,7 +79,7 @@ def test_grading_chooses_the_total(tmp_path: Path) -> None:
     path.write_text('{"question": "a", "answer": "#### 5"}\n{"question": "b", "answer": "#### 5"}\n')
     prompt = Prompt("p", (1,), "5")
     totals = [
-        Gsm8k(TOKENIZER, 0, path=str(path), grading=grading).reward(prompt, rollout(prompt, "It is 5.")).total
+        task_of("gsm8k", TOKENIZER, path=str(path), grading=grading).reward(prompt, rollout(prompt, "It is 5.")).total
         for grading in ("lenient", "strict")
     ]
     assert totals == [1.0, 0.0]

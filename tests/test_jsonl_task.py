@@ -32,7 +32,11 @@ def problems(count: int) -> list[dict[str, str]]:
 
 
 def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
-    return Jsonl(tokenizer, 0, path=path, **settings)
+    return Jsonl(tokenizer, 0, path=path, **({"warn": unexpected} | settings))
+
+
+def unexpected(text: str) -> None:
+    raise AssertionError(f"a warning that nobody expected: {text}")
 
 
 def rollout(prompt: Prompt, reply: str, tokenizer: Any = TOKENIZER) -> Rollout:
@@ -68,7 +72,7 @@ def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) ->
 def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
     rows = problems(40)
     forwards, backwards = write(tmp_path / "f.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])
-    tasks = [Jsonl(TOKENIZER, seed, path=path) for seed in (0, 7) for path in (forwards, backwards)]
+    tasks = [Jsonl(TOKENIZER, seed, path=path, warn=unexpected) for seed in (0, 7) for path in (forwards, backwards)]
     held_out = [{prompt.token_ids for prompt in task.prompts("eval")} for task in tasks]
     assert all(held_out[0] == other for other in held_out)
 
@@ -233,11 +237,11 @@ BAD_FILES = [
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
     (
         [GOOD, '{"question": "b", "answer": "five"}'],
-        "{path}, line 2: no number was understood in the field 'answer': 'five'; end it with '#### 42'",
+        "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'",
     ),
     (
         [GOOD, *[f'{{"question": "{i}", "answer": "one or two"}}' for i in range(3)]],
-        "{path}, line 2 (and 2 more of 4 rows): no number was understood",
+        "{path}, line 2 (and 2 more of 4 rows): no answer was understood",
     ),
     ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
 ]
@@ -274,7 +278,7 @@ def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
 def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(3))
     message = message_of(lambda: make(path, eval_fraction=1.5, grading="harsh"))
-    assert "task.eval_fraction=1.5 must lie between 0 and 1" in message
+    assert "task.eval_fraction=1.5 must be more than 0 and at most 1" in message
     assert "task.grading=harsh must be one of lenient, strict" in message
     message = message_of(lambda: make(path, template="Question: {problem}"))
     assert "task.template='Question: {problem}' has no place for the question; write {question}" in message
@@ -305,7 +309,7 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     task = make("hub:someone/sums:train", eval_path=write(tmp_path / "e.jsonl", {"question": "x", "answer": "2"}))
     assert [p.id for p in task.prompts("train")] == [f"train-{i:06d}" for i in range(1, 5)]
     message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
-    assert "hub:someone/sums:hard:test, row 1: no number was understood" in message
+    assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
 
 
@@ -331,3 +335,67 @@ def test_a_hub_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("source", ["hub:", "hub:sums", "hub:a:b:c:d", "hub::train", "hub:a:"])
 def test_a_hub_name_without_a_split_is_refused(source: str) -> None:
     assert f"task.path={source} must read hub:NAME:SPLIT" in message_of(lambda: make(source))
+
+
+def test_examples_come_before_the_question_and_are_in_no_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(12))
+    task = make(path, few_shot=2, system_prompt="Think.", eval_fraction=0.2)
+    shown = [f"Question: What is {i} + {i}?\nAnswer: It is {2 * i}.\n#### {2 * i}" for i in (0, 1)]
+    first = "\n\n".join(["Think.", *shown])
+    prompts = [*task.prompts("train"), *task.prompts("eval")]
+    assert len(prompts) == 10 and all(task.text(p.token_ids).startswith(f"{first}\n\nQuestion: ") for p in prompts)
+    assert not any(p.id.endswith(("000001", "000002")) for p in prompts)
+    chat = make(path, CHAT, few_shot=1).prompts("train")[0]
+    turns = "user\nWhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nIt is 0.\n#### 0<|im_end|>\n<|im_start|>user\n"
+    assert CHAT.decode(list(chat.token_ids)).startswith(f"<|im_start|>{turns}")
+
+
+def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(6))
+    shown = write(tmp_path / "s.jsonl", {"question": "one?", "answer": "1"}, problems(6)[3])
+    task = make(path, few_shot=1, few_shot_path=shown)
+    assert len(task.prompts("train")) + len(task.prompts("eval")) == 6
+    task = make(path, few_shot=2, few_shot_path=shown)
+    assert len(task.prompts("train")) + len(task.prompts("eval")) == 5
+    assert "examples were asked for, but" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
+    evaluated = write(tmp_path / "e.jsonl", {"question": "one?", "answer": "1"})
+    message = message_of(lambda: make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated))
+    assert "are also in the examples of task.few_shot" in message
+    assert "task.few_shot=-1 must be at least 0" in message_of(lambda: make(path, few_shot=-1))
+
+
+def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_word(tmp_path: Path) -> None:
+    rows = problems(20)
+    rows[7]["question"] = rows[9]["question"] = "word " * 30
+    path, said = write(tmp_path / "p.jsonl", *rows), []
+    plain = make(path)
+    long = [p for split in ("train", "eval") for p in plain.prompts(split) if p.id[-2:] in ("08", "10")]
+    limit = len(long[0].token_ids) - 5
+    task = make(path, max_prompt_tokens=limit, long_prompts="leave_out", warn=said.append)
+    kept = {p.id[-2:] for split in ("train", "eval") for p in task.prompts(split)}
+    assert len(kept) == 18 and not kept & {"08", "10"}
+    assert len(said) == 1 and "2 of the " in said[0] and "are left out" in said[0] and "p.jsonl, line 8" in said[0]
+    task = make(path, max_prompt_tokens=limit, long_prompts="cut", warn=said.append)
+    cut = [p for split in ("train", "eval") for p in task.prompts(split) if p.id[-2:] in ("08", "10")]
+    assert [p.token_ids for p in cut] == [p.token_ids[5:] for p in long]
+    assert len(said) == 2 and "lose their beginning" in said[1]
+    assert "must be one of refuse, leave_out, cut" in message_of(lambda: make(path, long_prompts="shorten"))
+    message = message_of(lambda: make(path, max_prompt_tokens=3, long_prompts="leave_out", warn=said.append))
+    assert "no prompt to train on is left" in message
+
+
+def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = problems(50)
+    rows[3]["answer"] = rows[8]["answer"] = "many"
+    path, said = write(tmp_path / "p.jsonl", *rows), []
+    assert "(and 1 more of 50 rows)" in message_of(lambda: make(path, max_unreadable=0.039))
+    task = make(path, max_unreadable=0.04, warn=said.append)
+    assert len(task.prompts("train")) + len(task.prompts("eval")) == 48
+    assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
+    assert "must be at least 0 and less than 1" in message_of(lambda: make(path, max_unreadable=1.0))
+
+
+def test_all_of_a_file_may_be_held_out(tmp_path: Path) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(7)), eval_fraction=1.0)
+    assert len(task.prompts("eval")) == 7
+    assert "leaves nothing of" in message_of(lambda: task.prompts("train"))

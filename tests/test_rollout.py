@@ -10,7 +10,7 @@ from small import contents, make_engine, small_model
 
 from grpo_cli.engine.sampler import Infinite
 from grpo_cli.errors import UserError
-from grpo_cli.rollout import group_rollouts, requests_for, score, seed_of
+from grpo_cli.rollout import group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -62,6 +62,21 @@ def test_groups_are_whole_and_in_order_whatever_the_order_of_finishing() -> None
 def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
     requests = requests_for(PROMPTS, 2, Sampling(max_new_tokens=5), seed=0, step=0)
     groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))
-    assert score(LengthTask(), groups[0]).totals.tolist() == [float(len(r)) for r in groups[0].rollouts]
+    assert score_all(LengthTask(), groups)[0].totals.tolist() == [float(len(r)) for r in groups[0].rollouts]
     with pytest.raises(UserError, match="sample 1 of prompt a"):
-        score(LengthTask(bad), groups[0])
+        score_all(LengthTask(bad), groups)
+
+
+def test_a_task_that_can_is_asked_once_about_all_rollouts() -> None:
+    asked: list[int] = []
+
+    class AllAtOnce(LengthTask):
+        def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
+            asked.append(len(pairs))
+            return [self.reward(prompt, rollout) for prompt, rollout in pairs]
+
+    requests = requests_for(PROMPTS, 2, Sampling(max_new_tokens=9), seed=0, step=0)
+    groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))
+    one_by_one = [scored.totals.tolist() for scored in score_all(LengthTask(), groups)]
+    assert [scored.totals.tolist() for scored in score_all(AllAtOnce(), groups)] == one_by_one
+    assert asked == [4] and score_all(AllAtOnce(), []) == []

@@ -19,6 +19,7 @@ from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.engine.stop import stop_of
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
@@ -26,7 +27,12 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 
 class TorchEngine:
-    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone."""
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone.
+
+    `decode` turns tokens into text; it is asked only for requests with stop strings.
+    """
+
+    reads_stop_strings = True
 
     def __init__(
         self,
@@ -37,6 +43,7 @@ class TorchEngine:
         predictor: Predictor,
         sparsity: Dense | Budget,
         cuda_graph: bool = False,
+        decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
@@ -47,6 +54,7 @@ class TorchEngine:
         self._scheduler = scheduler
         self._predictor = predictor
         self._sparsity = sparsity
+        self._decode = decode
         self._meter = meter or NullMeter()
         self._warn = warn
         self._stats = EngineStats()
@@ -88,8 +96,9 @@ class TorchEngine:
     def _serve(self, requests: Seq[Request]) -> Iterator[tuple[int, Rollout]]:
         """Rollouts with the place of their request. However it ends, `stats` says what it cost."""
         self._stats = EngineStats()
+        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
-        generation = Generation(*given, self._capture, self._meter)
+        generation = Generation(*given, self._capture, stop, self._meter)
         details: dict[str, float] = {}
         try:
             for sequence, rollout in self._predicting(generation, len(requests), details):

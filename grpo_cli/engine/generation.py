@@ -22,6 +22,7 @@ from grpo_cli.engine.sampler import Capped, KvShape, Sampler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.sparsity import Budget, Dense, Place
+from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.interfaces import Meter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
@@ -43,9 +44,12 @@ class Generation:
         sparsity: Dense | Budget,
         requests: Seq[Request],
         capture: Capture | None,
+        stop: StopStrings | NeverStop,
         meter: Meter,
     ) -> None:
         self._decoder = decoder
+        self._stop = stop
+        self._stopped: set[int] = set()  # requests that a stop string has ended
         self._fixed = capture is not None
         self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
         self._span = meter.span
@@ -122,7 +126,7 @@ class Generation:
         rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
         ended = self.slots.record(rows, self._prompts.logits[entries], self._eos)
         self.slots.count_tokens([slot for slot, _ in fresh])
-        return rows[ended].tolist()
+        return self._ended(rows[ended].tolist(), [slot for slot, _ in fresh])
 
     def _prefill(self, sequences: Seq[Sequence]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
@@ -161,10 +165,16 @@ class Generation:
         self.slots.count_tokens(slice(0, running))
         self._steps += 1
         self._row_steps += running
-        done: list[int] = ended.nonzero().flatten().tolist()
+        done = self._ended(ended.nonzero().flatten().tolist(), range(running))
         if park_at is not None:
             self._park(np.flatnonzero(self.slots.host_generated[:running] == park_at), set(done), hidden)
         return done
+
+    def _ended(self, done: list[int], rows: Seq[int]) -> list[int]:
+        """Those of `rows` that ended with the token just drawn: `done`, and those that a stop string ends."""
+        hits = self._stop.hits(self.slots, rows)
+        self._stopped.update(s.index for row in hits if (s := self.slots.sequences[row]) is not None)
+        return sorted({*done, *hits}) if hits else done
 
     def _park(self, rows: np.ndarray, done: set[int], hidden: torch.Tensor) -> None:
         slots = [slot for slot in rows.tolist() if slot not in done]
@@ -189,8 +199,12 @@ class Generation:
             self.slots.release(slot)
             self._leave_prompt(sequence.request.prompt.id)
             self._generated += len(token_ids)
-            finish = Finish.EOS if token_ids[-1] in self._eos_ids else Finish.LENGTH
-            yield sequence, Rollout(sequence.request, token_ids, logprobs, finish, kept_kv)
+            yield sequence, Rollout(sequence.request, token_ids, logprobs, self._finish(sequence, token_ids), kept_kv)
+
+    def _finish(self, sequence: Sequence, token_ids: Seq[int]) -> Finish:
+        if token_ids[-1] in self._eos_ids:
+            return Finish.EOS
+        return Finish.STOP if sequence.index in self._stopped else Finish.LENGTH
 
     def _leave_prompt(self, name: str) -> None:
         self._unfinished[name] -= 1

@@ -176,6 +176,15 @@ class Slots:
             blind=not seen.any(),
         )
 
+    def tails(self, rows: Seq[int], count: int) -> list[list[int]]:
+        """The last `count` tokens of each row, or as many as it has made, on the host."""
+        made = self.host_generated[list(rows)]
+        first = np.maximum(made - count, 0)
+        columns = np.minimum(first[:, None] + np.arange(min(count, self._tokens.shape[1])), self._tokens.shape[1] - 1)
+        index = torch.tensor(rows, dtype=torch.long, device=self._tokens.device)[:, None]
+        tokens = self._tokens[index, torch.from_numpy(columns).to(index.device)].tolist()
+        return [tail[:length] for tail, length in zip(tokens, (made - first).tolist(), strict=True)]
+
     def read(self, slots: Seq[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """Tokens and log-probabilities of each slot, on the host."""
         index = torch.tensor(slots, device=self._tokens.device)

@@ -24,6 +24,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import PREFILL_TOKENS, Generation
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.engine.stop import NeverStop
 from grpo_cli.logprobs import logprobs_at
 from grpo_cli.meter import NullMeter
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -133,7 +134,9 @@ class ShapeModel:
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations:
             decoder = Decoder(self.model)
-            generation = Generation(decoder, (0,), engine.sampler, engine.sparsity, requests, None, NullMeter())
+            generation = Generation(
+                decoder, (0,), engine.sampler, engine.sparsity, requests, None, NeverStop(), NullMeter()
+            )
             parked = self._parked(generation, decoder, requests, engine.prefix)
             for store in (generation.slots.kv, generation.prompts.store):
                 allocations.mark(store.keys, KV)

@@ -1,8 +1,9 @@
 """Final answers of mathematics word problems: found in a text, read as exact fractions, compared exactly.
 
-A text is looked at from its end, because what counts is what it finally says: the last `#### x` or `\\boxed{x}` (the
-strict form), else the last "the answer is x" or "A: x", else the last number. Nothing is ever evaluated, every pattern
-takes linear time, and what is read as a number is bounded in length; symbolic answers are not understood.
+A text is looked at from its end, because what counts is what it finally says: the last `#### x`, `\\boxed{x}` or
+`<answer>x</answer>` (the strict form), else the last "the answer is x" or "A: x", else the last number. Nothing is ever
+evaluated, every pattern takes linear time, and what is read as a number is bounded in length; symbolic answers are not
+understood.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _STATED = re.compile(
 class Extracted:
     """The final answer of a text and the piece it was read from. `value` is None for none, and for no plain number.
 
-    `strict` says that it was given in the form asked for, `#### x` or `\\boxed{x}`.
+    `strict` says that it was given in the form asked for, `#### x`, `\\boxed{x}` or in an answer tag.
     """
 
     value: Fraction | None
@@ -95,11 +96,14 @@ def equal(a: Fraction | None, b: Fraction | None) -> bool:
 
 
 def _marked(text: str) -> Extracted | None:
-    """The last `#### x` or `\\boxed{x}`, whichever is later.
+    """The last `#### x` or `\\boxed{x}`, whichever is later, or a later `<answer>x</answer>`.
 
     An answer such as `\\boxed{5\\pi}` is one, without a value; a heading `#### Step 2` or an empty box is none.
     """
     hashes, box = text.rfind("####"), text.rfind("\\boxed")
+    tag = text.rfind("<answer>", max(hashes, box, 0))
+    if tag >= 0 and (tagged := _only(text[tag + len("<answer>") :].partition("</answer>")[0], strict=True)):
+        return tagged
     if hashes == box:  # both -1
         return None
     if box > hashes:

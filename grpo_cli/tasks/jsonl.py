@@ -1,33 +1,22 @@
-"""Word problems with a number for an answer, from a JSONL file of one's own or the hub.
+"""Questions with answers, from a JSONL file of one's own or the hub: what `gsm8k`, `math` and `jsonl` have in common.
 
-The judge compares final answers (see `answers.py`); it runs nothing and knows no algebra.
+What differs between them are their sources, their fields and who judges; all of that is in their YAML files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from hashlib import blake2b
-from typing import overload
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
+from grpo_cli.tasks.judges import GRADINGS, Judge, Numbers, Reply, weighing
+from grpo_cli.tasks.math_judge import MathJudge
+from grpo_cli.tasks.own import OwnReward
+from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
-from grpo_cli.tasks.rows import Row, read_rows, where
-from grpo_cli.types import Prompt, Reward, Rollout
-
-GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A question with its answer as a number. `line` and `place` say where it came from."""
-
-    line: int
-    place: str
-    question: str
-    answer: Fraction
+from grpo_cli.tasks.rows import read_rows
+from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
 
 class Jsonl:
@@ -35,8 +24,8 @@ class Jsonl:
 
     With `eval_path` that file is the eval split, and no question may be in both. Without, the `eval_fraction` of the
     questions with the smallest hashes is held out: the same for every seed, and copies of a question stay together.
-    The rewards `correct` and `correct_strict` are 1 or 0; `grading` (lenient or strict) says which is trained on.
-    Prompts are tokenised when asked for, but none longer than `max_prompt_tokens` gets past the start.
+    `reward` is `numbers`, `math` or `module:function`; what else there is to set is said in `conf/task/jsonl.yaml`.
+    The data that `default_path` names is read when training asks for it, a `path` at once.
     """
 
     def __init__(
@@ -44,156 +33,165 @@ class Jsonl:
         tokenizer: Tokenizer,
         seed: int,
         *,
-        path: str,
+        path: str | None = None,
         eval_path: str | None = None,
+        default_path: str | None = None,
+        default_eval_path: str | None = None,
         question_field: str = "question",
         answer_field: str = "answer",
         system_prompt: str | None = None,
         template: str = "Question: {question}\nAnswer:",
         use_chat_template: bool = True,
+        few_shot: int = 0,
+        few_shot_path: str | None = None,
+        long_prompts: str = "refuse",
         eval_fraction: float = 0.05,
+        max_unreadable: float = 0.01,
+        reward: str = "numbers",
         grading: str = "lenient",
+        weights: Mapping[str, Any] | None = None,
+        formats_on: str = "all",
+        judge_seconds: float = 5.0,
+        judge_workers: int = 2,
+        on_crash: str = "stop",
         max_prompt_tokens: int | None = None,
+        warn: Callable[[str], None],
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
-        _check(eval_fraction, grading)
-        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
-        self._total = GRADINGS[grading]
-        fields = (question_field, answer_field)
-        train = understood(read_rows(path, "task.path", *fields), path, answer_field)
-        if eval_path is None:
-            train, held_out = split_by_hash(train, eval_fraction, path)
-        else:
-            held_out = understood(read_rows(eval_path, "task.eval_path", *fields), eval_path, answer_field)
-            _check_disjoint(train, held_out, path, eval_path)
-        self._splits = {
-            split: LazyPrompts(split, problems, self._prompting, max_prompt_tokens)
-            for split, problems in (("train", train), ("eval", held_out))
-        }
+        _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
+        self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
+        self._weighing = weighing(weights or {}, formats_on, self._judge.main)
+        self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)
+        self._fields = (question_field, answer_field)
+        self._source, self._is_default = path or default_path or "", path is None
+        self._eval_source = default_eval_path if path is None and eval_path is None else eval_path
+        self._eval_key = "task.path" if eval_path is None else "task.eval_path"  # what helps where the hub does not
+        self._eval_fraction = eval_fraction
+        self._few_shot, self._few_shot_source, self._warn = few_shot, few_shot_path, warn
+        Prompting(tokenizer, template, system_prompt, use_chat_template)  # says what is wrong before any data is read
+        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, self._examples())
+        self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn)
+        if not self._is_default and self._own_problems[0]:
+            self.prompts("train")  # so that what is wrong with it is said at once
+        self._eval = LazyPrompts("eval", self._held_out, *self._limits)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        if split not in self._splits:
-            raise UserError(f"the task was asked for the split {split!r}; it has {' and '.join(self._splits)}")
-        return self._splits[split]
+        if split not in ("train", "eval"):
+            raise UserError(f"the task was asked for the split {split!r}; it has train and eval")
+        return self._train if split == "train" else self._eval
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        found = extract_answer(self.text(rollout.token_ids))
-        correct = equal(found.value, Fraction(prompt.answer))
-        parts = {"correct": float(correct), "correct_strict": float(correct and found.strict)}
-        return Reward(parts[self._total], parts)
+        return self.rewards([(prompt, rollout)])[0]
+
+    def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
+        """Judge many rollouts at once, each with its prompt."""
+        replies = [self._reply(prompt, rollout) for prompt, rollout in pairs]
+        parts = self._judge(replies)
+        return [self._weighing.reward(own, reply.text) for own, reply in zip(parts, replies, strict=True)]
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
-
-class LazyPrompts(Sequence[Prompt]):
-    """Problems as prompts, tokenised one at a time when asked for: a large file costs little at start-up.
-
-    Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is refused before any step is taken. (A tokenizer that makes more tokens than bytes is refused when it gets there.)
-    """
-
-    def __init__(self, split: str, problems: Sequence[Problem], prompting: Prompting, max_tokens: int | None) -> None:
-        self._split = split
-        self._problems = problems
-        self._prompting = prompting
-        self._max_tokens = max_tokens
-        self._check_lengths()
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self._prompt(problem) for problem in self._problems[index]]
-        return self._prompt(self._problems[index])
-
-    def _prompt(self, problem: Problem) -> Prompt:
-        token_ids = self._prompting.encode(problem.question)
-        if self._max_tokens is not None and len(token_ids) > self._max_tokens:
-            raise self._too_long(problem, len(token_ids), count=1)
-        return Prompt(f"{self._split}-{problem.line:06d}", token_ids, str(problem.answer))
-
-    def _check_lengths(self) -> None:
-        frame = len(self._prompting.encode("x"))  # also a rehearsal of the chat template
-        if self._max_tokens is None:
-            return
-        suspects = [p for p in self._problems if frame + len(p.question.encode()) > self._max_tokens]
-        lengths = [(p, len(self._prompting.encode(p.question))) for p in suspects]
-        too_long = [(p, length) for p, length in lengths if length > self._max_tokens]
-        if too_long:
-            raise self._too_long(*too_long[0], len(too_long))
-
-    def _too_long(self, problem: Problem, num_tokens: int, count: int) -> UserError:
-        others = f" (and {count - 1} more like it)" if count > 1 else ""
-        return UserError(
-            f"{problem.place}: the prompt has {num_tokens} tokens{others}, but at most {self._max_tokens} fit; shorten "
-            "or remove it, lower sampling.max_new_tokens, or take a model with a longer context"
+    def _reply(self, prompt: Prompt, rollout: Rollout) -> Reply:
+        return Reply(
+            place=f"sample {rollout.request.sample} of prompt {prompt.id}",
+            text=self.text(rollout.token_ids),
+            answer=prompt.answer,
+            finished=rollout.finish is not Finish.LENGTH,
+            length=len(rollout),
+            problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
         )
 
+    def _problem(self, prompt: Prompt) -> Problem:
+        return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
 
-def understood(rows: Sequence[Row], source: str, answer_field: str) -> list[Problem]:
-    """Rows with their answers as numbers; those that cannot be read as one are counted and refused together."""
-    problems, bad = [], []
-    for row in rows:
-        answer = gold_answer(row.answer)
-        if answer is None:
-            bad.append(row)
-        else:
-            problems.append(Problem(row.number, where(source, row.number), row.question, answer))
-    if bad:
-        others = f" (and {len(bad) - 1} more of {len(rows)} rows)" if len(bad) > 1 else ""
-        raise UserError(
-            f"{where(source, bad[0].number)}{others}: no number was understood in the field {answer_field!r}: "
-            f"{_shortened(bad[0].answer)!r}; end it with '#### 42', or let it be a number"
-        )
-    return problems
+    @cached_property
+    def _train(self) -> LazyPrompts:
+        train = self._own_problems[0]
+        if not train:
+            raise UserError(f"task.eval_fraction=1 leaves nothing of {self._source} to train on; lower it")
+        if self._eval_source is not None and self._is_default:
+            train = self._without_evaluated(train)
+        elif self._eval_source is not None:
+            check_disjoint(train, self._held_out, f"task.path={self._source}", self._eval_source)
+        return LazyPrompts("train", train, *self._limits)
+
+    def _without_evaluated(self, train: Sequence[Problem]) -> list[Problem]:
+        """A published data set may repeat itself; nobody can be asked to repair it."""
+        evaluated = {problem.question for problem in self._held_out}
+        left = [problem for problem in train if problem.question not in evaluated]
+        if len(left) < len(train):
+            self._warn(
+                f"{len(train) - len(left)} of the {len(train)} problems of {self._source} are also in "
+                f"{self._eval_source}; they are not trained on"
+            )
+        return left
+
+    @cached_property
+    def _held_out(self) -> Sequence[Problem]:
+        if self._eval_source is None:
+            return self._own_problems[1]
+        held_out = self._read(self._eval_source, self._eval_key)
+        check_disjoint(self._shown, held_out, "the examples of task.few_shot", self._eval_source)
+        return held_out
+
+    @cached_property
+    def _all(self) -> list[Problem]:
+        return self._read(self._source, "task.path")
+
+    @cached_property
+    def _own_problems(self) -> tuple[list[Problem], list[Problem]]:
+        """What to train on and, without a source of its own, what to evaluate on. Examples are in neither."""
+        shown = {problem.question for problem in self._shown}
+        problems = [problem for problem in self._all if problem.question not in shown]
+        if self._eval_source is not None:
+            return problems, []
+        return split_by_hash(problems, self._eval_fraction, self._source)
+
+    def _read(self, source: str, key: str) -> list[Problem]:
+        return self._reading.problems(read_rows(source, key, *self._fields), source)
+
+    @cached_property
+    def _shown(self) -> list[Problem]:
+        """The examples: the first problems of `few_shot_path`, or of what is trained on."""
+        if self._few_shot == 0:
+            return []
+        source = self._few_shot_source or self._source
+        problems = self._all if self._few_shot_source is None else self._read(source, "task.few_shot_path")
+        if len(problems) < self._few_shot:
+            raise UserError(f"task.few_shot={self._few_shot} examples were asked for, but {source} has {len(problems)}")
+        return problems[: self._few_shot]
+
+    def _examples(self) -> tuple[tuple[str, str], ...]:
+        """Questions with their answers as they are written."""
+        return tuple((problem.question, str(problem.row[self._fields[1]]).strip()) for problem in self._shown)
 
 
-def split_by_hash(problems: Sequence[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on and problems held out, each in their order: at least one question on either side."""
-    ranked = sorted({problem.question for problem in problems}, key=lambda text: (_digest(text), text))
-    if len(ranked) < 2:
-        raise UserError(
-            f"task.path={source} holds {len(ranked)} question, and none is left to hold out for evaluation; "
-            "add questions, or give task.eval_path"
-        )
-    count = min(max(1, round(fraction * len(ranked))), len(ranked) - 1)
-    held_out = set(ranked[:count])
-    train = [problem for problem in problems if problem.question not in held_out]
-    return train, [problem for problem in problems if problem.question in held_out]
+def _judge(reward: str, main: str, seconds: float, workers: int, on_crash: str) -> Judge:
+    if reward == "numbers":
+        return Numbers(main)
+    if reward == "math":
+        return MathJudge(main, seconds, workers, on_crash)
+    if main != GRADINGS["lenient"]:
+        raise UserError("task.grading=strict is for task.reward=numbers and math; your own function grades as it likes")
+    return OwnReward(reward)
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=8).digest()
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-    return text if len(text) <= limit else f"...{text[-limit:]}"
-
-
-def _check(eval_fraction: float, grading: str) -> None:
+def _check(
+    source: str | None, eval_fraction: float, max_unreadable: float, grading: str, long_prompts: str, few_shot: int
+) -> None:
     problems = []
-    if not 0 < eval_fraction < 1:
-        problems.append(f"task.eval_fraction={eval_fraction} must lie between 0 and 1, both excluded")
+    if not source:
+        problems.append("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
+    if not 0 < eval_fraction <= 1:
+        problems.append(f"task.eval_fraction={eval_fraction} must be more than 0 and at most 1 (nothing to train on)")
+    if not 0 <= max_unreadable < 1:
+        problems.append(f"task.max_unreadable={max_unreadable} must be at least 0 and less than 1")
     if grading not in GRADINGS:
         problems.append(f"task.grading={grading} must be one of {', '.join(GRADINGS)}")
+    if long_prompts not in LONG_PROMPTS:
+        problems.append(f"task.long_prompts={long_prompts} must be one of {', '.join(LONG_PROMPTS)}")
+    if few_shot < 0:
+        problems.append(f"task.few_shot={few_shot} must be at least 0")
     if problems:
         raise UserError("\n".join(problems))
-
-
-def _check_disjoint(train: Sequence[Problem], held_out: Sequence[Problem], path: str, eval_path: str) -> None:
-    places = {problem.question: problem.place for problem in train}
-    shared = [problem for problem in held_out if problem.question in places]
-    if shared:
-        raise UserError(
-            f"{len(shared)} of the {len(held_out)} questions of task.eval_path={eval_path} are also in task.path={path}"
-            f" (the first: {shared[0].place} is {places[shared[0].question]}); "
-            "remove them from one of the two, or leave task.eval_path=null to hold out a share"
-        )

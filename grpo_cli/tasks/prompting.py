@@ -33,12 +33,15 @@ class Prompting:
     With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
     `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
     with the question in its place, after `system_prompt` and an empty line. Braces in a question mean nothing.
+    `examples`, questions with their answers, come before the question: as earlier turns, or each as a filled template
+    and its answer, with empty lines between.
     """
 
     tokenizer: Tokenizer
     template: str
     system_prompt: str | None
     use_chat_template: bool
+    examples: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if PLACEHOLDER not in self.template:
@@ -55,10 +58,13 @@ class Prompting:
         """The prompt's tokens, never cut."""
         if self.is_chat:
             return tuple(self._encode_chat(question))
-        text = self.template.replace(PLACEHOLDER, question)
-        if self.system_prompt:
-            text = f"{self.system_prompt}\n\n{text}"
+        shown = [self._filled(question).rstrip() + f" {answer}" for question, answer in self.examples]
+        system = [self.system_prompt] if self.system_prompt else []
+        text = "\n\n".join([*system, *shown, self._filled(question)])
         return tuple(self.tokenizer(text)["input_ids"])
+
+    def _filled(self, question: str) -> str:
+        return self.template.replace(PLACEHOLDER, question)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Tokens as text, special tokens left out."""
@@ -67,13 +73,14 @@ class Prompting:
     def _encode_chat(self, question: str) -> list[int]:
         from jinja2 import TemplateError  # comes with `transformers`' chat templates, and is slow to import
 
-        messages = [{"role": "user", "content": question}]
-        if self.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        turns = [("system", self.system_prompt)] if self.system_prompt else []
+        for shown, answer in self.examples:
+            turns += [("user", shown), ("assistant", answer)]
+        messages = [{"role": role, "content": content} for role, content in [*turns, ("user", question)]]
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except TemplateError as error:
-            roles = " and a ".join(message["role"] for message in messages)
+            roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
             raise UserError(
                 f"the tokenizer's chat template refused a {roles} message: {error}; "
                 "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"

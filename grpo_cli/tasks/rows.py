@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ class Row:
     number: int
     question: str
     answer: str
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all its fields, these two among them
 
 
 def where(source: str, number: int) -> str:
@@ -40,7 +41,7 @@ def read_rows(source: str, key: str, question_field: str, answer_field: str) -> 
     """
     records = _hub_records(source, key) if source.startswith(HUB) else _file_records(source, key)
     fields = (question_field, answer_field)
-    rows = [Row(number, *_texts(record, fields, where(source, number))) for number, record in records]
+    rows = [Row(number, *_texts(record, fields, where(source, number)), record) for number, record in records]
     if not rows:
         raise UserError(f"{key}={source} is empty; it needs one JSON object per line with {' and '.join(fields)}")
     return rows
@@ -79,12 +80,12 @@ def _texts(record: Any, fields: tuple[str, str], place: str) -> tuple[str, str]:
     """The question and the answer of a record, as text."""
     if not isinstance(record, Mapping):
         raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(record).__name__}")
-    missing = [f"{field!r} (task.{name}_field)" for field, name in _named(fields) if field not in record]
+    missing = [f"{name!r} (task.{word}_field)" for name, word in _named(fields) if name not in record]
     if missing:
         found = ", ".join(map(str, record)) or "none"
         raise UserError(f"{place} has no field {' and no field '.join(missing)}; the fields found are: {found}")
-    for field, _ in _named(fields):
-        _check_text(record[field], f"{place}: field {field!r}")
+    for name, _ in _named(fields):
+        _check_text(record[name], f"{place}: field {name!r}")
     return str(record[fields[0]]), str(record[fields[1]])
 
 

@@ -1,0 +1,124 @@
+"""Answers that are expressions: compared by their writing first, by `math-verify` in killable processes after that.
+
+`math-verify` brings sympy, whose arithmetic can take a lifetime on a short text and cannot be interrupted from within;
+a process that is killed is the one guard that works. Its time running out is a zero that is counted (`over_limit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
+from grpo_cli.tasks.judges import Reply
+from grpo_cli.tasks.workers import WorkerDied, Workers
+
+ON_CRASH = ("stop", "zero")
+_REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's replies are often alike, and so are steps
+
+
+class MathJudge:
+    """The parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each 1 or 0.
+
+    A comparison gets at most `seconds`. `on_crash` says what becomes of a reply that makes the judge itself fail: the
+    run stops with its text, or it is wrong and counted as incomparable.
+    """
+
+    advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"
+
+    def __init__(self, main: str, seconds: float, workers: int, on_crash: str) -> None:
+        _check(seconds, workers, on_crash)
+        self.main = main
+        self._on_crash = on_crash
+        self._workers = Workers(Path(__file__).with_name("math_worker.py"), workers, seconds)
+        self._known: dict[tuple[str, str], str] = {}
+
+    def gold(self, text: str) -> str | None:
+        """The last box of a worked solution, what follows its `####`, or the whole of a short text."""
+        if "####" in text or "\\boxed" in text or "\\fbox" in text:
+            found = final_expression(text)
+            return found.expression if found and found.marked else None
+        return text.strip() if len(text.strip()) <= MAX_EXPRESSION else None
+
+    def __call__(self, replies: Sequence[Reply]) -> list[dict[str, float]]:
+        found = [final_expression(reply.text) for reply in replies]
+        pairs = [(reply.answer, f.expression) if f else None for reply, f in zip(replies, found, strict=True)]
+        verdicts = self._verdicts({pair: reply.place for pair, reply in zip(pairs, replies, strict=True) if pair})
+        results = []
+        for pair, final in zip(pairs, found, strict=True):
+            verdict = verdicts[pair] if pair else "different"
+            correct = verdict == "equal"
+            results.append(
+                {
+                    "correct": float(correct),
+                    "correct_strict": float(correct and final is not None and final.marked),
+                    "over_limit": float(verdict == "over limit"),
+                    "incomparable": float(verdict == "incomparable"),
+                }
+            )
+        return results
+
+    def _verdicts(self, pairs: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], str]:
+        """For each pair of a gold answer and an expression: equal, different, over limit or incomparable.
+
+        `pairs` says of each where it comes from.
+        """
+        if len(self._known) > _REMEMBERED:
+            self._known.clear()
+        for pair in pairs:
+            if pair not in self._known and (same := settled(*pair)) is not None:
+                self._known[pair] = "equal" if same else "different"
+        while unknown := {pair: place for pair, place in pairs.items() if pair not in self._known}:
+            self._ask(unknown)
+        return self._known
+
+    def _ask(self, asked: Mapping[tuple[str, str], str]) -> None:
+        """Have the workers compare; if one of the pairs ends its worker, the others have to be asked again."""
+        pairs = list(asked)
+        try:
+            replies = self._workers.ask([{"gold": gold, "answer": answer} for gold, answer in pairs])
+        except WorkerDied as death:
+            if death.question is None:
+                raise UserError(f"the judge of task.reward=math does not start: {death.reason}") from death
+            gold, answer = pair = pairs[death.question]
+            if self._on_crash == "stop":
+                raise UserError(
+                    f"the judge of mathematics ended with {death.reason} when it compared {answer!r}, the answer of "
+                    f"{asked[pair]}, with {gold!r}; please report this to math-verify. task.on_crash=zero counts "
+                    "such replies as wrong (reward/incomparable) and goes on"
+                ) from death
+            self._known[pair] = "incomparable"
+            return
+        for pair, reply in zip(pairs, replies, strict=True):
+            self._known[pair] = _verdict(reply)
+
+    def close(self) -> None:
+        """End the workers; they end by themselves with this object."""
+        self._workers.close()
+
+
+def _verdict(reply: Mapping[str, object] | None) -> str:
+    if reply is None or "limit" in reply:
+        return "over limit"
+    if "incomparable" in reply:
+        return "incomparable"
+    return "equal" if reply["equal"] else "different"
+
+
+def _check(seconds: float, workers: int, on_crash: str) -> None:
+    problems = []
+    if not 0 < seconds < float("inf"):
+        problems.append(f"task.judge_seconds={seconds} must be more than 0")
+    if workers < 1:
+        problems.append(f"task.judge_workers={workers} must be at least 1")
+    if on_crash not in ON_CRASH:
+        problems.append(f"task.on_crash={on_crash} must be one of {', '.join(ON_CRASH)}")
+    if find_spec("math_verify") is None:
+        problems.append(
+            "task.reward=math judges with the package `math-verify`, which is not installed: "
+            "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
+        )
+    if problems:
+        raise UserError("\n".join(problems))

@@ -1,0 +1,77 @@
+"""The other side of `workers.py` for mathematics: compares two LaTeX expressions a line, as `math-verify` does.
+
+Run as a file of its own, so that it can be killed; it imports nothing of this package. A line is a JSON object with
+`gold` and `answer`; the reply says `equal`, or `limit` (out of memory or depth), or `incomparable` with the reason.
+Only `math-verify`'s LaTeX grammar is used: its other reader hands text to a parser that evaluates it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from functools import lru_cache
+from typing import Any
+
+MEMORY = 4 * 2**30  # bytes of address space
+# What computing with numbers and objects that do not go together raises; anything else is a crash.
+INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError)
+
+
+def main(seconds: float) -> None:
+    """Answer until the input ends. `seconds` is what one comparison may take by the asker's clock."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no reply
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, MEMORY)
+    import math_verify
+
+    def say(reply: dict[str, Any]) -> None:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    say({"ready": True})
+    for line in sys.stdin:
+        _let_live(seconds)
+        question = json.loads(line)
+        try:
+            say(_compared(math_verify, question["gold"], question["answer"]))
+        except (MemoryError, RecursionError) as error:
+            say({"limit": type(error).__name__})
+
+
+def _let_live(seconds: float) -> None:
+    """So many more seconds of processor time: if the asker is gone and cannot kill us, the system does."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
+
+
+def _limit(what: int, most: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _compared(library: Any, gold: str, answer: str) -> dict[str, Any]:
+    try:
+        parsed = [_parsed(library, text) for text in (gold, answer)]
+        equal = all(parsed) and library.verify(*parsed, timeout_seconds=None, raise_on_error=True)
+    except INCOMPARABLE as error:
+        return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
+    return {"equal": bool(equal)}
+
+
+@lru_cache(maxsize=256)
+def _parsed(library: Any, text: str) -> list[Any]:
+    """What the library reads in the expression; nothing if it cannot."""
+    return library.parse(
+        rf"\boxed{{{text}}}",
+        extraction_config=[library.LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,  # its own guard is an alarm, which does not interrupt the power of a big integer
+        raise_on_error=True,
+    )
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -1,0 +1,95 @@
+"""Parts of a reward that look at form alone, worked out by hand, and how they are weighed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_hf import make_tokenizer
+from words import rollout_of, task_of
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks.formats import FORMATS
+from grpo_cli.types import Reward
+
+WHOLE = "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>"
+# text, format, format_soft, tag_count, tag_lines
+CASES = [
+    (WHOLE, 1.0, 1.0, 1.0, 1.0),
+    ("<think>2 + 2</think><answer>4</answer>", 0.0, 1.0, 1.0, 0.0),
+    (f"Well: {WHOLE}", 0.0, 0.94, 1.0, 1.0),  # six characters outside
+    (f"{WHOLE}{'.' * 150}", 0.0, 0.0, 1.0, 1.0),
+    (WHOLE.replace("</think>", ""), 0.0, 0.0, 0.75, 0.75),
+    (f"{WHOLE}\n<answer>\n5\n</answer>", 0.0, 0.79, 0.5, 0.5),  # 21 characters outside; a tag twice is no tag
+    ("<answer>4</answer><think>x</think>", 0.0, 0.0, 1.0, 0.0),
+    ("", 0.0, 0.0, 0.0, 0.0),
+    ("<think>" * 20_000 + "</think><answer>" * 20_000, 0.0, 0.0, 0.0, 0.0),  # quick, however hostile
+]
+
+
+@pytest.mark.parametrize(("text", "whole", "soft", "count", "lines"), CASES)
+def test_each_part_sees_the_tags_in_its_way(text: str, whole: float, soft: float, count: float, lines: float) -> None:
+    found = {name: pytest.approx(form(text)) for name, form in FORMATS.items()}
+    assert found == {"format": whole, "format_soft": soft, "tag_count": count, "tag_lines": lines}
+
+
+TOKENIZER = make_tokenizer()
+
+
+def reward_of(tmp_path: Path, reply: str, **settings: Any) -> Reward:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "a", "answer": "4"}\n{"question": "b", "answer": "4"}\n')
+    task = task_of("jsonl", TOKENIZER, path=str(path), **settings)
+    prompt = task.prompts("train")[0]
+    return task.reward(prompt, rollout_of(prompt, reply, TOKENIZER))
+
+
+def test_parts_without_a_weight_are_not_looked_at_and_those_of_zero_only_logged(tmp_path: Path) -> None:
+    reward = reward_of(tmp_path, WHOLE, weights={"correct": 1.0, "format": None, "tag_count": 0.0})
+    assert (reward.total, dict(reward.parts)) == (1.0, {"correct": 1.0, "correct_strict": 1.0, "tag_count": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("reply", "weights", "formats_on", "total"),
+    [
+        # PODS, the commit of the GSM8K results: 0.1 for form and 0.025 for each tag, in wrong replies only
+        (WHOLE, {"correct": 1.0, "format_soft": 0.1, "tag_count": 0.1}, "wrong", 1.0),
+        (WHOLE.replace("4", "5"), {"correct": 1.0, "format_soft": 0.1, "tag_count": 0.1}, "wrong", 0.2),
+        # the later commits: in all replies
+        (WHOLE, {"correct": 1.0, "format_soft": 0.01, "tag_count": 0.01}, "all", 1.02),
+        # open-r1: accuracy, format and tag count, 0 to 3
+        (WHOLE, {"correct": 1.0, "format": 1.0, "tag_lines": 1.0}, "all", 3.0),
+        (f"4{WHOLE}"[:-9], {"correct": 1.0, "format": 1.0, "tag_lines": 1.0}, "all", 1.75),
+    ],
+)
+def test_the_total_is_the_weighted_sum_as_in_the_published_runs(
+    tmp_path: Path, reply: str, weights: dict[str, float], formats_on: str, total: float
+) -> None:
+    assert reward_of(tmp_path, reply, weights=weights, formats_on=formats_on).total == pytest.approx(total)
+
+
+def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: Path) -> None:
+    weights = {"correct": 0.5, "tag_count": 0.1}
+    unmarked = reward_of(tmp_path, "It is 4.", weights=weights, grading="strict", formats_on="wrong")
+    marked = reward_of(tmp_path, "<answer>4</answer>", weights=weights, grading="strict", formats_on="wrong")
+    assert (unmarked.total, marked.total) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"weights": {"corect": 1.0}}, "task.weights.corect is none of the parts correct, format, format_soft, "),
+        ({"weights": {"correct": float("nan")}}, "task.weights.correct=nan must be a finite number"),
+        ({"weights": {"correct": "much"}}, "task.weights.correct=much must be a finite number"),
+        ({"formats_on": "right"}, "task.formats_on=right must be one of all, wrong"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        reward_of(tmp_path, "4", **settings)
+    assert expected in str(caught.value)
+
+
+def test_a_part_that_is_no_answer_never_counts_as_one(tmp_path: Path) -> None:
+    assert reward_of(tmp_path, WHOLE.replace("4", "5"), weights={"format": 5.0}).parts["correct"] == 0.0

@@ -1,0 +1,213 @@
+"""The task math: what counts as the same expression, and that no reply can hang, crash or fool the judge unnoticed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_hf import make_tokenizer
+from words import GSM8K, rollout_of, task_of
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks import math_judge
+from grpo_cli.tasks.judges import Reply
+from grpo_cli.tasks.math_judge import MathJudge
+
+TOKENIZER = make_tokenizer()
+TOWER = r"5^{5^{5^{5^5}}}"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[MathJudge]:
+    pytest.importorskip("math_verify")
+    judge = MathJudge("correct", 10.0, 1, "stop")
+    yield judge
+    judge.close()
+
+
+def reply(text: str, gold: str) -> Reply:
+    return Reply("sample 0 of prompt p", text, gold, True, 1, None)
+
+
+def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:
+    return {name: value for name, value in judge([reply(rf"\boxed{{{answer}}}", gold)])[0].items() if value}
+
+
+RIGHT = [
+    ("x^2+2x+1", "(x+1)^2"),
+    (r"3\sqrt{2}", r"\sqrt{18}"),
+    (r"\{1,2\}", "2, 1"),
+    (r"\pm 2", "2, -2"),
+    (r"(-\infty,3]", r"x \in (-\infty, 3]"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    ("x < 3", "3 > x"),
+    (r"2^{10}", "1024"),
+    (r"\frac{\pi}{4}", r"\arctan(1)"),
+    (r"\text{(B)}", r"(\text{B})"),
+    ("5", "2 + 3"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+]
+WRONG = [
+    ("(1,2]", "(1,2)"),
+    ("(1,2)", "(2,1)"),
+    ("x+1", "x-1"),
+    (r"\frac{\pi}{4}", "0.785"),
+    ("x^2", "x^3"),
+    (r"\sqrt{2}", "1.414"),
+    ("a", "b"),
+    (r"\frac", r"\frac{1}{2}"),
+    ("1/0", "x"),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_equal_expressions_are_right(judge: MathJudge, gold: str, answer: str) -> None:
+    assert verdict(judge, gold, answer) == {"correct": 1.0, "correct_strict": 1.0}
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_other_expressions_are_wrong(judge: MathJudge, gold: str, answer: str) -> None:
+    assert "correct" not in verdict(judge, gold, answer)
+
+
+def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge) -> None:
+    replies = [reply("The answer is $(x+1)^2$.", "x^2+2x+1"), reply("nothing", "x"), reply("", "x")]
+    assert [parts["correct"] for parts in judge(replies)] == [1.0, 0.0, 0.0]
+    assert judge(replies)[0]["correct_strict"] == 0.0
+
+
+def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
+    pytest.importorskip("math_verify")
+    judge = MathJudge("correct", 8.0, 2, "stop")
+    replies = [reply(rf"\boxed{{{text}}}", "2x") for text in (TOWER, "x+x", r"(10^9)!", "3x")] * 3
+    parts = judge(replies)
+    assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
+    assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
+    judge.close()
+    assert [p["over_limit"] for p in judge(replies)] == [1.0, 0.0, 1.0, 0.0] * 3  # remembered: nobody is started
+    assert not judge._workers._workers
+
+
+def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    for text in (f"__import__('os').system('touch {proof}')", rf"\text{{__import__('os').system('touch {proof}')}}"):
+        assert "correct" not in verdict(judge, "5", text)
+    assert not proof.exists()
+
+
+DYING = """
+import json, os, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if "z" in question["answer"]:
+        print("sympy is broken", file=sys.stderr)
+        os._exit(1)
+    print(json.dumps({"equal": True}), flush=True)
+"""
+
+
+def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_crash: str) -> MathJudge:
+    (tmp_path / "math_worker.py").write_text(DYING)
+    monkeypatch.setattr(math_judge, "__file__", str(tmp_path / "math_judge.py"))
+    monkeypatch.setattr(math_judge, "find_spec", lambda name: True)
+    return MathJudge("correct", 10.0, 1, on_crash)
+
+
+def test_a_judge_that_crashes_stops_the_run_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = dying(tmp_path, monkeypatch, "stop")
+    with pytest.raises(UserError) as caught:
+        judge([reply(r"\boxed{y}", "a"), reply(r"\boxed{z^2}", "b")])
+    message = str(caught.value)
+    assert (
+        "exit code 1 (sympy is broken) when it compared 'z^2', the answer of sample 0 of prompt p, with 'b'" in message
+    )
+    assert "task.on_crash=zero" in message
+
+
+def test_or_the_reply_is_a_counted_zero_and_the_others_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = dying(tmp_path, monkeypatch, "zero")
+    parts = judge([reply(rf"\boxed{{{text}}}", "a") for text in ("y", "z", "w", "zz")])
+    assert [p["correct"] for p in parts] == [1.0, 0.0, 1.0, 0.0]
+    assert [p["incomparable"] for p in parts] == [0.0, 1.0, 0.0, 1.0]
+    judge.close()
+
+
+def math_file(path: Path, *solutions: str) -> str:
+    rows = [{"problem": f"problem {i}", "solution": text} for i, text in enumerate(solutions)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    path = math_file(tmp_path / "m.jsonl", r"First \boxed{1}, so \boxed{\frac{1}{2}}.", "2x", "1 + 1\n#### 2")
+    task = task_of("math", TOKENIZER, path=path, eval_fraction=1.0)
+    prompts = list(task.prompts("eval"))
+    assert [prompt.answer for prompt in prompts] == [r"\frac{1}{2}", "2x", "2"]
+    rewards = task.rewards([(prompt, rollout_of(prompt, r"\boxed{0.5}", TOKENIZER)) for prompt in prompts[:2]])
+    assert [reward.total for reward in rewards] == [1.0, 0.0]
+    assert set(rewards[0].parts) == {"correct", "correct_strict", "over_limit", "incomparable"}
+    with pytest.raises(UserError, match="task.eval_fraction=1 leaves nothing"):
+        task.prompts("train")
+
+
+def test_a_solution_without_an_answer_is_counted_and_refused(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    path = math_file(tmp_path / "m.jsonl", r"\boxed{1}", "words " * 200, r"\boxed{")
+    with pytest.raises(UserError) as caught:
+        task_of("math", TOKENIZER, path=path)
+    assert "line 2 (and 1 more of 3 rows): no answer was understood in the field 'solution'" in str(caught.value)
+    assert "put it into \\boxed{}" in str(caught.value)
+
+
+def test_without_the_package_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        task_of("math", TOKENIZER, path=math_file(tmp_path / "m.jsonl", "1", "2"), judge_seconds=0.0, judge_workers=0)
+    assert "pip install 'grpo-cli[math]'" in str(caught.value)
+    assert "task.judge_seconds=0.0 must be more than 0" in str(caught.value)
+    assert "task.judge_workers=0 must be at least 1" in str(caught.value)
+
+
+def test_the_hub_has_both_splits_and_what_is_in_both_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+
+    def load_dataset(name: str, *config: str, split: str) -> list[dict[str, str]]:
+        rows = [{"problem": f"p{i}", "solution": rf"\boxed{{{i}}}"} for i in range(5)]
+        return rows if name == "DigitalLearningGmbH/MATH-lighteval" else rows[3:]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    said: list[Any] = []
+    task = task_of("math", TOKENIZER, warn=said.append)
+    assert [prompt.answer for prompt in task.prompts("eval")] == ["3", "4"]
+    assert [prompt.answer for prompt in task.prompts("train")] == ["0", "1", "2"]
+    assert len(said) == 1 and "2 of the 5 problems" in said[0]
+
+
+def test_every_gsm8k_solution_is_right_and_with_another_number_wrong() -> None:
+    """No worker is started for any of them: plain numbers are settled by their writing."""
+    pytest.importorskip("math_verify")
+    if not GSM8K.is_dir():
+        pytest.skip("the GSM8K files are not here")
+    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    judge, right, wrong = MathJudge("correct", 5.0, 1, "stop"), [], []
+    for i, solution in enumerate(json.loads(line)["answer"] for line in lines):
+        worked, _, answer = solution.rpartition("#### ")
+        gold = judge.gold(solution)
+        assert gold == answer
+        form = ("#### {}", r"$\boxed{{{}}}$", "The answer is {}.", "<answer>{}</answer>")[i % 4]
+        right.append(reply(worked + form.format(answer), answer))
+        other = f"{answer}.5" if i % 2 else f"1{answer.lstrip('-').replace(',', '')}"
+        wrong.append(reply(worked + form.format(other), answer))
+    assert len(right) == 7473 + 1319
+    assert all(parts["correct"] == 1.0 for parts in judge(right))
+    assert not any(parts["correct"] for parts in judge(wrong))
+    assert not judge._workers._workers

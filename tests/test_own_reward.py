@@ -1,0 +1,163 @@
+"""A person's own reward function: what it may ask for, what it may say, and what each mistake is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_hf import make_tokenizer
+from words import rollout_of, task_of
+
+from grpo_cli.errors import UserError
+from grpo_cli.metrics import METRICS
+from grpo_cli.tasks.jsonl import Jsonl
+from grpo_cli.tasks.judges import RESERVED
+from grpo_cli.types import Reward
+
+TOKENIZER = make_tokenizer()
+MODULE = """
+import numpy as np
+
+def match(reply, answer):
+    return reply == answer
+
+def parts(reply, answer, row, question, finished, length):
+    return {"correct": float(reply.startswith(answer)), "easy": row["level"] == "easy", "short": 1 / length}
+
+def many(replies, answers, rows):
+    return [{"correct": float(r == a)} for r, a in zip(replies, answers)]
+
+def array(replies):
+    return np.array([len(r) for r in replies], dtype=np.float32)
+
+def short(replies):
+    return [1.0] * (len(replies) - 1)
+
+def raises(reply, answer):
+    return 1 / (len(reply) - 3)
+
+def no_number(reply):
+    return float("nan") if reply == "nan" else None if reply == "none" else "1" if reply == "text" else {}
+
+def named(reply):
+    return {reply: 1.0}
+
+def wants(reply, temperature):
+    return 1.0
+
+def anything(**words):
+    return float(len(words))
+
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "rewards_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("rewards_of_mine", None)
+
+
+def make(tmp_path: Path, function: str, **settings: Any) -> Jsonl:
+    path = tmp_path / "p.jsonl"
+    rows = [f'{{"question": "q{i}", "answer": "word {i}", "level": "{"easy" if i % 2 else "hard"}"}}' for i in range(6)]
+    path.write_text("\n".join(rows) + "\n")
+    return task_of("jsonl", TOKENIZER, path=str(path), reward=f"rewards_of_mine:{function}", **settings)
+
+
+def judged(task: Jsonl, replies: Sequence[str]) -> list[Reward]:
+    prompts = task.prompts("train")
+    pairs = [(prompts[i], rollout_of(prompts[i], reply, TOKENIZER, sample=i)) for i, reply in enumerate(replies)]
+    return task.rewards(pairs)
+
+
+def message_of(tmp_path: Path, function: str, replies: Sequence[str] = ("a",), **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        judged(make(tmp_path, function, **settings), replies)
+    return str(caught.value)
+
+
+def test_one_number_is_the_reward_and_a_part_of_the_functions_name(tmp_path: Path) -> None:
+    task = make(tmp_path, "match")
+    answer = task.prompts("train")[0].answer
+    assert answer.startswith("word ")  # as it is in the file: only one's own function knows what it means
+    assert judged(task, [answer, "x"]) == [Reward(1.0, {"match": 1.0}), Reward(0.0, {"match": 0.0})]
+
+
+def test_named_parts_are_added_with_their_weights(tmp_path: Path) -> None:
+    task = make(tmp_path, "parts", weights={"correct": 2.0, "short": 10.0, "tag_count": 1.0})
+    prompt = task.prompts("train")[1]
+    reward = task.reward(prompt, rollout_of(prompt, f"{prompt.answer}<think>", TOKENIZER))
+    easy, length = float(int(prompt.answer[-1]) % 2), len("word 0<think>") + 1
+    assert dict(reward.parts) == {"correct": 1.0, "easy": easy, "short": 1 / length, "tag_count": 0.25}
+    assert reward.total == pytest.approx(2.0 + easy + 10 / length + 0.25)
+
+
+def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
+    task = make(tmp_path, "many")
+    answers = [prompt.answer for prompt in task.prompts("train")]
+    assert [reward.total for reward in judged(task, [answers[0], "x", answers[2]])] == [1.0, 0.0, 1.0]
+    assert task.rewards([]) == []
+    assert judged(make(tmp_path, "array"), ["a", "bcd"]) == [Reward(1.0, {"array": 1.0}), Reward(3.0, {"array": 3.0})]
+    assert judged(make(tmp_path, "anything"), ["a"])[0].total == 6.0
+
+
+@pytest.mark.parametrize(
+    ("function", "replies", "expected"),
+    [
+        ("raises", ["ok", "abc"], "raised ZeroDivisionError: division by zero ("),
+        ("raises", ["ok", "abc"], "rewards_of_mine.py, line 20) for sample 1 of prompt train-"),
+        ("raises", ["abc"], "whose reply is 'abc'"),
+        ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),
+        ("no_number", ["none"], "returned None as no_number"),
+        ("no_number", ["text"], "returned '1' as no_number"),
+        ("no_number", ["else"], "returned no part for sample 0"),
+        ("short", ["a", "b", "c"], "returned 2 rewards for 3 rollouts (from sample 0 of prompt train-"),
+        ("named", ["a/b"], "called a part 'a/b' for sample 0"),
+        ("named", ["mean"], "reward/mean is a metric already"),
+        ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
+        ("nothing", ["a"], "rewards_of_mine has no function nothing"),
+        ("number", ["a"], "rewards_of_mine has no function number"),
+    ],
+)
+def test_a_mistake_is_told_with_the_function_and_the_rollout(
+    tmp_path: Path, function: str, replies: list[str], expected: str
+) -> None:
+    message = message_of(tmp_path, function, replies)
+    assert f"rewards_of_mine:{function}" in message or "the reward function" in message
+    assert expected in message
+
+
+def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
+    assert "task.weights.brief weighs nothing" in message_of(tmp_path, "match", weights={"brief": 1.0})
+    assert "task.weights.format adds a part of that name" in message_of(
+        tmp_path, "named", ["format"], weights={"format": 1.0}
+    )
+    assert "formats_on=wrong needs one called correct" in message_of(tmp_path, "match", formats_on="wrong")
+    assert "task.grading=strict is for task.reward=numbers and math" in message_of(tmp_path, "match", grading="strict")
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("maths", "task.reward=maths must be numbers, math, or a function of your own written as module:function"),
+        ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
+        (":f", "written as module:function"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path, reward: str, expected: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "a", "answer": "4"}\n')
+    with pytest.raises(UserError) as caught:
+        task_of("jsonl", TOKENIZER, path=str(path), reward=reward)
+    assert expected in str(caught.value)
+
+
+def test_the_reserved_names_are_those_of_the_metrics() -> None:
+    named = {name.partition("/")[2] for name in METRICS if name.startswith("reward/")}
+    assert named - {"<part>"} == RESERVED

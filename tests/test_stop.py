@@ -1,0 +1,90 @@
+"""Stop strings: a rollout is the one without them, cut after the token that completes one; nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from small import contents, make_engine, small_model, some_requests
+
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.predict import PrefixHead
+from grpo_cli.engine.sampler import Infinite, Micro
+from grpo_cli.engine.schedule import Fifo, Sjf
+from grpo_cli.types import Finish, Request, Rollout
+
+LETTERS = "_.abcdefghijklmnopqrstuvw"
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    """Token 5 is `d`, token 7 `fg` (two letters), and the rest one letter each."""
+    return "".join("fg" if token == 7 else LETTERS[token] for token in token_ids)
+
+
+def engine(**parts: object) -> TorchEngine:
+    made = make_engine(small_model(), **parts)
+    made._decode = decode
+    return made
+
+
+def cut(rollout: Rollout, stop: tuple[str, ...]) -> tuple[int, str]:
+    """By brute force: how many tokens are left, and why it ends."""
+    for count in range(1, len(rollout) + 1):
+        if any(string in decode(rollout.token_ids[:count]) for string in stop):
+            last_is_eos = count == len(rollout) and rollout.finish is Finish.EOS
+            return count, "eos" if last_is_eos else "stop"
+    return len(rollout), rollout.finish.value
+
+
+def stopping(requests: Sequence[Request], stop: tuple[str, ...]) -> list[Request]:
+    return [replace(request, sampling=replace(request.sampling, stop=stop)) for request in requests]
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ("d",),
+        tuple("a" + letter for letter in "bcdefghij"),
+        ("g",),
+        ("fgf", "cc", "e"),
+        ("longer than any of these texts",),
+    ],
+)
+@pytest.mark.parametrize("parts", [{}, {"sampler": Infinite(slots=3)}, {"sampler": Micro(slots=4)}])
+def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
+    stop: tuple[str, ...], parts: dict[str, object]
+) -> None:
+    requests = some_requests(n=6)
+    plain = list(engine(**parts).generate(requests))
+    stopped = contents(engine(**parts).generate(stopping(requests, stop)))
+    reasons = set()
+    for rollout in plain:
+        count, reason = cut(rollout, stop)
+        name = (rollout.request.prompt.id, rollout.request.sample)
+        assert stopped[name] == (rollout.token_ids[:count], rollout.sampler_logprobs[:count], reason)
+        reasons.add(reason)
+    assert len(stop[0]) > 5 or "stop" in reasons  # the case has cases
+
+
+def test_a_rollout_that_waited_with_its_keys_kept_is_cut_too() -> None:
+    requests = stopping(some_requests(n=6), ("ab", "d"))
+    alone = contents(engine().generate(requests))
+    parts = {"sampler": Infinite(slots=3), "scheduler": Sjf(), "predictor": PrefixHead(prefix_tokens=4)}
+    assert contents(engine(**parts).generate(requests)) == alone
+
+
+def test_each_request_has_its_own_strings() -> None:
+    requests = some_requests(n=6)
+    mixed = [*stopping(requests[::2], ("d",)), *requests[1::2]]
+    rollouts = list(engine().generate(mixed))
+    assert {r.finish for r in rollouts if not r.request.sampling.stop} <= {Finish.EOS, Finish.LENGTH}
+    assert Finish.STOP in {r.finish for r in rollouts if r.request.sampling.stop}
+
+
+def test_fewer_tokens_are_made_and_all_slots_fall_free() -> None:
+    requests = some_requests(n=6)
+    plain, stopped = engine(scheduler=Fifo()), engine(scheduler=Fifo())
+    list(plain.generate(requests)), list(stopped.generate(stopping(requests, ("d", "e"))))
+    assert stopped.stats().generated_tokens < plain.stats().generated_tokens
+    assert stopped.stats().decode_steps <= plain.stats().decode_steps

@@ -23,7 +23,10 @@ from grpo_cli.errors import UserError, is_out_of_memory
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from grpo_cli.launcher import Sweep
     from grpo_cli.settings import RunSettings
+
+MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
 
 app = typer.Typer(
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
@@ -81,13 +84,14 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    _hand_over("train", _after_those_of_the_run("resume", overrides or []), _train)
+    _hand_over("train", _after_those_of_the_run("resume", overrides or []), _train, _checked, "final_accuracy")
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
-    _hand_over("eval", _all_of_a_named_file(_after_those_of_the_run("checkpoint", overrides or [])), _evaluate)
+    arguments = _all_of_a_named_file(_after_those_of_the_run("checkpoint", overrides or []))
+    _hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
 @app.command("profile", **_HANDS_OVER)
@@ -166,11 +170,24 @@ def report(
         _fail(error)
 
 
-def _train(cfg: DictConfig) -> Any:
+def _checked(cfg: DictConfig) -> Any:
     from grpo_cli.config import check, parse
 
     settings = parse(cfg)
     check(settings)
+    return settings
+
+
+def _checked_eval(cfg: DictConfig) -> Any:
+    from grpo_cli.config import check_eval, parse_eval
+
+    settings = parse_eval(cfg)
+    check_eval(settings)
+    return settings
+
+
+def _train(cfg: DictConfig) -> Any:
+    settings = _checked(cfg)
     from grpo_cli import experiment
 
     with _memory_explained(settings):
@@ -191,10 +208,7 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 
 
 def _evaluate(cfg: DictConfig) -> Any:
-    from grpo_cli.config import check_eval, parse_eval
-
-    settings = parse_eval(cfg)
-    check_eval(settings)
+    settings = _checked_eval(cfg)
     from grpo_cli import experiment
 
     result = experiment.evaluate_model(settings)
@@ -240,7 +254,7 @@ def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
     flags, overrides = _sorted_out(arguments)
     named = [word.split("=", 1)[1].strip("'\"") for word in overrides if word.startswith(f"{key}=")]
-    if not named or named[-1] == "null" or "--help" in flags:
+    if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
         return list(arguments)
     from grpo_cli import experiment
 
@@ -265,8 +279,17 @@ def _sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in arguments if word not in overrides], overrides
 
 
-def _hand_over(command: str, arguments: Sequence[str], job: Callable[[DictConfig], Any]) -> None:
-    """Run `job` on what Hydra makes of the arguments."""
+def _hand_over(
+    command: str,
+    arguments: Sequence[str],
+    job: Callable[[DictConfig], Any],
+    check: Callable[[DictConfig], Any] = lambda cfg: None,
+    objective: str = "final_accuracy",
+) -> None:
+    """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
+
+    A sweeper optimises the `objective` in a run's `summary.json`.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
@@ -275,13 +298,17 @@ def _hand_over(command: str, arguments: Sequence[str], job: Callable[[DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
     from grpo_cli.config import config_dir
+    from grpo_cli.launcher import sweep_of
 
+    try:
+        arguments, sweep = sweep_of(command, *_sorted_out(arguments), check, objective)
+    except UserError as error:
+        _fail(error)
     # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     started: list[DictConfig] = []
     refused: list[UserError] = []
 
-    @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)
     def composed(cfg: DictConfig) -> Any:
         started.append(cfg)
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -295,17 +322,37 @@ def _hand_over(command: str, arguments: Sequence[str], job: Callable[[DictConfig
             refused.append(error)  # raised through Hydra, it would come with Hydra's own words
             return None
 
+    composed.sweep = sweep  # type: ignore[attr-defined]
+    main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(composed)
     try:
         with _command_line(command, arguments):
-            composed()
+            main()
     except UserError as error:
         _fail(error)
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        if started:
+        if started or sweep.outcomes:
             raise
         _fail(_explained(error, command, arguments))
+    except KeyboardInterrupt:
+        if not sweep.outcomes:
+            raise
+        _end(sweep, 130)
+    except ValueError:
+        if not sweep.outcomes or sweep.counts()["done"]:
+            raise  # without a single result a sweeper has no best one, and says so in its own way
     if refused:
         _fail(refused[0])
+    if sweep.outcomes:
+        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
+
+
+def _end(sweep: Sweep, code: int) -> NoReturn:
+    """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
+    typer.echo(sweep.told())
+    if sweep.counts()["skipped"] == len(sweep.outcomes):
+        reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
+        _fail("\n".join(["no combination can be run:", *reasons]))
+    raise typer.Exit(code)
 
 
 @contextmanager
@@ -341,14 +388,16 @@ def _explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         known = ", ".join(error.options)
-        return f"{group}={choice} is not one of the choices {known}{closest(choice, error.options)}"
+        extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
+        return f"{group}={choice} is not one of the choices {known}{closest(choice, error.options)}{extras}"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read: write key=value or group=choice, "
             "and quote for the shell what holds spaces, brackets or commas"
         )
     if isinstance(error, OSError) and error.filename is not None:
-        return f"cannot write {error.filename}: {error.strerror}; choose another folder with hydra.run.dir=<folder>"
+        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
+        return f"cannot write {error.filename}: {error.strerror}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"

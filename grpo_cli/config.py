@@ -31,13 +31,15 @@ from grpo_cli.settings import (
 from grpo_cli.typed import closest, is_a, missing, read, shown
 
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
-EVAL_PARTS = ("task", *ENGINE_PARTS)
-TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss", "logger")
+EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
+TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
 
 # By the class that `_target_` ends with. A scheduler from outside says so itself, when it is built.
 _NEEDS_LENGTHS = {"Sjf": "sjf", "Lpt": "lpt", "Fptas": "fptas"}
 _SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("float32", "bfloat16")
+_QUANTISED = ("none", "8bit", "4bit")
+_OPTIMIZERS = ("adamw", "adamw8bit")
 _AUTOCASTS = ("none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
@@ -277,6 +279,9 @@ def _sampling_problems(sampling: Sampling) -> Iterator[str]:
 
 
 def _optim_problems(optim: OptimSettings) -> Iterator[str]:
+    yield from _one_of("optim.name", optim.name, _OPTIMIZERS)
+    if optim.name == "adamw8bit" and optim.offload:
+        yield "optim.name=adamw8bit keeps its averages on the GPU; use optim.offload=false, or optim.name=adamw"
     yield from _above("optim.lr", optim.lr)
     yield from _above("optim.eps", optim.eps)
     yield from _above("optim.max_grad_norm", optim.max_grad_norm)
@@ -304,6 +309,22 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
     yield from _one_of("model.dtype", model.dtype, _DTYPES)
     yield from _one_of("model.autocast", model.autocast, _AUTOCASTS)
     yield from _one_of("device", device, _DEVICES)
+    yield from _one_of("model.quantize", model.quantize, _QUANTISED)
+    yield from _at_least("model.lora.rank", model.lora.rank, 0)
+    yield from _above("model.lora.alpha", model.lora.alpha)
+    if not 0 <= model.lora.dropout < 1:
+        yield f"model.lora.dropout={model.lora.dropout} must be at least 0 and less than 1"
+    if model.lora.rank > 0 and not model.lora.targets:
+        yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
+    if model.quantize != "none" and not model.adapted:
+        yield (
+            f"model.quantize={model.quantize} freezes the weights, so that there is nothing to train; give adapters, "
+            "such as model.lora.rank=64"
+        )
+    if model.quantize != "none" and model.random_init:
+        yield f"model.quantize={model.quantize} quantises weights as they are read, and model.random_init reads none"
+    if model.quantize != "none" and device == "cpu":
+        yield f"model.quantize={model.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, not device=cpu"
 
 
 def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -339,8 +360,11 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
     values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}
     values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
+    shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
     for group in groups:
         values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+    if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
+        values["model.eos_tokens"] = []
     return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import random
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import hydra.utils
 import numpy as np
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 
 from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
@@ -33,20 +35,32 @@ from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
 from grpo_cli.meter import WallMeter
-from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id, save_pretrained
+from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
+from grpo_cli.model.load import (
+    at_checkpoint,
+    check_device,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    pad_token_id,
+    save_pretrained,
+)
+from grpo_cli.optimizer import check_optimizer
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.typed import closest
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Batch, Finish, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
 
 
 def pick_device(word: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`."""
+    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
     if word == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if word == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
+        torch.cuda.set_per_process_memory_fraction(float(os.environ.get("GRPO_GPU_SHARE", "1")))
     return torch.device(word)
 
 
@@ -188,9 +202,10 @@ def set_up(
 ) -> Bench:
     """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
     device = pick_device(settings.device)
+    check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
-    eos = eos_token_ids(model, tokenizer)
+    eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
@@ -225,12 +240,21 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
 def build(settings: RunSettings) -> Trainer:
     """A training run, ready to go. Rules are tried first, since that is quick; then the model is loaded."""
     rules = build_rules(settings.parts, settings.n, settings.m)
+    check_optimizer(settings.optim, pick_device(settings.device))
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
-    weights = replace(settings.model, path=str(checkpoint), random_init=False) if checkpoint else settings.model
+    weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
     for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
         console.say(line)
+    if weights.adapted:
+        trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
+        console.say(f"{trained / 1e6:.3g} M of them are trained: adapters; the weights below stay as they are")
+    if weights.without_files:
+        console.say(
+            f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "
+            "go by the embedded tokenizer (a token per byte), and replies end with its end"
+        )
     trackers = _trackers(settings, run_dir, checkpoint, console)
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
@@ -249,9 +273,8 @@ def parts_of(
     """What a trainer is put together from."""
     return Parts(
         model=bench.model,
-        # The model as it was before the run, also when the run is resumed.
-        reference=_frozen(_load(settings.model, bench.device, settings.seed)) if wants_reference(settings) else None,
-        save_model=partial(save_pretrained, bench.model, bench.tokenizer),
+        reference=_reference(settings, bench) if wants_reference(settings) else None,
+        save_model=partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init),
         task=bench.task,
         engine=bench.engine,
         pad_token_id=bench.pad_token_id,
@@ -303,14 +326,32 @@ def _trackers(
     if checkpoint is not None:
         done = int(checkpoint.name.removeprefix("step_").partition(".")[0])
         first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
-    offered = {
-        "run_dir": run_dir,
-        "config": dataclasses.asdict(settings),
-        "say": console.say,
-        "warn": console.warn,
-    }
     files = JsonlTracker(run_dir, first_step, console.warn)
-    return files, console, make("logger", settings.parts["logger"], offered)
+    return files, console, _logger(settings, "train", console.say, console.warn)
+
+
+def _logger(
+    settings: RunSettings | EvalRunSettings, job_type: str, say: Callable[[str], None], warn: Callable[[str], None]
+) -> Tracker:
+    """The tracker besides the run's files and the console. `job_type` is the command."""
+    offered = {
+        "run_dir": Path(settings.run_dir),
+        "config": dataclasses.asdict(settings),
+        "choices": _choices(),
+        "job_type": job_type,
+        "say": say,
+        "warn": warn,
+    }
+    tracker: Tracker = make("logger", settings.parts["logger"], offered)
+    return tracker
+
+
+def _choices() -> dict[str, str]:
+    """What was chosen of each group, of the run that Hydra has started, if it has."""
+    if not HydraConfig.initialized():
+        return {}
+    chosen = HydraConfig.get().runtime.choices
+    return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
 
 
 def wants_reference(settings: RunSettings) -> bool:
@@ -318,12 +359,31 @@ def wants_reference(settings: RunSettings) -> bool:
     return bool(settings.parts["loss"].get("kl_coef", 0.0))
 
 
-def _frozen(model: Any) -> Any:
-    return model.requires_grad_(False).eval()
+def _reference(settings: RunSettings, bench: Bench) -> Any:
+    """The model as it was before the run, also when the run is resumed: a second copy, or its adapters off."""
+    if settings.model.adapted and settings.model.adapter is None:  # new adapters changed nothing
+        return AdapterOff(bench.model)
+    return _load(settings.model, bench.device, settings.seed).requires_grad_(False).eval()
 
 
 def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     """Greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
+    tracker = _logger(settings, "eval", print, partial(print, file=sys.stderr))
+    summary: dict[str, Any] = {"status": "failed"}
+    try:
+        result, seconds = _evaluated(settings)
+        tracker.log(Record(0, result.metrics, result.examples))
+        asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
+        problems = len({example.prompt_id for example in result.examples})
+        summary = {"status": "completed", **asked, "problems": problems, "seconds": seconds, **result.metrics}
+        write_summary(Path(settings.run_dir), summary)
+    finally:
+        tracker.close(summary)
+    return result
+
+
+def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
+    """The evaluation, its samples written, and how many seconds both took."""
     bench = set_up(settings, settings.model)
     exam, run_dir = settings.eval, Path(settings.run_dir)
     held_out = bench.task.prompts("eval")
@@ -336,10 +396,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
     write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
-    seconds = time.perf_counter() - start
-    asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "problems": len(prompts), "k": exam.k}
-    write_summary(run_dir, {"status": "completed", **asked, "seconds": seconds, **result.metrics})
-    return result
+    return result, time.perf_counter() - start
 
 
 def checkpoint_overrides(place: str) -> list[str]:
@@ -350,12 +407,17 @@ def checkpoint_overrides(place: str) -> list[str]:
     found = find_checkpoint(folder)
     for reason in found.skipped:
         print(f"passed over {reason}", file=sys.stderr)
-    if found.path is None and (found.skipped or not (folder / "config.json").is_file()):
+    if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
         raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
     weights = (found.path or folder).resolve()
     run_dir = weights.parent.parent
     of_the_run = overrides_of_run(run_dir) if (run_dir / ".hydra" / "config.yaml").is_file() else []
-    return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+    if not has_adapters(weights):
+        return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+    words = {"model.adapter": str(weights), "model.random_init": False}
+    if not of_the_run or (weights / BASE).is_dir():
+        words |= {"model.path": base_of(weights)}
+    return [*of_the_run, *overrides(words)]
 
 
 def resume_overrides(place: str) -> list[str]:

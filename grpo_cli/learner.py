@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.batch import micro_batches, rows_of, to_device, totals
+from grpo_cli.batch import rows_of, to_device, totals
 from grpo_cli.interfaces import LossFn, Meter
-from grpo_cli.logprobs import token_logprobs
+from grpo_cli.optimizer import make_optimizer
+from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
-from grpo_cli.types import Batch
+from grpo_cli.types import Batch, Totals
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,15 @@ class Learner:
         self._loss = loss
         self._train = train
         self._optim = optim
+        self._pass = make_pass(train)
+        self._pass.prepare(model)
+        self._compared = self._pass.plain
         self._span = meter.span
         self._autocast_word = model_settings.autocast
         self.updates = 0  # optimizer steps made by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self._optimizer = make_optimizer(self._parameters, optim)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the computation runs in, rollouts included."""
@@ -70,12 +67,11 @@ class Learner:
     def logprobs(self, model: Any, batch: Batch, temperature: float) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
         result = torch.zeros(batch.input_ids.shape)
+        self._pass.prepare(model)
         with self.autocast():
-            for rows in micro_batches(batch, self._train.micro_batch_tokens):
+            for rows in self._pass.parts(batch):
                 part = to_device(rows_of(batch, rows), self._device)
-                values = token_logprobs(
-                    model, part.input_ids, part.response_mask, temperature, self._train.logprob_chunk
-                )
+                values = self._pass.logprobs(model, part, temperature)
                 result[rows, : values.shape[1]] = values.cpu()
         return result
 
@@ -83,15 +79,14 @@ class Learner:
         """Gradients of the whole batch, then one optimizer step, unless something in them is not finite."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, max_new_tokens)
+        self._compare_with_padded(batch, divisors, temperature)
         logprobs = torch.zeros(batch.input_ids.shape)
         sums: dict[str, Tensor] = {}
         with self._training():
-            for rows in micro_batches(batch, self._train.micro_batch_tokens):
+            for rows in self._pass.parts(batch):
                 part = to_device(rows_of(batch, rows), self._device)
                 with self._span("forward"), self.autocast():
-                    values = token_logprobs(
-                        self._model, part.input_ids, part.response_mask, temperature, self._train.logprob_chunk
-                    )
+                    values = self._pass.logprobs(self._model, part, temperature)
                 output = self._loss(values, part, divisors)
                 with self._span("backward"):
                     output.loss.backward()
@@ -116,6 +111,29 @@ class Learner:
             self._optimizer.step()
             self.updates += 1
         return fault
+
+    def _compare_with_padded(self, batch: Batch, divisors: Totals, temperature: float) -> None:
+        """Before the first update, a few rows as padded ones too: any other way must give the same to rounding.
+
+        Without dropout, and with advantages that make a gradient whatever was earned.
+        """
+        if self._compared:
+            return
+        self._model.eval()
+        part = to_device(rows_of(batch, rows_to_compare(batch, self._train.micro_batch_tokens)), self._device)
+        signs = torch.where(torch.arange(len(part), device=self._device) % 2 == 0, 1.0, -0.5)
+        part = replace(part, advantages=signs)
+
+        def loss_of(logprobs: Tensor) -> Tensor:
+            return self._loss(logprobs, part, divisors).loss
+
+        padded = Padded(self._train.micro_batch_tokens, self._train.logprob_chunk)
+        plain, other = (
+            outcome(way, self._model, part, temperature, loss_of, self.autocast()) for way in (padded, self._pass)
+        )
+        exact = self._autocast_word == "none" and all(w.dtype == torch.float32 for w in self._model.parameters())
+        require_agreement(plain, other, part.response_mask, torch.float32 if exact else torch.bfloat16)
+        self._compared = True
 
     @contextmanager
     def _training(self) -> Iterator[None]:

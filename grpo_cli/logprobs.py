@@ -43,19 +43,24 @@ def logprobs_at(
 ) -> Float[Tensor, "N"]:
     """The same for the tokens at these places only, none of them in the first column."""
     hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
-    predicting = hidden[rows, columns - 1]
-    labels = input_ids[rows, columns]
+    return chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk)
+
+
+def chosen_logprobs(
+    model: Any, states: Float[Tensor, "N H"], labels: Int[Tensor, "N"], temperature: float, chunk: int
+) -> Float[Tensor, "N"]:
+    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time."""
     to_logits = head(model)
     parts = []
-    for states, ids in zip(predicting.split(chunk), labels.split(chunk), strict=True):
+    for some_states, ids in zip(states.split(chunk), labels.split(chunk), strict=True):
         if torch.is_grad_enabled():
             part = checkpoint(
-                _chosen, to_logits, states, ids, temperature, use_reentrant=False, preserve_rng_state=False
+                _chosen, to_logits, some_states, ids, temperature, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            part = _chosen(to_logits, states, ids, temperature)
+            part = _chosen(to_logits, some_states, ids, temperature)
         parts.append(part)
-    return torch.cat(parts) if parts else predicting.new_zeros(0)
+    return torch.cat(parts) if parts else states.new_zeros(0)
 
 
 def _chosen(to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -31,8 +32,21 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters. `rank=0` is none: every weight is trained."""
+
+    rank: int = 0
+    alpha: float = 64.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSettings:
-    """Which weights, in which precision."""
+    """Which weights, in which precision, and which of them are trained.
+
+    `architecture` holds the numbers of a config.json; it speaks where no folder does (see `model.load.model_config`).
+    """
 
     path: str
     dtype: str  # float32 | bfloat16: of the weights
@@ -40,7 +54,22 @@ class ModelSettings:
     random_init: bool
     trust_remote_code: bool
     gradient_checkpointing: bool
-    architecture: Mapping[str, Any] | None = None  # the config's words, `model_type` included; None: those at `path`
+    quantize: str = "none"  # none | 8bit | 4bit: of the frozen weights
+    lora: LoraSettings = LoraSettings()
+    adapter: str | None = None
+    eos_tokens: tuple[str, ...] = ()
+    architecture: Mapping[str, Any] | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters are trained, and the weights below them are not."""
+        return self.lora.rank > 0 or self.adapter is not None
+
+    @property
+    def without_files(self) -> bool:
+        """Random weights of a shape given in numbers: there is no config to read, nor a tokenizer."""
+        is_here = self.path == "tiny" or Path(self.path).expanduser().is_dir()
+        return self.random_init and self.architecture is not None and not is_here
 
 
 @dataclass(frozen=True)
@@ -54,6 +83,8 @@ class TrainSettings:
     max_bad_steps: int
     checkpoint_every: int
     keep_checkpoints: int
+    padding_free: bool = False
+    shared_prefix: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +96,8 @@ class OptimSettings:
     warmup_steps: int
     schedule: str  # constant | linear | cosine
     max_grad_norm: float
+    name: str = "adamw"  # adamw | adamw8bit
+    offload: bool = False
 
 
 @dataclass(frozen=True)

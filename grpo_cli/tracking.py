@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import netrc
 import os
-import re
 import shlex
 import sys
 import uuid
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from grpo_cli.errors import UserError
 from grpo_cli.files import json_line, sync_folder, write_atomically
+from grpo_cli.hiding import without_secrets, words_without_secrets
 from grpo_cli.types import Example, Record
 
 Say = Callable[[str], None]
@@ -128,34 +128,6 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
 # a finished run may go on sending.
 AUTO_SECONDS, EXPLICIT_SECONDS, FINISH_SECONDS = 15.0, 60.0, 60.0
 MODES = ("auto", "online", "offline", "disabled")
-HIDDEN = "<hidden>"
-_SECRET_KEY = re.compile(
-    r"(^|[-_])((api|access|private|secret)[-_]?key|secret|password|passwd|passphrase|credentials?|token)$", re.I
-)
-_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `config` with everything that looks like a secret replaced by "<hidden>".
-
-    Hidden are: texts under a key named like one (`api_key`, `hf_token`, `password`), texts that contain the value of an
-    environment variable named like one, and texts that look like an access token or an address with a password in it.
-    Numbers stay, whatever their key (`max_token=5`).
-    """
-    known = [value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8]
-
-    def clean(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(name): clean(str(name), item) for name, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [clean(key, item) for item in value]
-        if isinstance(value, str) and (
-            _SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or any(secret in value for secret in known)
-        ):
-            return HIDDEN
-        return value
-
-    return {str(key): clean(str(key), value) for key, value in config.items()}
 
 
 class WandbTracker:
@@ -166,9 +138,11 @@ class WandbTracker:
     says how to send the run later. Asked for `online` or `offline`, it starts that way or raises UserError. Once it has
     started, the first failure of W&B is told through `warn` and ends the sending; metrics.jsonl has everything anyway.
 
-    The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run. Steps are a metric
-    of their own (`step`) and the x axis of all others: W&B's internal counter cannot go back to a checkpoint.
-    Examples are gathered in a table `rollouts`, sent every `table_every` records and at the end.
+    The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run; under `wandb
+    agent` it is the agent's. A job of a sweep is in the group of the sweep's name, unless one is given. `choices`
+    (group to choice) go into the config and, with `tags`, make the tags. Steps are a metric of their own (`step`) and
+    the x axis of all others: W&B's internal counter cannot go back to a checkpoint. Examples are gathered in a table
+    `rollouts`, sent every `table_every` records and at the end.
     """
 
     def __init__(
@@ -182,6 +156,8 @@ class WandbTracker:
         tags: Sequence[str] = (),
         mode: str = "auto",
         table_every: int = 10,
+        job_type: str | None = None,
+        choices: Mapping[str, str] | None = None,
         say: Say = to_stderr,
         warn: Say = to_stderr,
     ) -> None:
@@ -196,9 +172,17 @@ class WandbTracker:
         self._run: Any = None
         self._folders = "run-*"
         if self._mode != "disabled":
-            arguments = {"project": project, "entity": entity, "name": name, "group": group, "tags": list(tags)}
-            with self._files_below_run_dir():
-                self._start({**arguments, "config": without_secrets(config)})
+            arguments = {
+                "project": project,
+                "entity": entity,
+                "name": name,
+                "group": group or _sweep_of(run_dir),
+                "job_type": job_type,
+                "tags": [*tags, *_choice_tags(choices or {})],
+                "config": without_secrets({**config, "choices": choices or {}}),
+            }
+            with self._as_it_should_see_it():
+                self._start(arguments)
 
     def log(self, record: Record) -> None:
         if self._run is None:
@@ -295,7 +279,7 @@ class WandbTracker:
     @contextmanager
     def _warn_only(self) -> Iterator[None]:
         try:
-            with self._files_below_run_dir():
+            with self._as_it_should_see_it():
                 yield
         except Exception as error:
             if not _is_wandb_failure(error):
@@ -308,15 +292,18 @@ class WandbTracker:
             )
 
     @contextmanager
-    def _files_below_run_dir(self) -> Iterator[None]:
-        """W&B stages tables and writes service logs in the home directory unless these variables say otherwise."""
+    def _as_it_should_see_it(self) -> Iterator[None]:
+        """W&B stages tables and writes service logs in the home directory unless these variables say otherwise, and
+        notes the command line, which may hold a secret."""
         folder = self._run_dir / "wandb"
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
         missing = {name: value for name, value in ours.items() if name not in os.environ}
         os.environ.update(missing)
+        argv, sys.argv = sys.argv, words_without_secrets(sys.argv)
         try:
             yield
         finally:
+            sys.argv = argv
             for name in missing:
                 os.environ.pop(name, None)
 
@@ -348,14 +335,27 @@ def _first_line(error: Exception) -> str:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's W&B id, made on first use and the same ever after."""
+    """The run's W&B id, made (or given by `wandb agent`) on first use and the same ever after."""
     path = run_dir / "wandb_id.txt"
     known = path.read_text().strip() if path.exists() else ""
     if known:
         return known
-    new = uuid.uuid4().hex[:12]
+    given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    new = given or uuid.uuid4().hex[:12]
     write_atomically(path, f"{new}\n".encode())
     return new
+
+
+def _sweep_of(run_dir: Path) -> str | None:
+    """The name of the sweep that a run is a job of: its folder's, where Hydra or our launcher has left its mark."""
+    folder = run_dir.absolute().parent
+    return folder.name if any((folder / mark).exists() for mark in ("sweep.json", "multirun.yaml")) else None
+
+
+def _choice_tags(choices: Mapping[str, str]) -> list[str]:
+    """Choices as words to find a run by; W&B takes up to 64 characters."""
+    left_out = ("logger",)
+    return [f"{group}={choice}"[:64] for group, choice in choices.items() if group not in left_out and choice != "none"]
 
 
 def _has_key() -> bool:

@@ -108,7 +108,7 @@ class Trainer:
         try:
             with self._signals():
                 self._loop()
-            status = "interrupted" if self._stop_asked else "completed"
+            status = "completed" if self._progress.step >= self._settings.train.steps else "interrupted"
         except BaseException as error:
             fault = f"{type(error).__name__}: {error}"
             self._save_what_is_done()

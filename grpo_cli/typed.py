@@ -84,11 +84,11 @@ def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
 
 
 def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str]) -> Any:
-    if kinds[-1] is Ellipsis:
-        kinds = kinds[:1] * len(value) if isinstance(value, list) else kinds[:1]
-    if not isinstance(value, list) or len(value) != len(kinds):
-        problems.append(f"{key}={shown(value)} must be a list of {len(kinds)} values")
+    any_number = kinds[-1] is Ellipsis
+    if not isinstance(value, list) or not (any_number or len(value) == len(kinds)):
+        problems.append(f"{key}={shown(value)} must be a list{'' if any_number else f' of {len(kinds)} values'}")
         return None
+    kinds = kinds[:1] * len(value) if any_number else kinds
     items = zip(kinds, value, strict=True)
     return tuple(_read(item_kind, item, f"{key}[{i}]", problems) for i, (item_kind, item) in enumerate(items))
 

@@ -62,7 +62,7 @@ def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int =
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
-    return TorchEngine(model, (EOS,), **(defaults | parts))
+    return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
 Contents = Mapping[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...], str]]

@@ -12,11 +12,12 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text
+errors settings typed files text hiding
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
 logprobs
+passes optimizer
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample
 engine/attention engine/eviction
@@ -30,7 +31,9 @@ rollout
 health evaluate learner select report/
 profile/
 train
-config
+config jobs
+board
+launcher
 experiment
 profiling
 cli
@@ -38,18 +41,19 @@ __main__
 """
 
 DOORS = {
-    "hydra": {"cli", "experiment", "profile/"},
-    "omegaconf": {"cli", "config"},
+    "hydra": {"cli", "experiment", "launcher", "profile/"},
+    "omegaconf": {"cli", "config", "launcher"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm_engine"},
     "transformers": {"model/"},
     "peft": {"model/"},
+    "bitsandbytes": {"optimizer"},
     "safetensors": {"model/"},
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"cli", "console", "profile/", "report/"},
+    "rich": {"board", "cli", "console", "profile/", "report/"},
     "matplotlib": {"profile/", "report/"},
 }
 

@@ -157,7 +157,7 @@ def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewh
 
 def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere):
     calls = fake_job(monkeypatch, None)
-    result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo")
+    result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo", "hydra/launcher=basic")
     assert result.exit_code == 0
     assert "job 3: seed=2 advantage=rloo" in result.stdout
     assert [(cfg.seed, cfg.advantage._target_.rpartition(".")[2]) for cfg in calls] == [
@@ -170,8 +170,9 @@ def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere)
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
 
 
-def test_a_sweep_with_a_bad_job_ends_with_its_message(monkeypatch):
-    result = grpo("train", "-m", "n=0,1")
+@pytest.mark.parametrize("launcher", ["processes", "basic"])
+def test_a_sweep_without_a_job_that_can_run_ends_with_the_reason(launcher):
+    result = grpo("train", "-m", "n=0,1", f"hydra/launcher={launcher}")
     assert result.exit_code == 2
     assert "n=0 must be at least 2" in result.stderr
 
@@ -290,6 +291,10 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
         (["train", "resume=nowhere"], "resume=nowhere does not exist"),
         (["train", "resume=empty"], "resume=empty is no run folder"),
         (["train", "-m", "resume=empty", "seed=1,2"], "resume=empty continues one run; leave out -m"),
+        (["train", "resume=sweep"], "resume=sweep goes on with a sweep: add -m"),
+        (["train", "-m", "resume=sweep"], "resume=sweep found no sweep below outputs/multirun"),
+        (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "hydra.sweep.dir=empty holds no sweep"),
+        (["train", "-m", "resume=sweep", "n=4"], "with the jobs as they were: leave out n=4"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is no folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
         (["eval", "eval.k=0"], "eval.k=0 must be at least 1"),

@@ -209,7 +209,7 @@ def test_eval_may_truncate_and_takes_all_problems():
 def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     """Also those that come from a named experiment or another default, which the command line does not show."""
     hostile = r"it's \ C:\new\ ${n} \'"
-    run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "m=8", "n=8")
+    run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "logger=jsonl")
     run.task.template = hostile.replace("${", "\\${")
     run.model.random_init = True
     hidden = tmp_path / ".hydra"
@@ -217,6 +217,7 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     OmegaConf.save(run, hidden / "config.yaml")
     names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
     names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
+    names["logger"] = "jsonl"
     OmegaConf.save({"hydra": {"runtime": {"choices": names}}}, hidden / "hydra.yaml")
 
     again = compose(*overrides_of_run(tmp_path), command="eval")

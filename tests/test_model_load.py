@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from httpx import Request, Response
+from huggingface_hub.errors import GatedRepoError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -266,6 +268,22 @@ def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.Mo
         load_model(settings("someone/no-such-model"), CPU)
     with pytest.raises(UserError, match="its tokenizer could not be had from the hub"):
         load_tokenizer(settings("someone/no-such-model"))
+
+
+def test_a_gated_model_says_whose_terms_to_accept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, **words: object) -> None:
+        """As `transformers` does: the hub's error is the cause of one of another kind."""
+        response = Response(403, request=Request("GET", f"https://huggingface.co/{source}/resolve/main/config.json"))
+        try:
+            raise GatedRepoError("403 Client Error. Cannot access gated repo", response=response)
+        except GatedRepoError as error:
+            raise OSError("You are trying to access a gated repo.") from error
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
+    with pytest.raises(
+        UserError, match="someone/gated is gated: accept its terms on https://huggingface.co/someone/gat"
+    ):
+        load_model(settings("someone/gated"), CPU)
 
 
 def test_all_ends_of_a_reply_are_found(tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:

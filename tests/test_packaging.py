@@ -46,7 +46,7 @@ def grpo(*arguments: str, path: Path, cwd: Path) -> str:
 def test_the_wheel_holds_the_package_the_choices_and_nothing_else(installed):
     packaged = files(installed / "grpo_cli")
     assert packaged == files(ROOT / "grpo_cli") | {f"conf/{name}" for name in files(ROOT / "conf")}
-    assert {path.name.split("-")[0] for path in installed.iterdir()} == {"grpo_cli"}
+    assert {path.name.split("-")[0] for path in installed.iterdir()} == {"grpo_cli", "hydra_plugins"}
 
 
 def test_the_wheel_composes_its_own_choices_outside_the_checkout(installed, tmp_path):

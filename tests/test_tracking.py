@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from grpo_cli import tracking
+from grpo_cli import cli, tracking
 from grpo_cli.errors import UserError
+from grpo_cli.hiding import HIDDEN, without_secrets, words_without_secrets
 from grpo_cli.interfaces import Tracker
-from grpo_cli.tracking import HIDDEN, JsonlTracker, NoTracker, WandbTracker, without_secrets
+from grpo_cli.tracking import JsonlTracker, NoTracker, WandbTracker
 from grpo_cli.types import Example, Record
 
 METRICS = {"reward/mean": 0.5, "loss/kl": float("nan"), "optim/lr": 1e-3}
@@ -174,6 +176,21 @@ def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.Mo
     assert config["note"] == "my correct horse!"
 
 
+def test_secrets_on_the_command_line_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "correct horse")
+    words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2", "-m", "token"]
+    assert words_without_secrets(words) == [
+        "grpo",
+        "n=4",
+        f"++task.api_key={HIDDEN}",
+        f"task.url={HIDDEN}",
+        HIDDEN,
+        "x=1=2",
+        "-m",
+        "token",
+    ]
+
+
 # --- W&B -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +264,56 @@ def test_w_and_b_offline_holds_everything(tmp_path: Path, lonely: pytest.MonkeyP
     assert json.loads(summary["best"]) == {"step": 2}
     assert not (tmp_path / "home").exists(), "everything is below the run folder"
     assert "WANDB_DATA_DIR" not in os.environ
+
+
+def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    """What the files in the run's folder say is in W&B's offline log, and the run can be found by what it is."""
+    sweep, words = tmp_path / "my sweep", ["train.steps=2", "train.prompts=1", "n=2", "sampling.max_new_tokens=4"]
+    sweep.mkdir()
+    (sweep / "sweep.json").write_text("{}")
+    run = sweep / "7"
+    words += ["eval.problems=2", "eval.k=1", "logger.tags=[mine]", f"hydra.run.dir='{run}'"]
+    result = CliRunner().invoke(cli.app, ["train", *words])
+    assert result.exit_code == 0, result.output
+    records = offline_records(run)
+    logged: dict[int, dict[str, Any]] = {}
+    for row in history(records):  # the last table comes in a row of its own
+        logged.setdefault(row["step"], {}).update(row)
+    for row in read(run / "metrics.jsonl"):
+        for name, value in row.items():
+            assert float(logged[row["step"]][name]) == float(value), name
+    assert len(logged) == 3
+    told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary.items() <= told.items()
+    (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
+    assert (started.run_group, started.job_type) == ("my sweep", "train")
+    assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
+    config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
+    assert (config["n"], config["choices"]["sampler"], config["optim"]["lr"]) == (2, "full", 5e-4)
+    tables = [json.loads(path.read_text()) for path in run.rglob("*.table.json")]
+    assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
+
+
+def test_the_command_line_in_w_and_b_has_no_secrets(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    secret = "hf_" + "a1B2" * 8
+    words = ["grpo", "n=4", f"task.token={secret}"]
+    lonely.setattr(sys, "argv", words)
+    WandbTracker(tmp_path, {"task": {"token": secret}}, project="p", say=lambda text: None).close({})
+    offline_records(tmp_path)  # waits until all is written
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"n=4" in written and secret.encode() not in written
+    assert sys.argv is words
+
+
+def test_the_agent_of_a_w_and_b_sweep_names_the_run(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    lonely.setenv("WANDB_RUN_ID", "theirs")
+    assert tracking._run_id(tmp_path) != "theirs", "only where an agent has set it"
+    (tmp_path / "wandb_id.txt").unlink()
+    lonely.setenv("WANDB_SWEEP_ID", "sweep")
+    assert tracking._run_id(tmp_path) == "theirs"
+    lonely.delenv("WANDB_RUN_ID")
+    assert tracking._run_id(tmp_path) == "theirs", "resumed without the agent"
 
 
 def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:

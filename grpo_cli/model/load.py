@@ -5,17 +5,21 @@ What a folder holds is checked from its config before any weights are read. Weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import GatedRepoError, StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +27,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
+from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
+from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,44 +48,98 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(_ARCHITECTURE_OF_TYPE.values())
 
 
-def load_model(settings: ModelSettings, device: torch.device) -> PreTrainedModel:
+def load_model(settings: ModelSettings, device: torch.device) -> Any:
     """The model of `model.path` on `device`, without dropout.
 
     With `random_init` only the config is read and the weights come from torch's global generator. Layers recompute
     their activations only in train mode, so a model with gradient checkpointing comes back in train mode and any other
     in eval mode; since every dropout is zero, both compute the same.
 
-    Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture.
+    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train.
+
+    Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
+    what `device` cannot do.
     """
-    source = _source(settings.path)
-    config = _made_config(settings) if settings.random_init else _read_config(source, settings)
+    check_device(settings, device)
     dtype = DTYPES.get(settings.dtype)
     if dtype is None:
         raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
-    config.attention_dropout = 0.0
     if settings.random_init:
+        config = model_config(settings)
+        config.attention_dropout = 0.0
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
-        model = _read_weights(source, config, dtype, settings)
+        source = _source(settings.path)
+        config = _read_config(source, settings)
+        config.attention_dropout = 0.0
+        model = _read_weights(source, config, dtype, settings, device)
     check_supported(model)
     if settings.gradient_checkpointing:
         # the second name is what releases of transformers without the first call it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    if model.device != device:
-        model.to(device)
-    return model.train(settings.gradient_checkpointing)
+    if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
+        model = model.to(device)
+    return with_adapters(model, settings).train(settings.gradient_checkpointing)
+
+
+def check_device(settings: ModelSettings, device: torch.device) -> None:
+    """Raises UserError for quantised weights where bitsandbytes has no kernels for them."""
+    if settings.quantize == "none":
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"model.quantize={settings.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, and the device "
+            f"is {device.type}; use model.quantize=none"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"model.quantize={settings.quantize} needs bitsandbytes: pip install bitsandbytes")
+
+
+def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
+    """The settings that load what a run of `settings` saved in `folder`: a whole model, or adapters for its base."""
+    eos_tokens = () if settings.without_files else settings.eos_tokens
+    if not has_adapters(folder):
+        return replace(settings, path=str(folder), random_init=False, eos_tokens=eos_tokens)
+    if (folder / BASE).is_dir():
+        base = str(folder / BASE)
+        return replace(settings, path=base, random_init=False, eos_tokens=eos_tokens, adapter=str(folder))
+    return replace(settings, adapter=str(folder))
+
+
+def model_config(settings: ModelSettings) -> PreTrainedConfig:
+    """The shape of the model, no weights: from `model.architecture` where it is given and `model.path` is no folder
+    here, so that nothing has to be had from the hub; else from config.json.
+
+    Raises UserError for numbers that make no config, and as `load_model` does.
+    """
+    if settings.architecture is None or _is_here(settings.path):
+        return _read_config(_source(settings.path), settings)
+    words = dict(settings.architecture)
+    named = _architecture(words)
+    if named not in supported_architectures():
+        raise UserError(f"model.architecture: {_unsupported(named)}")
+    try:
+        config = AutoConfig.for_model(**words)
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"model.architecture makes no {named}: {error}") from error
+    config.architectures = [named]
+    config.eos_token_id = None  # some families have a default, which would be the end of no text here
+    _check_window(config)
+    return config
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights. Raises UserError when there is none.
+    """The tokenizer that lies beside the weights; for random weights of a preset's shape, which have none, that of the
+    embedded model (a token per byte).
 
-    Random weights of a written-down architecture understand no words, so without a folder here the embedded tokenizer
-    serves them, and nothing is asked of the network.
+    Raises UserError when there is none.
     """
-    source = _source(settings.path)
-    if settings.random_init and settings.architecture is not None and not isinstance(source, Path):
-        source = _source(TINY)
+    folder = Path(settings.path).expanduser()
+    if has_adapters(folder):  # which is no model, but has a tokenizer
+        source: Path | str = folder
+    else:
+        source = _source(TINY if settings.without_files else settings.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -89,15 +149,26 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
 
 
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a reply: those of the generation config (Llama 3 has several), then the tokenizer's."""
+def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
+    """Every token that ends a reply: `tokens` if any are given, else those of the generation config (Llama 3 has
+    several) and then the tokenizer's. Raises UserError for a token that the tokenizer does not have, and for no end.
+    """
+    if tokens:
+        vocabulary = tokenizer.get_vocab()
+        unknown = [token for token in tokens if token not in vocabulary]
+        if unknown:
+            raise UserError(
+                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own end is "
+                f"{tokenizer.eos_token}. Give tokens that it has, or model.eos_tokens=[] for the model's own"
+            )
+        return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
     listed = generation if isinstance(generation, list) else [generation]
     ids = tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))
     if not ids:
         raise UserError(
             "the model has no end-of-sequence token: neither its generation_config.json nor its tokenizer names one; "
-            "set eos_token in the folder's tokenizer_config.json"
+            "name it with model.eos_tokens=[...]"
         )
     return ids
 
@@ -107,10 +178,32 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> in
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
-def save_pretrained(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer."""
+def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
+    """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
+
+    Of a model with adapters only these are written, as PEFT does; `with_base` adds the weights below them, for a base
+    that is nowhere else.
+    """
+    adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
-        model.save_pretrained(folder)
+        if adapted:  # without asking the hub whether the base's vocabulary has changed
+            model.save_pretrained(folder, save_embedding_layers=False)
+        else:
+            model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if adapted and with_base:
+        _save_base(model, tokenizer, folder / BASE)
+
+
+def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The weights below the adapters, under the names that they have without."""
+    state = {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in unwrapped(model).state_dict().items()
+        if ".lora_" not in name
+    }
+    with _no_progress_bars():
+        unwrapped(model).save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
 
 
@@ -122,6 +215,10 @@ def check_supported(model: PreTrainedModel) -> None:
     _check_window(model.config)
 
 
+def _is_here(path: str) -> bool:
+    return path == TINY or Path(path).expanduser().is_dir()
+
+
 def _source(path: str) -> Path | str:
     """A folder, or a hub id when nothing of that name is here and the name can be one."""
     if path == TINY:
@@ -129,6 +226,11 @@ def _source(path: str) -> Path | str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
+            if has_adapters(folder):
+                raise UserError(
+                    f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, "
+                    f"and as model.path what they were trained on: {base_of(folder)}"
+                )
             raise UserError(
                 f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
             )
@@ -140,19 +242,6 @@ def _source(path: str) -> Path | str:
             f"Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
         )
     return path
-
-
-def _made_config(settings: ModelSettings) -> PreTrainedConfig:
-    """The config of `model.architecture`, or else of `model.path`."""
-    if settings.architecture is None:
-        return _read_config(_source(settings.path), settings)
-    words = dict(settings.architecture)
-    named = _architecture(words)
-    if named not in supported_architectures():
-        raise UserError(_unsupported(named))
-    config = AutoConfig.for_model(**words)
-    _check_window(config)
-    return config
 
 
 def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:
@@ -168,7 +257,7 @@ def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfi
 
 
 def _read_weights(
-    source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings
+    source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
     with _reading(source, "safetensors weights"), _no_progress_bars():
         # with `output_loading_info` a pair comes back, which its annotation does not say
@@ -179,12 +268,28 @@ def _read_weights(
             use_safetensors=True,
             output_loading_info=True,
             trust_remote_code=settings.trust_remote_code,
+            **_quantised(settings, dtype, device),
         )
     model, info = loaded
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(f"model {source} lacks {len(missing)} weights of its architecture, such as {missing[0]}")
     return model
+
+
+def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` needs for weights of 4 bits (NF4 with quantised scales, arXiv 2305.14314) or 8 bits."""
+    if settings.quantize == "none":
+        return {}
+    computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
+    config = BitsAndBytesConfig(
+        load_in_4bit=settings.quantize == "4bit",
+        load_in_8bit=settings.quantize == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed_in,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _check_window(config: PreTrainedConfig) -> None:
@@ -221,6 +326,11 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if not isinstance(source, Path) and _is_gated(error):
+            raise UserError(
+                f"model.path={source} is gated: accept its terms on https://huggingface.co/{source} and log in with "
+                "`hf auth login` (or set HF_TOKEN); or give the path of a folder that has it"
+            ) from error
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
         if isinstance(source, Path):
             raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it anew") from error
@@ -228,6 +338,15 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
+
+
+def _is_gated(error: BaseException | None) -> bool:
+    """Whether the hub refused for want of accepted terms; `transformers` wraps its error in one of another kind."""
+    while error is not None:
+        if isinstance(error, GatedRepoError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""What looks like a secret is shown to nobody: texts are hidden by their name, by their value and by their looks."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = "<hidden>"
+_SECRET_KEY = re.compile(
+    r"(^|[-_])((api|access|private|secret)[-_]?key|secret|password|passwd|passphrase|credentials?|token)$", re.I
+)
+_SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s:@]+:[^/\s@]+@")
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` with everything that looks like a secret replaced by "<hidden>".
+
+    Hidden are: texts under a key named like one (`api_key`, `hf_token`, `password`), texts that contain the value of an
+    environment variable named like one, and texts that look like an access token or an address with a password in it.
+    Numbers stay, whatever their key (`max_token=5`).
+    """
+    known = _known_secrets()
+    return {str(key): _clean(str(key), value, known) for key, value in config.items()}
+
+
+def words_without_secrets(words: Sequence[str]) -> list[str]:
+    """The same for a command line: of `key=value` the value is hidden, another word as a whole."""
+    known, cleaned = _known_secrets(), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        name = key.rpartition(".")[2].lstrip("+")
+        cleaned.append(f"{key}={_clean(name, value, known)}" if equals else _clean("", word, known))
+    return cleaned
+
+
+def _known_secrets() -> list[str]:
+    return [value for name, value in os.environ.items() if _SECRET_KEY.search(name) and len(value) >= 8]
+
+
+def _clean(key: str, value: Any, known: Sequence[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _clean(str(name), item, known) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(key, item, known) for item in value]
+    if isinstance(value, str) and (
+        _SECRET_KEY.search(key) or _SECRET_VALUE.search(value) or any(secret in value for secret in known)
+    ):
+        return HIDDEN
+    return value

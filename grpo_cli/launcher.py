@@ -1,0 +1,362 @@
+"""The launcher that Hydra hands a sweep's jobs to: each becomes a process, what cannot run is skipped and said.
+
+Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds this one in
+`hydra_plugins`. What else it needs to know of the command comes as the attribute `sweep` of the function that Hydra
+would call.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+import grpo_cli
+from grpo_cli.board import Board
+from grpo_cli.config import overrides
+from grpo_cli.errors import UserError
+from grpo_cli.files import json_line, write_atomically
+from grpo_cli.jobs import (
+    Job,
+    Pool,
+    Status,
+    is_done,
+    is_running,
+    read_object,
+    read_status,
+    resumes_from,
+    write_status,
+)
+from grpo_cli.typed import is_a, shown
+
+RESUME = "resume=sweep"
+# Of Hydra's own settings, those that concern the sweep and not its jobs.
+_OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
+
+
+@dataclass
+class Sweep:
+    """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
+
+    `check` raises UserError for a job's config that cannot be run. `objective` is the value in `summary.json` that a
+    sweeper optimises. `flags` are Hydra's, for every job.
+    """
+
+    command: str
+    check: Callable[[DictConfig], Any]
+    objective: str
+    flags: Sequence[str] = ()
+    resume: bool = False
+    folder: Path | None = None
+    outcomes: dict[int, Status] = field(default_factory=dict)
+
+    def counts(self) -> Counter[str]:
+        return Counter(status.state for status in self.outcomes.values())
+
+    def told(self) -> str:
+        """How it ended, and how to go on with it."""
+        counts = self.counts()
+        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        lines = [f"{len(self.outcomes)} jobs: {states}"]
+        if counts["failed"] or counts["waiting"]:
+            folder = shlex.quote(str(self.folder))
+            lines.append(f"go on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={folder}")
+        return "\n".join(lines)
+
+
+def sweep_of(
+    command: str, flags: Sequence[str], words: Sequence[str], check: Callable[[DictConfig], Any], objective: str
+) -> tuple[list[str], Sweep]:
+    """The arguments to compose, and what the launcher has to know if this is a sweep.
+
+    With `resume=sweep` the arguments are those that the sweep began with. UserError if they cannot be.
+    """
+    multirun = {"-m", "--multirun"} & set(flags)
+    others = [flag for flag in flags if flag not in multirun]
+    if RESUME not in words:
+        return [*flags, *sweeper_words(words)], Sweep(command, check, objective, others)
+    if not multirun:
+        raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
+    own = [word for word in words if word != RESUME]
+    began = started_with(command, own)
+    sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
+    return [*flags, *began.flags, *began.words, *own], sweep
+
+
+@dataclass(frozen=True)
+class Began:
+    """How a sweep was started: Hydra's flags, and all overrides with the sweep's folder."""
+
+    flags: list[str]
+    words: list[str]
+
+
+def started_with(command: str, own: Sequence[str]) -> Began:
+    """For `resume=sweep`: the sweep in `hydra.sweep.dir`, or the last one there is. `own` are the overrides besides."""
+    changed = [word for word in own if not _is_of(word, ("sweep", "launcher"))]
+    if changed:
+        raise UserError(
+            f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
+        )
+    named = [word.partition("=")[2].strip("'\"") for word in own if word.lstrip("+").startswith("hydra.sweep.dir=")]
+    folder = Path(named[-1]).expanduser() if named else _last_sweep(Path("outputs") / "multirun")
+    asked = read_object(folder / "sweep.json")
+    if not asked:
+        raise UserError(f"hydra.sweep.dir={folder} holds no sweep: it has no sweep.json")
+    if asked["command"] != command:
+        raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
+    return Began(asked["flags"], [*asked["hydra"], *asked["overrides"], *overrides({"hydra.sweep.dir": str(folder)})])
+
+
+# Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
+_FOR_OPTUNA = {"direction": "maximize", "max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
+
+
+def sweeper_words(words: Sequence[str]) -> list[str]:
+    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run."""
+    if "hydra/sweeper=optuna" not in words:
+        return list(words)
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in _FOR_OPTUNA.items()), *words]
+
+
+def _last_sweep(below: Path) -> Path:
+    sweeps = sorted(below.glob("*/sweep.json"), key=lambda path: path.stat().st_mtime)
+    if not sweeps:
+        raise UserError(f"resume=sweep found no sweep below {below}; name one with hydra.sweep.dir=<folder>")
+    return sweeps[-1].parent
+
+
+class ProcessLauncher(Launcher):
+    def __init__(self, jobs: Any, gpus: Any) -> None:
+        self._at_a_time, self._gpus = jobs, gpus
+        self._listed: dict[int, Job] = {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
+        if not is_a(int, self._at_a_time) or self._at_a_time < 1:
+            raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
+        several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
+        if self._gpus is not None and not several:
+            raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
+        gpus = visible_gpus() if self._gpus is None else [str(gpu) for gpu in self._gpus]
+        self._places = places(self._at_a_time, gpus, os.environ)
+        self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
+        self._loader: ConfigLoader = hydra_context.config_loader
+        self._config = config
+        self._of_hydra = [word for word in config.hydra.overrides.hydra if not _concerns_the_sweep(word)]
+        self._folder = Path(config.hydra.sweep.dir).absolute()
+        self._sweep.folder = Path(config.hydra.sweep.dir)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        board = Board()
+        common = set(self._config.hydra.overrides.task)
+        if len(job_overrides) > 1:
+            common |= set.intersection(*map(set, job_overrides))
+        jobs = [self._job(initial_job_idx + i, tuple(words), common) for i, words in enumerate(job_overrides)]
+        pool = Pool(self._places, self._command_of, self._sweep.command, board)
+        self._refuse_what_is_there(jobs)
+        if initial_job_idx == 0:
+            board.say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
+        self._list(jobs)
+        to_run = self._sort_out(jobs, board)
+        board.start()
+        try:
+            pool.run(to_run)
+        finally:
+            board.close()
+            for job in jobs:
+                status = read_status(job.folder)
+                if status is not None:
+                    self._sweep.outcomes[job.number] = status
+        if pool.stopped:
+            raise KeyboardInterrupt
+        return [self._returned(job) for job in jobs]
+
+    def _job(self, number: int, words: tuple[str, ...], common: set[str]) -> Job:
+        """A job, called by what it has not in common with the others, with the reason if its config is refused."""
+        label = " ".join(word for word in words if word not in common)
+        cfg = self._loader.load_sweep_config(self._config, list(words))
+        with open_dict(cfg):
+            cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
+            with _current(cfg):
+                folder = self._folder / str(OmegaConf.select(cfg, "hydra.sweep.subdir"))
+            with read_write(cfg.hydra.runtime):
+                cfg.hydra.runtime.output_dir = str(folder)
+            with _current(cfg):
+                del cfg["hydra"]
+                steps = OmegaConf.select(cfg, "train.steps") if self._sweep.command == "train" else None
+                job = Job(number, folder, words, label, steps)
+                try:
+                    self._sweep.check(cfg)
+                except UserError as error:
+                    return replace(job, refusal=str(error))
+        return job
+
+    def _sort_out(self, jobs: Sequence[Job], board: Board) -> list[Job]:
+        """Give every job its status file, and return those that are to be run."""
+        to_run = []
+        for job in jobs:
+            before = read_status(job.folder)
+            status = before or Status("waiting", None, job.overrides, command=self._sweep.command)
+            if self._sweep.resume and is_done(job.folder):
+                status = replace(status, state="done", reason=None, exit_code=0)
+            elif job.refusal is not None:
+                status = replace(status, state="skipped", reason=job.refusal)
+            else:
+                status = replace(status, state="waiting", reason=None)
+                to_run.append(job)
+            if status != before:
+                write_status(job.folder, status)
+            board.changed(job, status)
+        return to_run
+
+    def _refuse_what_is_there(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            before = read_status(job.folder)
+            if before is None:
+                continue
+            if not self._sweep.resume:
+                raise UserError(
+                    f"{self._sweep.folder} already holds a sweep; go on with it by resume=sweep, or choose another "
+                    "folder with hydra.sweep.dir=<folder>"
+                )
+            if before.overrides != job.overrides:
+                raise UserError(
+                    f"job {job.number} of {self._sweep.folder} was {' '.join(before.overrides)} and would now be "
+                    f"{' '.join(job.overrides)}. A sampler that draws anew cannot be resumed: start the sweep with "
+                    "hydra.sweeper.sampler.seed=<number>"
+                )
+            if is_running(job.folder):
+                raise UserError(
+                    f"job {job.number} of {self._sweep.folder} is still running, see {job.folder / before.log}: "
+                    "wait for it or stop it first"
+                )
+
+    def _list(self, jobs: Sequence[Job]) -> None:
+        """Write `sweep.json`: all that is needed to go on, and the jobs so far."""
+        path = self._folder / "sweep.json"
+        before = read_object(path).get("jobs", [])
+        self._listed |= {job.number: job for job in jobs}
+        ours = [
+            {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
+            for job in self._listed.values()
+        ]
+        rest = [job for job in before if job["number"] not in self._listed]
+        asked = {
+            "command": self._sweep.command,
+            "flags": list(self._sweep.flags),
+            "overrides": list(self._config.hydra.overrides.task),
+            "hydra": list(
+                dict.fromkeys(word for word in self._config.hydra.overrides.hydra if not _of_this_time(word))
+            ),
+        }
+        write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
+
+    def _command_of(self, job: Job) -> list[str]:
+        """What one would type to run the job by hand."""
+        of_hydra = [*self._of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
+        checkpoint = resumes_from(job.folder, job.steps)
+        if checkpoint is None:
+            words = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
+        else:
+            words = [word.lstrip("+") for word in overrides({"resume": str(checkpoint)})]
+        return [sys.executable, "-P", "-m", "grpo_cli", self._sweep.command, *self._sweep.flags, *of_hydra, *words]
+
+    def _returned(self, job: Job) -> JobReturn:
+        """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""
+        status = self._sweep.outcomes[job.number]
+        returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
+        if status.state != "done" and not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+            returned.status = JobStatus.FAILED
+            returned.return_value = UserError(f"job {job.number} {status.state}: {status.reason}")
+            return returned
+        returned.status = JobStatus.COMPLETED
+        returned.return_value = read_object(job.folder / "summary.json").get(self._sweep.objective)
+        return returned
+
+
+@contextmanager
+def _current(cfg: DictConfig) -> Iterator[None]:
+    """Let `${hydra:...}` mean this config's."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(cfg)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _is_of(word: str, parts: Sequence[str]) -> bool:
+    """Whether an override is one of Hydra's settings below one of these."""
+    key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
+    return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)
+
+
+def _of_this_time(word: str) -> bool:
+    """Whether an override is given anew when the sweep is resumed."""
+    return _is_of(word, ("mode", "sweep"))
+
+
+def _concerns_the_sweep(word: str) -> bool:
+    return _is_of(word, _OF_THE_SWEEP)
+
+
+def visible_gpus() -> list[str]:
+    """What this process may see: the environment's choice, else every GPU (or MIG slice) that `nvidia-smi` lists.
+
+    PyTorch is not asked: the launcher would hold memory on every GPU.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return gpus_listed(listed.stdout) if listed.returncode == 0 else []
+
+
+def gpus_listed(text: str) -> list[str]:
+    """The identifiers in `nvidia-smi -L`. A GPU that is cut into slices is there as its slices only."""
+    gpus: list[list[str]] = []
+    for line in text.splitlines():
+        if "UUID: " in line:
+            identifier = line.rpartition("UUID: ")[2].rstrip(") ")
+            gpus += [] if line.startswith(" ") else [[identifier]]
+            if line.startswith(" ") and gpus:
+                gpus[-1].append(identifier)
+    return [identifier for gpu in gpus for identifier in (gpu[1:] or gpu)]
+
+
+def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each of the jobs that run at a time has in its environment: its GPU, its part of it, its threads."""
+    for_all = {"PYTHONPATH": _python_path(environment)}
+    if jobs > 1 and "OMP_NUM_THREADS" not in environment:
+        for_all["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    if not gpus:
+        return [dict(for_all) for _ in range(jobs)]
+    dealt = [gpus[i % len(gpus)] for i in range(jobs)]
+    return [{**for_all, "CUDA_VISIBLE_DEVICES": gpu, "GRPO_GPU_SHARE": str(1 / dealt.count(gpu))} for gpu in dealt]
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    """So that a job finds this very package, also where it is not installed."""
+    here = str(Path(grpo_cli.__file__).resolve().parents[1])
+    known = environment.get("PYTHONPATH", "")
+    return known if here == sysconfig.get_paths()["purelib"] else os.pathsep.join(filter(None, (known, here)))

@@ -1,0 +1,96 @@
+"""Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its replies.
+
+The model's own layers do the work; only its attention is told where sequences begin and end, so that each token sees
+exactly what it would see in a row of its own. Gradients of a prompt add up over its replies by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from grpo_cli.model.anatomy import backbone
+
+_NAME = "grpo_packed"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A trunk and the branches that grow from its end, in this order in the run; a plain sequence has no branch."""
+
+    trunk: int
+    branches: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.trunk + sum(self.branches)
+
+
+class Layout:
+    """Where the trees of a run lie, and what their branches may look at (built once for all layers)."""
+
+    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+        self.trees = tuple(trees)
+        self.sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
+        shapes = {(size, tree.trunk) for tree in trees for size in tree.branches}
+        # A branch sees its whole trunk and itself causally: ones up to a diagonal that lies `trunk` to the right.
+        self.masks = {
+            (size, trunk): torch.ones(size, trunk + size, dtype=torch.bool, device=device).tril(trunk)
+            for size, trunk in shapes
+        }
+
+
+def allow_packing(model: Any) -> None:
+    """Let the model's attention take a `Layout`. Without one it is what it was: PyTorch's, causal."""
+    backbone(model).config._attn_implementation = _NAME
+
+
+def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]) -> Float[Tensor, "N H"]:
+    """The last hidden state of every token of the run. The model must have been through `allow_packing`."""
+    assert sum(len(tree) for tree in trees) == len(input_ids), "the trees cover the run"
+    layout = Layout(trees, input_ids.device)
+    starts = [start for tree in trees for start in (0, *[tree.trunk] * len(tree.branches))]
+    spans = [torch.arange(start, start + size) for start, size in zip(starts, layout.sizes, strict=True)]
+    positions = torch.cat(spans).to(input_ids.device)
+    output = backbone(model)(
+        input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_layout=layout
+    )
+    return output.last_hidden_state[0]
+
+
+def _attention(
+    module: Any,
+    query: Float[Tensor, "B HG N D"],
+    key: Float[Tensor, "B H N D"],
+    value: Float[Tensor, "B H N D"],
+    attention_mask: Tensor | None,
+    packed_layout: Layout | None = None,
+    **words: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer. Splits and joins once per layer: the backward of a slice is a whole
+    tensor of zeros, that of a split is one concatenation."""
+    if packed_layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **words)
+    sizes, scale = packed_layout.sizes, words["scaling"]
+    group = module.num_key_value_groups
+    queries = iter(query.split(sizes, dim=2))
+    keys, values = (iter(repeat_kv(x, group).split(sizes, dim=2)) for x in (key, value))
+    parts = []
+    for tree in packed_layout.trees:
+        q, trunk_k, trunk_v = next(queries), next(keys), next(values)
+        parts.append(F.scaled_dot_product_attention(q, trunk_k, trunk_v, is_causal=True, scale=scale))
+        for size in tree.branches:
+            k, v = torch.cat([trunk_k, next(keys)], dim=2), torch.cat([trunk_v, next(values)], dim=2)
+            mask = packed_layout.masks[size, tree.trunk]
+            parts.append(F.scaled_dot_product_attention(next(queries), k, v, attn_mask=mask, scale=scale))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attention)

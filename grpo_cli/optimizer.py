@@ -1,0 +1,83 @@
+"""AdamW in its three forms: PyTorch's, bitsandbytes' with 8-bit averages, and PyTorch's in the CPU's memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+from grpo_cli.settings import OptimSettings
+
+
+def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
+    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work."""
+    check_optimizer(optim, weights[0].device)
+    words: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    if optim.name == "adamw8bit":
+        return _eight_bit(weights, words)
+    if optim.offload:
+        return Offloaded(weights, words)
+    return torch.optim.AdamW(weights, fused=True, **words)
+
+
+def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
+    """Raises UserError for 8-bit averages where bitsandbytes has no kernels for them, or is not there."""
+    if optim.name == "adamw8bit" and device.type != "cuda":
+        raise UserError(
+            f"optim.name=adamw8bit needs a CUDA GPU, whose kernels bitsandbytes brings, and the device is "
+            f"{device.type}; use optim.name=adamw"
+        )
+    if optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("optim.name=adamw8bit needs bitsandbytes: pip install bitsandbytes")
+
+
+def _eight_bit(weights: Sequence[Tensor], words: Mapping[str, Any]) -> Any:
+    """AdamW with averages of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(weights, **words)
+
+
+class Offloaded:
+    """AdamW that works on copies in the CPU's memory, so that its averages (8 bytes per float32 weight) are there too.
+
+    Each step moves every gradient there and every weight back. The result is the same as without: the same numbers go
+    through the same operations, on the CPU.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], words: Mapping[str, Any]) -> None:
+        self._weights = list(weights)
+        self._copies = [self._on_cpu(weight.detach()) for weight in weights]
+        self._adamw = torch.optim.AdamW(self._copies, fused=True, **words)
+
+    @staticmethod
+    def _on_cpu(tensor: Tensor) -> Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return copy.copy_(tensor)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._adamw.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            copy.grad = None if weight.grad is None else weight.grad.to("cpu")
+        self._adamw.step()
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            weight.copy_(copy, non_blocking=True)
+            copy.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adamw.load_state_dict(state)

@@ -1,0 +1,194 @@
+"""LoRA: adapters go through rollouts and updates, are saved by themselves, resume bit for bit, and merge."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import EOS, VOCABULARY, make_engine, small_model, some_requests
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.errors import UserError
+from grpo_cli.logprobs import token_logprobs
+from grpo_cli.model.adapters import AdapterOff, base_of, with_adapters
+from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
+from grpo_cli.passes import PaddingFree
+from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.types import Batch
+
+peft = pytest.importorskip("peft")
+CPU = torch.device("cpu")
+LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+
+
+def settings(path: Path | str = "tiny", **changes: Any) -> ModelSettings:
+    return replace(ModelSettings(str(path), "float32", "none", False, False, False, lora=LORA), **changes)
+
+
+def moved(model: Any, seed: int = 0) -> Any:
+    """The model with adapters that do something: new ones add nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += torch.randn(weight.shape, generator=generator) * 0.1
+    return model
+
+
+def ids(rows: int = 2, columns: int = 12) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def test_only_adapters_are_trained_and_new_ones_change_nothing() -> None:
+    plain = small_model()
+    before = logits(plain)
+    model = with_adapters(plain, settings())
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert len(trained) == 2 * 2 * 5 and all(".lora_" in name for name in trained)
+    assert torch.equal(logits(model), before)
+    assert not torch.equal(logits(moved(model)), before)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_rollouts_go_through_the_adapters(family: str) -> None:
+    model = moved(with_adapters(small_model(family), settings())).eval()
+    for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
+        start = len(rollout.request.prompt.token_ids)
+        row = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            said = model(input_ids=row).logits.log_softmax(-1)[0, start - 1 : -1]
+        expected = said.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.sampler_logprobs), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_reference_is_the_model_with_its_adapters_off(packed: bool) -> None:
+    plain, mask = small_model(), torch.zeros(2, 12, dtype=torch.bool)
+    mask[:, 5:] = True
+    with torch.no_grad():
+        expected = token_logprobs(plain, ids(), mask, 1.0, 64)
+    model = moved(with_adapters(small_model(), settings()))
+    reference = AdapterOff(model)
+    way = PaddingFree(1000, 64, True)
+    if packed:
+        zeros = torch.zeros(2, 12)
+        batch = Batch(ids(), mask, mask, zeros, zeros, None, None, torch.ones(2), torch.tensor([12, 12]))
+        way.prepare(reference)
+        with torch.no_grad():
+            found = way.logprobs(reference, batch, 1.0)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    else:
+        with torch.no_grad():
+            assert torch.equal(token_logprobs(reference, ids(), mask, 1.0, 64), expected)
+    with torch.no_grad():  # and on again afterwards
+        assert not torch.equal(token_logprobs(model, ids(), mask, 1.0, 64), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_saved_by_themselves_and_come_back_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    words = settings(dtype=dtype)
+    model = moved(load_model(words, CPU))
+    save_pretrained(model, load_tokenizer(words), tmp_path)
+    assert not (tmp_path / "model.safetensors").exists() and not (tmp_path / "base").exists()
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 400_000
+    again = load_model(at_checkpoint(words, tmp_path), CPU)
+    saved = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    loaded = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
+    assert saved.keys() == loaded.keys()
+    for name, weight in saved.items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, loaded[name]), name
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT itself asks for it
+def test_plain_peft_loads_and_merges_what_was_saved(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path / "mine")
+    model = moved(load_model(settings(tmp_path / "mine"), CPU))
+    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "mine")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
+    assert torch.equal(logits(loaded), logits(model))
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=0)
+    merged.save_pretrained(tmp_path / "merged")
+    alone = load_model(settings(tmp_path / "merged", lora=LoraSettings()), CPU)
+    assert torch.equal(logits(alone), logits(merged))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_below_adapters_are_saved_with_them(tied: bool, tmp_path: Path) -> None:
+    small_model(tie_word_embeddings=tied).config.save_pretrained(tmp_path / "shape")
+    words = settings(tmp_path / "shape", random_init=True)
+    torch.manual_seed(3)
+    model = moved(load_model(words, CPU))
+    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved", with_base=True)
+    torch.manual_seed(4)
+    again = at_checkpoint(words, tmp_path / "saved")
+    assert again.path == base_of(tmp_path / "saved") == str(tmp_path / "saved" / "base")
+    assert torch.equal(logits(load_model(again, CPU)), logits(model))
+
+
+def test_the_script_makes_an_ordinary_folder_of_adapters_and_their_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+    merge = importlib.import_module("merge_adapters").merge
+    model = moved(load_model(settings(), CPU))
+    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved")
+    merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(alone), logits(model), atol=1e-4, rtol=0)
+    assert load_tokenizer(settings(tmp_path / "merged")).encode("1+1") == load_tokenizer(settings()).encode("1+1")
+    with pytest.raises(UserError, match="is not empty"):
+        merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
+
+
+def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Qwen2ForCausalLM has no linear layer q_prj; did you mean q_proj\?"):
+        with_adapters(small_model(), settings(lora=LoraSettings(4, 8.0, 0.0, ("q_prj",))))
+    with pytest.raises(UserError, match="holds no adapters"):
+        with_adapters(small_model(), settings(adapter=str(tmp_path)))
+    save_pretrained(with_adapters(small_model(), settings()), load_tokenizer(settings()), tmp_path)
+    with pytest.raises(UserError, match="has rank 4, but model.lora.rank=8; leave it at 0"):
+        with_adapters(small_model(), settings(adapter=str(tmp_path), lora=LoraSettings(8, 8.0, 0.0, ("q_proj",))))
+    with pytest.raises(UserError, match=f"holds adapters, and no model .*model.adapter={tmp_path}"):
+        load_model(settings(tmp_path), CPU)
+    with pytest.raises(UserError, match="cannot be put on Qwen2ForCausalLM .*RuntimeError: .*: size mismatch"):
+        with_adapters(
+            small_model(hidden_size=16, head_dim=4), settings(adapter=str(tmp_path), lora=LoraSettings(rank=0))
+        )
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(UserError, match="adapter_config.json cannot be read"):
+        with_adapters(small_model(), settings(adapter=str(tmp_path)))
+
+
+def test_pickled_adapters_are_never_read(tmp_path: Path) -> None:
+    save_pretrained(with_adapters(small_model(), settings()), load_tokenizer(settings()), tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError, match="lacks adapter_config.json or adapter_model.safetensors"):
+        with_adapters(small_model(), settings(adapter=str(tmp_path)))
+
+
+def test_a_saved_adapter_names_its_base(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path / "mine")
+    model = load_model(settings(tmp_path / "mine"), CPU)
+    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved")
+    assert base_of(tmp_path / "saved") == str(tmp_path / "mine")
+    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["r"] == 4
+    assert EOS == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("quantize", ["4bit", "8bit"])
+def test_quantised_weights_are_refused_without_a_cuda_gpu(quantize: str) -> None:
+    with pytest.raises(UserError, match=f"model.quantize={quantize} needs a CUDA GPU, .* the device is cpu"):
+        load_model(settings("someone/no-such-model", quantize=quantize), CPU)

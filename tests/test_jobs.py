@@ -1,0 +1,261 @@
+"""The pool runs jobs as processes and leaves the truth about each on the disk. The jobs here are shell lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_cli import jobs as jobs_module
+from grpo_cli.board import Board
+from grpo_cli.errors import UserError
+from grpo_cli.jobs import Job, Pool, Status, is_done, is_running, read_status, resumes_from, write_status
+
+COMPLETED = """echo '{"status": "completed"}' > summary.json"""
+
+
+class Told:
+    """A view that keeps what it is told, and may answer."""
+
+    def __init__(self, answer: Callable[[Job, Status], None] = lambda job, status: None) -> None:
+        self.states: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.answer = answer
+
+    def changed(self, job: Job, status: Status) -> None:
+        self.states.append((job.number, status.state))
+        self.answer(job, status)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def listed(sweep: Path, *lines: str) -> list[Job]:
+    """Jobs whose one override is the shell line that they run, all of them waiting."""
+    jobs = [Job(i, sweep / str(i), (line,), f"job{i}") for i, line in enumerate(lines)]
+    for job in jobs:
+        write_status(job.folder, Status("waiting", None, job.overrides))
+    return jobs
+
+
+def run(jobs: list[Job], view: Told | None = None, places: list[dict[str, str]] | None = None) -> Pool:
+    def command(job: Job) -> list[str]:
+        return ["sh", "-c", f"cd {job.folder}; {job.overrides[0]}"]
+
+    pool = Pool(places or [{}], command, "train", view or Told())
+    pool.run(jobs)
+    return pool
+
+
+def status(job: Job) -> Status:
+    kept = read_status(job.folder)
+    assert kept is not None
+    return kept
+
+
+def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
+    jobs = listed(
+        tmp_path,
+        "echo one; echo 'error: n=1 is'; echo 'too few' >&2; exit 2",
+        COMPLETED,
+        "kill -9 $$",
+        "exit 3",
+        "echo 'Traceback'; echo; echo 'ValueError: odd'; exit 1",
+        """echo '{"status": "interrupted"}' > summary.json""",
+    )
+    run(jobs)
+    ends = [(status(job).state, status(job).exit_code, status(job).reason) for job in jobs]
+    assert ends == [
+        ("failed", 2, "n=1 is too few"),
+        ("done", 0, None),
+        ("failed", -9, "killed by SIGKILL: often because the machine had no memory left"),
+        ("failed", 3, "exit code 3, and no word in the log"),
+        ("failed", 1, "ValueError: odd"),
+        ("failed", 0, "it ended interrupted"),
+    ]
+    assert (jobs[0].folder / "log.txt").read_text() == "one\nerror: n=1 is\ntoo few\n"
+    assert [is_done(job.folder) for job in jobs] == [False, True, False, False, False, False]
+
+
+def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
+    (job,) = listed(tmp_path, "true")
+    assert json.loads((job.folder / "status.json").read_text())["state"] == "waiting"
+    run([job])
+    kept = json.loads((job.folder / "status.json").read_text())
+    assert kept.pop("seconds") > 0 and kept.pop("started").endswith("+00:00")
+    assert kept == {
+        "state": "done",
+        "reason": None,
+        "overrides": ["true"],
+        "exit_code": 0,
+        "log": "log.txt",
+        "command": "train",
+    }
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
+    view = Told()
+    run(listed(tmp_path, *["sleep 0.2"] * 4), view, [{"PLACE": str(i)} for i in range(places)])
+    running, most = 0, 0
+    for _, state in view.states:
+        running += 1 if state == "running" else -1
+        most = max(most, running)
+    assert (running, most) == (0, places)
+
+
+def test_a_job_has_its_place_s_environment_and_jobs_at_a_time_have_different_ones(tmp_path: Path) -> None:
+    jobs = listed(tmp_path, *["echo $PLACE; sleep 0.1"] * 4)
+    run(jobs, places=[{"PLACE": "a"}, {"PLACE": "b"}])
+    assert sorted((job.folder / "log.txt").read_text() for job in jobs) == ["a\n", "a\n", "b\n", "b\n"]
+
+
+def press(number: signal.Signals, when: Callable[[], bool], times: int = 1) -> threading.Thread:
+    """Send this process a signal once something holds, and again once it has been answered."""
+
+    def wait() -> None:
+        for _ in range(times):
+            while not when():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
+    saves = "trap 'echo saved; exit 0' TERM; touch ready; while :; do sleep 0.05; done"
+    jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)
+    view = Told()
+    thread = press(number, (jobs[0].folder / "ready").exists)
+    assert run(jobs, view).stopped
+    thread.join()
+    assert (jobs[0].folder / "log.txt").read_text() == "saved\n"
+    assert [status(job).state for job in jobs] == ["waiting", "waiting"]
+    assert status(jobs[0]).reason == "the sweep was stopped while it ran"
+    assert "press ctrl-C again" in view.said[0]
+    assert signal.getsignal(number) is not None and len(view.said) == 1
+
+
+def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) -> None:
+    (job,) = listed(tmp_path, "trap '' TERM; sleep 60 & echo $! > child; touch ready; wait; sleep 60")
+    thread = press(signal.SIGINT, (job.folder / "ready").exists, times=2)
+    run([job])
+    thread.join()
+    assert (status(job).state, status(job).exit_code) == ("waiting", -9)
+    child = int((job.folder / "child").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and Path(f"/proc/{child}/stat").exists():
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":  # nobody has asked how it ended
+            break
+        time.sleep(0.01)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+def test_an_error_of_ours_leaves_no_process_behind(tmp_path: Path) -> None:
+    def fail(job: Job, status: Status) -> None:
+        raise RuntimeError("a bug in the view")
+
+    (job,) = listed(tmp_path, "sleep 60")
+    with pytest.raises(RuntimeError):
+        run([job], Told(fail))
+    assert not is_running(job.folder)
+
+
+def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -> None:
+    (job,) = listed(tmp_path, "true")
+    with open(job.folder / "log.txt", "wb") as log:
+        assert jobs_module._locked(log)
+        left = subprocess.Popen(["sleep", "60"], stdout=log)
+    try:
+        assert is_running(job.folder)
+        with pytest.raises(UserError, match="job 0 is still running"):
+            run([job])
+    finally:
+        left.kill()
+        left.wait()
+    assert not is_running(job.folder)
+    run([job])
+    assert status(job).state == "done"
+
+
+def test_a_job_s_own_word_that_it_completed_counts_though_its_launcher_was_killed(tmp_path: Path) -> None:
+    (job,) = listed(tmp_path, "true")
+    write_status(job.folder, Status("running", None, job.overrides))
+    assert not is_done(job.folder)
+    (job.folder / "summary.json").write_text('{"status": "completed"}')
+    assert is_done(job.folder)
+
+
+@pytest.mark.parametrize(
+    ("saved", "at"),
+    [([], None), ([0], ""), ([0, 2], ""), ([2, 4], "checkpoints/step_000002"), ([4], "checkpoints/step_000004")],
+)
+def test_a_run_goes_on_at_its_newest_checkpoint_that_leaves_something_to_do(
+    tmp_path: Path, saved: list[int], at: str | None
+) -> None:
+    for step in saved:
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert resumes_from(tmp_path, 4) == (None if at is None else tmp_path / at)
+
+
+def test_a_damaged_status_is_named(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"state": "done"}'):
+        (tmp_path / "status.json").write_text(text)
+        with pytest.raises(UserError, match=r"status\.json"):
+            read_status(tmp_path)
+    assert read_status(tmp_path / "nowhere") is None
+
+
+def test_a_line_per_change_where_there_is_no_terminal(tmp_path: Path) -> None:
+    console = Console(file=StringIO(), width=30)
+    board = Board(console)
+    board.start()
+    job = Job(3, tmp_path, ("n=4",), "n=4 [m=2]", steps=7)
+    board.changed(job, Status("waiting", None, job.overrides))
+    board.changed(job, Status("running", None, job.overrides))
+    rows = [{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}, {"step": 3, "reward/mean": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + '{"step": 4')
+    board.changed(job, Status("failed", "no memory", job.overrides))
+    board.close()
+    assert console.file.getvalue() == (
+        "job 3  n=4 [m=2]: running\njob 3  n=4 [m=2]: failed  step 3/7  reward 0.750  no memory\n"
+    )
+
+
+def test_the_table_shows_every_job_that_there_is_room_for_and_counts_all(tmp_path: Path) -> None:
+    seconds = 10.0
+    console = Console(file=StringIO(), width=100, height=10, force_terminal=False)
+    board = Board(console, clock=lambda: seconds)
+    for number, state in enumerate(["done", "done", "running", "failed", "waiting", "waiting", "skipped"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5, "eval/accuracy": 0.25}\n')
+        job = Job(number, folder, (f"n={number}",), f"n={number}", steps=7)
+        reason = {"failed": "no [memory]", "skipped": "m is more than n"}.get(state)
+        board.changed(job, Status(state, reason, job.overrides, seconds=61.0))
+    seconds = 14.0
+    console.file = StringIO()
+    console.print(board.table())
+    shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert shown == [
+        "job settings state progress time reason",
+        "0 n=0 done step 2/7 reward 0.500 eval 0.250 1m01s",
+        "2 n=2 running step 2/7 reward 0.500 eval 0.250 1m05s",
+        "3 n=3 failed step 2/7 reward 0.500 eval 0.250 1m01s no [memory]",
+        "6 n=6 skipped 1m01s m is more than n",
+        "2 waiting, 1 running, 2 done, 1 failed, 1 skipped",
+    ]

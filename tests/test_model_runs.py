@@ -1,0 +1,158 @@
+"""Whole short runs with adapters, offloaded averages and shared prompts: they resume bit for bit; others read them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.config import check, config_dir, parse
+from grpo_cli.errors import UserError
+from grpo_cli.experiment import build, checkpoint_overrides
+from grpo_cli.model.adapters import AdapterOff
+
+COMMON = ("n=4", "train.prompts=2", "train.checkpoint_every=1", "train.keep_checkpoints=9")
+SHORT = ("eval.every=0", "sampling.max_new_tokens=10", "train.steps=2")
+LORA = ("model.lora.rank=2",)
+
+
+@functools.cache
+def defaults() -> DictConfig:
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return hydra.compose("train", ["logger=jsonl", "run_dir=x"])
+
+
+def trainer(folder: Path, words: Sequence[str]) -> Any:
+    given = OmegaConf.from_dotlist([*COMMON, *SHORT, *words, f"run_dir={folder}"])
+    settings = parse(OmegaConf.unsafe_merge(copy.deepcopy(defaults()), given))
+    check(settings)
+    return build(settings)
+
+
+def last_record(folder: Path) -> dict[str, float]:
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    moving = ("time/", "clock/", "speed/", "memory/")
+    return {name: value for name, value in row.items() if not name.startswith(moving)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*LORA, "loss.kl_coef=0.04", "model.lora.dropout=0.1"),
+        (*LORA, "model.random_init=true", "train.shared_prefix=true", "model.dtype=bfloat16"),
+        ("optim.offload=true", "train.padding_free=true", "model.gradient_checkpointing=true"),
+    ],
+    ids=" ".join,
+)
+def test_a_resumed_run_equals_one_left_alone(words: tuple[str, ...], tmp_path: Path) -> None:
+    trainer(tmp_path / "alone", words).fit()
+    trainer(tmp_path / "cut", (*words, "train.steps=1")).fit()
+    trainer(tmp_path / "cut", (*words, f"resume={tmp_path / 'cut'}")).fit()
+    name = "adapter_model.safetensors" if "model.lora.rank=2" in words else "model.safetensors"
+    alone, again = (load_file(tmp_path / run / "checkpoints" / "step_000002" / name) for run in ("alone", "cut"))
+    assert alone.keys() == again.keys() and all(torch.equal(alone[key], again[key]) for key in alone)
+    assert last_record(tmp_path / "alone") == last_record(tmp_path / "cut")
+
+
+def test_averages_in_the_cpus_memory_change_nothing(tmp_path: Path) -> None:
+    trainer(tmp_path / "plain", ()).fit()
+    trainer(tmp_path / "offloaded", ("optim.offload=true",)).fit()
+    plain, offloaded = (
+        load_file(tmp_path / run / "checkpoints" / "step_000002" / "model.safetensors")
+        for run in ("plain", "offloaded")
+    )
+    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
+
+
+def test_a_shared_prompt_changes_a_run_by_rounding_only(tmp_path: Path) -> None:
+    trainer(tmp_path / "plain", ()).fit()
+    trainer(tmp_path / "shared", ("train.shared_prefix=true",)).fit()
+    plain, shared = last_record(tmp_path / "plain"), last_record(tmp_path / "shared")
+    assert shared == pytest.approx(plain, rel=1e-3, abs=1e-5)
+
+
+def test_plain_transformers_says_the_same_of_a_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, ())
+    run.fit()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000002")
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, run._parts.model(ids).logits)
+
+
+def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    first = trainer(tmp_path / "first", (*LORA, "loss.kl_coef=0.04"))
+    assert isinstance(first._parts.reference, AdapterOff)
+    first.fit()
+    saved = tmp_path / "first" / "checkpoints" / "step_000002"
+    further = trainer(tmp_path / "further", (f"model.adapter={saved}", "loss.kl_coef=0.04"))
+    assert not isinstance(further._parts.reference, AdapterOff)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():  # training goes on from what was saved, and that is what it is kept near to
+        expected = first._parts.model(ids).logits
+        assert torch.equal(further._parts.model(ids).logits, expected)
+        assert torch.equal(further._parts.reference(ids).logits, expected)
+
+
+def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    trainer(tmp_path / "run", LORA).fit()
+    saved = tmp_path / "run" / "checkpoints" / "step_000002"
+    words = checkpoint_overrides(str(tmp_path / "run"))
+    assert f"++model.adapter='{saved}'" in words
+    assert any(word.startswith("++model.path='") and word.endswith("tiny'") for word in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("optim.name=adamw8bit",), "adamw8bit needs a CUDA GPU"),
+        (("optim.name=adamw8bit", "optim.offload=true"), "keeps its averages on the GPU; use optim.offload=false"),
+        (("optim.name=sgd",), "optim.name=sgd must be one of adamw, adamw8bit"),
+        (("model.quantize=4bit",), "freezes the weights, so that there is nothing to train"),
+        (("model.quantize=4bit", *LORA), "model.quantize=4bit needs a CUDA GPU"),
+        (("model.quantize=4bit", *LORA, "device=cpu"), "model.quantize=4bit needs a CUDA GPU"),
+        (("model.quantize=2bit", *LORA), "model.quantize=2bit must be one of none, 8bit, 4bit"),
+        (("model.lora.rank=-1",), "model.lora.rank=-1 must be at least 0"),
+        ((*LORA, "model.lora.targets=[]"), "leaves no layer to adapt"),
+        ((*LORA, "model.lora.targets=q_proj"), "model.lora.targets=q_proj must be a list"),
+        ((*LORA, "model.lora.dropout=1"), "must be at least 0 and less than 1"),
+        (("model.adapter=nowhere",), "model.adapter=nowhere holds no adapters"),
+        (("model.eos_tokens=['<|eot_id|>']",), "the tokenizer has no token <|eot_id|>"),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is refused here is what a GPU can do")
+def test_what_cannot_work_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        trainer(tmp_path, words)
+    assert message in str(refused.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [("optim.name=adamw8bit",), ("model.quantize=4bit",), ("model.quantize=8bit",)])
+def test_bitsandbytes_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    lora = ("model.autocast=bfloat16", *LORA) if "model.quantize" in words[0] else ()
+    summary = trainer(tmp_path, (*words, *lora, "device=cuda")).fit()
+    assert summary["status"] == "completed" and summary["updates"] == 2
+    again = trainer(tmp_path, (*words, *lora, "device=cuda", "train.steps=3", f"resume={tmp_path}")).fit()
+    assert again["updates"] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [(), ("model.autocast=bfloat16",), ("optim.offload=true",), LORA])
+def test_a_shared_prompt_agrees_with_padded_rows_on_a_gpu(words: tuple[str, ...], tmp_path: Path) -> None:
+    summary = trainer(tmp_path, (*words, "train.shared_prefix=true", "device=cuda")).fit()
+    assert summary["status"] == "completed" and summary["updates"] == 2

@@ -1,0 +1,72 @@
+"""Every logit of our prefill and decode steps is that of `transformers` with its own cache, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import VOCABULARY, make_engine, small_model
+
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.rollout import seed_of
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Prompt, Request
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, rope scaling": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, rope scaling, one key head, untied": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral, untied": ("mistral", {"tie_word_embeddings": False}),
+    "mistral, wide heads": ("mistral", {"head_dim": 16}),
+    "qwen2, its own biases": ("qwen2", {}),
+    "qwen2, untied, all heads": ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    "qwen3, q and k norms": ("qwen3", {}),
+    "qwen3, wide heads, biases, untied": (
+        "qwen3",
+        {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+}
+
+
+def stepwise(model: Any, prompt: list[int], reply: tuple[int, ...]) -> list[torch.Tensor]:
+    """The logits of `transformers` after the prompt and after each token of the reply but the last."""
+    with torch.no_grad():
+        output = model(torch.tensor([prompt]), use_cache=True)
+        found = [output.logits[0, -1]]
+        for token in reply[:-1]:
+            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            found.append(output.logits[0, -1])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_has_the_logits_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, config = CASES[case]
+    model = small_model(family, **config)
+    made: list[torch.Tensor] = []
+    compute = Decoder.logits
+
+    def noted(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        made.append(compute(self, hidden)[0].clone())
+        return made[-1][None]
+
+    monkeypatch.setattr(Decoder, "logits", noted)
+    prompt = torch.randint(2, VOCABULARY, (37,), generator=torch.Generator().manual_seed(0)).tolist()
+    request = Request(Prompt("p", tuple(prompt), ""), 0, seed_of(0), Sampling(max_new_tokens=40))
+    (rollout,) = make_engine(model, eos_token_ids=()).generate([request])  # no end: all forty steps are made
+    assert len(rollout) == 40
+    expected = stepwise(model, prompt, rollout.token_ids)
+    torch.testing.assert_close(torch.stack(made[: len(expected)]), torch.stack(expected), atol=3e-5, rtol=1e-5)

@@ -1,0 +1,154 @@
+"""Ways through the model: padded rows, no padding, and a prompt once for all its replies give the same."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import VOCABULARY, small_model
+from tiny_hf import FAMILIES
+
+from grpo_cli.batch import rows_of
+from grpo_cli.errors import UserError
+from grpo_cli.learner import Learner
+from grpo_cli.loss import grpo
+from grpo_cli.model import packed
+from grpo_cli.model.packed import Tree
+from grpo_cli.passes import Padded, PaddingFree, flatten
+from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.types import Batch
+
+MODEL = ModelSettings("", "float32", "none", False, False, False)
+OPTIM = OptimSettings(1e-3, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0)
+
+
+def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
+    """One row per reply; a group is the length of its prompt and those of its replies."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for width, replies in groups:
+        prompt = torch.randint(2, VOCABULARY, (width,), generator=generator)
+        rows += [(width, torch.cat([prompt, torch.randint(2, VOCABULARY, (r,), generator=generator)])) for r in replies]
+    lengths = torch.tensor([len(ids) for _, ids in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (width, tokens) in enumerate(rows):
+        ids[row, : len(tokens)] = tokens
+        mask[row, width : len(tokens)] = True
+    zeros, advantages = torch.zeros(ids.shape), torch.randn(len(rows), generator=generator)
+    return Batch(ids, mask, mask, mask.float(), zeros, None, None, advantages, lengths)
+
+
+UNEVEN = [(7, [9, 1, 4, 4]), (3, [2]), (12, [5, 8, 1]), (1, [3, 3])]
+
+
+def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of all rows, and the gradient of their weighted sum, micro-batch by micro-batch."""
+    way.prepare(model)
+    model.zero_grad()
+    values = torch.zeros(batch.input_ids.shape)
+    for rows in way.parts(batch):
+        part = rows_of(batch, rows)
+        logprobs = way.logprobs(model, part, 0.7)
+        (logprobs * part.advantages[:, None]).sum().backward()
+        values[rows, : logprobs.shape[1]] = logprobs.detach()
+    return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("share", [False, True])
+def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool) -> None:
+    model, batch = small_model(family), make_batch(UNEVEN)
+    plain = computed(Padded(10_000, 64), model, batch)
+    for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
+        values, gradient = computed(PaddingFree(tokens, 5, share), model, batch)
+        torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
+        assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
+
+
+def test_rows_of_a_group_may_lie_anywhere() -> None:
+    model, batch = small_model(), make_batch(UNEVEN)
+    order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
+    plain, _ = computed(Padded(10_000, 64), model, batch)
+    values, _ = computed(PaddingFree(10_000, 64, True), model, rows_of(batch, order))
+    torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
+
+
+def test_gradient_checkpointing_goes_with_it() -> None:
+    model, batch = small_model(), make_batch(UNEVEN)
+    _, plain = computed(PaddingFree(10_000, 64, True), model, batch)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    _, recomputed = computed(PaddingFree(10_000, 64, True), model, batch)
+    torch.testing.assert_close(recomputed, plain)
+
+
+def test_a_shared_prompt_stands_in_the_run_once() -> None:
+    """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
+    run = flatten(make_batch([(2, [1, 2]), (1, [1])]), share=True)
+    assert run.trees == (Tree(2, (1, 2)), Tree(2))
+    assert list(zip(run.rows.tolist(), run.columns.tolist(), strict=True)) == [
+        (0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (2, 0), (2, 1),
+    ]  # fmt: skip
+    assert run.targets.tolist() == [2, 3, 4, 6]
+    assert run.predicting.tolist() == [1, 1, 3, 5]  # b predicts both c and d
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int, share: bool) -> None:
+    batch = make_batch(groups)
+    parts = PaddingFree(tokens, 64, share).parts(batch)
+    assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
+    for rows in parts:
+        cost = sum(len(tree) for tree in flatten(rows_of(batch, rows), share).trees)
+        assert cost <= tokens or len(rows) == 1
+
+
+def make_learner(model: Any, **train: Any) -> Learner:
+    loss: Any = partial(grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
+    return Learner(model, loss, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM)
+
+
+@pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
+def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
+    batch = make_batch(UNEVEN)
+    plain, other = small_model(), small_model()
+    expected = make_learner(plain).update(batch, 1.0, 9, 0)
+    found = make_learner(other, **train).update(batch, 1.0, 9, 0)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here replies that do not see their prompt's first token, as a mask that is off by one would have it."""
+
+    class Blind(packed.Layout):
+        def __init__(self, *words: Any) -> None:
+            super().__init__(*words)
+            for mask in self.masks.values():
+                mask[:, 0] = False
+
+    monkeypatch.setattr(packed, "Layout", Blind)
+    model = small_model()
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
+        make_learner(model, shared_prefix=True).update(make_batch(UNEVEN), 1.0, 9, 0)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
+    model = small_model()
+    make_learner(model, shared_prefix=True)
+    model.save_pretrained(tmp_path)
+    assert "grpo" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))

@@ -1,0 +1,89 @@
+"""The model presets of conf/: each is the published model's shape, to the parameter, without network or weights."""
+
+from __future__ import annotations
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.config import choices, config_dir
+from grpo_cli.errors import UserError
+from grpo_cli.model.load import check_supported, eos_token_ids, load_tokenizer, model_config
+from grpo_cli.settings import ModelSettings
+from grpo_cli.typed import read
+
+# Parameters in millions, embeddings counted once where they are tied: the sizes of the published safetensors files.
+PUBLISHED = {
+    "qwen2_5_0_5b": 494.03,
+    "qwen2_5_1_5b": 1543.71,
+    "qwen2_5_3b": 3085.94,
+    "qwen2_5_7b": 7615.62,
+    "qwen3_0_6b": 596.05,
+    "qwen3_1_7b": 1720.57,
+    "qwen3_4b": 4022.47,
+    "llama3_2_1b": 1235.81,
+    "llama3_2_3b": 3212.75,
+}
+
+
+def settings(choice: str, *overrides: str) -> ModelSettings:
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = hydra.compose("train", [f"model={choice}", "model.random_init=true", *overrides, "run_dir=x"])
+    problems: list[str] = []
+    found = read(ModelSettings, OmegaConf.to_container(cfg.model, resolve=True), problems)
+    assert found is not None, problems
+    return found
+
+
+def test_every_preset_has_its_published_size_here():
+    assert set(PUBLISHED) == set(choices("model")) - {"tiny", "hf"}
+
+
+@pytest.mark.parametrize("choice", PUBLISHED)
+def test_a_preset_has_as_many_parameters_as_were_published(choice):
+    config = model_config(settings(choice))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_supported(model)
+    assert sum(weight.numel() for weight in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[choice], abs=0.01)
+
+
+def test_random_weights_of_a_preset_read_and_write_bytes():
+    words = settings("qwen3_0_6b")
+    tokenizer = load_tokenizer(words)
+    assert tokenizer.decode(tokenizer.encode("12+7=")) == "12+7="
+    assert tokenizer.decode([150_000, *tokenizer.encode("1")]) == "1"  # the model's vocabulary is larger
+
+
+def test_random_weights_of_a_preset_end_with_the_tokenizers_end_alone():
+    """Llama's config has an end of its own when none is given, token 2, which would end texts at a digit."""
+    small = ("num_hidden_layers=1", "vocab_size=300", "hidden_size=64", "intermediate_size=64")
+    words = settings("llama3_2_1b", *(f"model.architecture.{word}" for word in small))
+    model, tokenizer = AutoModelForCausalLM.from_config(model_config(words)), load_tokenizer(words)
+    assert eos_token_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (1,)
+
+
+def test_llamas_rope_scaling_arrives():
+    rope = model_config(settings("llama3_2_1b")).rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
+
+
+def test_a_folder_speaks_for_itself_whatever_the_preset_says():
+    assert model_config(settings("qwen3_4b", "model.path=tiny")).hidden_size == 96
+
+
+def test_numbers_that_make_no_model_are_refused():
+    with pytest.raises(UserError, match="model.architecture makes no Qwen3ForCausalLM: .*hidden_size"):
+        model_config(settings("qwen3_0_6b", "model.architecture.hidden_size=wide"))
+    with pytest.raises(UserError, match="model.architecture: the architecture gpt2 is not supported"):
+        model_config(settings("qwen3_0_6b", "model.architecture.model_type=gpt2"))
+
+
+def test_the_ends_of_a_preset_are_looked_up_by_name_and_unknown_ones_are_named():
+    tokenizer = load_tokenizer(settings("tiny"))
+    model = AutoModelForCausalLM.from_config(model_config(settings("tiny")))
+    assert eos_token_ids(model, tokenizer, ("<eos>", "4", "<eos>")) == (tokenizer.eos_token_id, *tokenizer.encode("4"))
+    with pytest.raises(UserError, match=r"no token <\|eot_id\|>; its own end is <eos>"):
+        eos_token_ids(model, tokenizer, ("<|eot_id|>",))

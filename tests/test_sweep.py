@@ -1,0 +1,291 @@
+"""Whole sweeps: real training runs in processes of their own, one killed in the middle, resumed and finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from grpo_cli import cli, launcher
+from grpo_cli.errors import UserError
+from grpo_cli.launcher import gpus_listed, places, visible_gpus
+from grpo_cli.metrics import METRICS
+
+SMALL = [
+    "train.prompts=1",
+    "n=2,4",
+    "m=2,4",
+    "sampling.max_new_tokens=4",
+    "eval.every=0",
+    "train.steps=24",
+    "train.checkpoint_every=1",
+    "logger=jsonl",
+    "device=cpu",
+    "hydra.sweep.dir=sweep",
+    "hydra.launcher.jobs=2",
+]
+
+
+def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", "-m", *arguments]
+    # `python -m pytest` finds the package in the current folder, a process elsewhere does not.
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def job_process(launcher: subprocess.Popen[str], folder: Path) -> psutil.Process:
+    """The process that trains in this folder."""
+    for child in psutil.Process(launcher.pid).children():
+        if any(f"{folder}" in word for word in child.cmdline()):
+            return child
+    raise AssertionError(f"no process trains in {folder}")
+
+
+def status(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def steps(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    folders = [sweep / str(number) for number in range(4)]
+    process = start(tmp_path, *SMALL)
+    wait_until(lambda: len(steps(folders[0])) > 2, process)
+    job_process(process, folders[0]).kill()
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (1, ""), "one job has failed"
+    assert "job 1  n=2 m=4: skipped  m=4 must not be more than n=2" in output
+    assert "4 jobs: 2 done, 1 failed, 1 skipped" in output
+    assert "grpo train -m resume=sweep hydra.sweep.dir=sweep" in output
+    assert [status(folder)["state"] for folder in folders] == ["failed", "skipped", "done", "done"]
+    assert status(folders[0])["reason"].startswith("killed by SIGKILL")
+    assert "m=4 must not be more than n=2" in status(folders[1])["reason"]
+    listed = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert [(job["number"], job["folder"], job["overrides"][:3]) for job in listed] == [
+        (0, "0", ["train.prompts=1", "n=2", "m=2"]),
+        (1, "1", ["train.prompts=1", "n=2", "m=4"]),
+        (2, "2", ["train.prompts=1", "n=4", "m=2"]),
+        (3, "3", ["train.prompts=1", "n=4", "m=4"]),
+    ]
+    before = [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]]
+    done = len(steps(folders[0]))
+
+    process = start(tmp_path, "resume=sweep", "hydra.sweep.dir=sweep")
+    output, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert "4 jobs: 3 done, 1 skipped" in output
+    assert output.count("running") == 1, "finished jobs are not run again"
+    assert [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]] == before
+    assert 2 < done <= 25 and steps(folders[0]) == list(range(25))
+    assert "resumed at step" in (folders[0] / "log.txt").read_text()
+    assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
+    for folder in folders:
+        assert (folder / ".hydra" / "config.yaml").exists() == (folder != folders[1])
+
+
+def grpo(*arguments: str) -> Any:
+    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Jobs that only say with what they would have been started, write `summary.json`, and fail if their seed is 13."""
+    monkeypatch.chdir(tmp_path)
+    started: list[list[str]] = []
+
+    def command(self: launcher.ProcessLauncher, job: Any) -> list[str]:
+        started.append(real(self, job)[4:])
+        ends = "exit 5" if "seed=13" in job.overrides else "exit 0"
+        write = f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {job.folder}/summary.json"""
+        return ["sh", "-c", f"[ '{ends}' = 'exit 0' ] && {write}; {ends}"]
+
+    real = launcher.ProcessLauncher._command_of
+    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", command)
+    return started
+
+
+def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[list[str]]) -> None:
+    (tmp_path / "mine").mkdir()
+    words = ["seed=1,2", "hydra.sweep.dir=s", "hydra.job.chdir=false", "hydra.launcher.jobs=1"]
+    result = grpo("train", "--config-dir", "mine", "-m", *words)
+    assert result.exit_code == 0, result.output
+    (first, second) = pretended
+    assert first == [
+        "train",
+        "--config-dir",
+        "mine",
+        "hydra.job.chdir=false",
+        "hydra.job.num=0",
+        "hydra.job.id=0",
+        "seed=1",
+        f"++hydra.run.dir='{tmp_path}/s/0'",
+    ]
+    assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
+
+
+def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) -> None:
+    result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
+    assert result.exit_code == 3
+    assert "6 jobs: 3 done, 3 failed" in result.stdout
+
+
+def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
+    assert grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").exit_code == 1
+    pretended.clear()
+    assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
+    (tmp_path / "s" / "2" / "status.json").unlink()
+    (tmp_path / "s" / "2" / "summary.json").unlink()
+    (tmp_path / "s" / "0" / "checkpoints" / "step_000003").mkdir(parents=True)
+    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
+    assert [command[-1] for command in pretended] == [
+        f"resume='{tmp_path}/s/0'",
+        f"++hydra.run.dir='{tmp_path}/s/2'",
+    ]
+    assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
+
+
+def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
+    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
+    path = tmp_path / "s" / "1" / "status.json"
+    path.write_text(path.read_text().replace("seed=2", "seed=3"))
+    result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert result.exit_code == 2
+    assert "job 1 of s was seed=3 and would now be seed=2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("hydra.launcher.jobs=0", "error: hydra.launcher.jobs=0 must be a whole number of at least 1\n"),
+        ("hydra.launcher.jobs=two", "error: hydra.launcher.jobs=two must be a whole number of at least 1\n"),
+        ("hydra.launcher.gpus=[]", "error: hydra.launcher.gpus=[] must be a list such as [0,1], or left out\n"),
+        ("hydra.launcher.gpus=1", "error: hydra.launcher.gpus=1 must be a list such as [0,1], or left out\n"),
+        ("hydra/launcher=slurm", "more come with the extras joblib, submitit, ray and optuna\n"),
+    ],
+)
+def test_a_launcher_that_cannot_work_is_refused(pretended: list[list[str]], word: str, message: str) -> None:
+    result = grpo("train", "-m", "seed=1,2", word)
+    assert result.exit_code == 2
+    assert result.stderr.endswith(message)
+    assert pretended == []
+
+
+def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    asked = yaml.safe_load((Path(__file__).parents[1] / "scripts" / "wandb_sweep.yaml").read_text())
+    assert asked["command"] == ["grpo", "train", "${args_no_hyphens}"]
+    assert asked["metric"]["name"] in METRICS
+    low = {
+        name: {"value": next(iter(choice.get("values", [choice.get("value", choice.get("min"))])))}
+        for name, choice in asked["parameters"].items()
+    }
+    words = create_sweep_command_args({"args": low})["args_no_hyphens"]
+    result = grpo("train", *words, "--cfg", "job")
+    assert result.exit_code == 0, result.output
+    cfg = yaml.safe_load(result.stdout)
+    assert (cfg["n"], cfg["m"], cfg["optim"]["lr"], cfg["train"]["steps"]) == (16, 4, 1e-5, 40)
+
+
+@pytest.mark.parametrize("sweeper", ["optuna", "basic"])
+def test_optuna_looks_for_the_greatest_accuracy_unless_told_otherwise(sweeper: str) -> None:
+    words = launcher.sweeper_words([f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=minimize"])
+    assert words[-1] == "hydra.sweeper.direction=minimize", "the last one counts"
+    assert ("hydra.sweeper.direction=maximize" in words) == (sweeper == "optuna")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
+def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["hydra/sweeper=optuna", "seed=choice(13,1)", "hydra.sweeper.n_trials=4", "hydra.sweep.dir=s"]
+    result = grpo("train", "-m", *words, "hydra.sweeper.sampler.seed=1")
+    assert "4 jobs" in result.stdout
+    best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())
+    assert (best["best_params"], best["best_value"]) == ({"seed": 1}, 0.5)
+
+
+LISTED = """GPU 0: NVIDIA X (UUID: GPU-aa)
+  MIG 1g.10gb     Device  0: (UUID: MIG-11)
+  MIG 1g.10gb     Device  1: (UUID: MIG-22)
+GPU 1: NVIDIA X (UUID: GPU-bb)
+"""
+
+
+def test_gpus_are_those_listed_and_a_sliced_one_is_its_slices() -> None:
+    assert gpus_listed(LISTED) == ["MIG-11", "MIG-22", "GPU-bb"]
+    assert gpus_listed("No devices were found\n") == []
+
+
+def test_the_environment_s_choice_of_gpus_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-aa)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["GPU-aa"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert visible_gpus() == ["2", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_gpus_are_dealt_evenly_and_sharers_split_the_memory() -> None:
+    dealt = [(place["CUDA_VISIBLE_DEVICES"], place["GRPO_GPU_SHARE"]) for place in places(3, ["a", "b"], {})]
+    assert dealt == [("a", "0.5"), ("b", "1.0"), ("a", "0.5")]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places(1, ["a", "b"], {})] == ["a"]
+    assert "CUDA_VISIBLE_DEVICES" not in places(1, [], {})[0]
+
+
+def test_jobs_at_a_time_split_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [place["OMP_NUM_THREADS"] for place in places(3, [], {})] == ["2", "2", "2"]
+    assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in places(1, [], {})[0]
+    assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
+
+
+def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from grpo_cli.experiment import pick_device
+
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
+    assert pick_device("auto").type == pick_device("cuda").type == "cuda"
+    assert pick_device("cpu").type == "cpu"
+    assert shares == [0.25, 0.25]
+
+
+def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text('{"command": "eval"}')
+    with pytest.raises(UserError, match="is a sweep of grpo eval"):
+        launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+    with pytest.raises(UserError, match="leave out n=4"):
+        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2"])

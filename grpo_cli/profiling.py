@@ -153,6 +153,7 @@ def _plan(
             policy_over_all=correction.rejects,
             policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several),
             reference=experiment.wants_reference(settings),
+            second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),
     )
     return built["sampler"], plan

@@ -196,7 +196,7 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("grpo_cli.learner.token_logprobs", failing)
+    monkeypatch.setattr("grpo_cli.passes.token_logprobs", failing)
     result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
     assert result.exit_code == 2
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr

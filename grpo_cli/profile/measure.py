@@ -219,7 +219,7 @@ def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Wor
     open_spans: tuple[str, ...] = ()
     with Allocations(bench.model) as allocations:
         allocations.leave_out(update.state)
-        if bench.reference is not None:
+        if hasattr(bench.reference, "parameters"):
             allocations.leave_out(held(bench.reference))
 
         def note(names: tuple[str, ...]) -> None:
@@ -242,7 +242,9 @@ def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Wor
 def _breakdown(bench: Bench, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
     parts = dict.fromkeys(KINDS, 0) | dict(inside)
     parts[WEIGHTS] = nbytes(held(bench.model))
-    parts[REFERENCE] = 0 if bench.reference is None else nbytes(held(bench.reference))
+    # A reference that is the model without its adapters has no weights of its own.
+    both = held(bench.model) + (held(bench.reference) if hasattr(bench.reference, "parameters") else [])
+    parts[REFERENCE] = nbytes(both) - parts[WEIGHTS]
     parts[OPTIMIZER] = nbytes(update.state)
     parts[KV] = kv
     parts[ACTIVATIONS] = max(0, parts[ACTIVATIONS] - kv)

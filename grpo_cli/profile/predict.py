@@ -19,11 +19,12 @@ MOST = 1024  # rollouts per prompt: where the search for the largest group that 
 @dataclass(frozen=True)
 class Passes:
     """Which passes without gradient a step makes: the policy's over all rollouts or those that are kept, and the
-    reference's."""
+    reference's, which may be the model itself without its adapters."""
 
     policy_over_all: bool
     policy_over_kept: bool
     reference: bool
+    second_model: bool = True  # where there is a reference
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Predictor:
         trained = self._model.trained
         return {
             WEIGHTS: self._model.weights,
-            REFERENCE: self._model.weights if plan.passes.reference else 0,
+            REFERENCE: self._model.weights if plan.passes.reference and plan.passes.second_model else 0,
             # AdamW: two averages of each weight in its own precision, and a float32 count of its steps.
             OPTIMIZER: sum(2 * p.untyped_storage().nbytes() + 4 for p in trained),
             OTHER: self._other,

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpo_cli.launcher import Sweep
+    from grpo_cli.settings import RunSettings
 
 MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
 
@@ -93,6 +94,53 @@ def evaluate(overrides: Overrides = None) -> None:
     _hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
+@app.command("profile", **_HANDS_OVER)
+def profile(overrides: Overrides = None) -> None:
+    """Measure and predict where memory and time go."""
+    arguments = overrides or []
+    sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
+    _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
+
+
+def _profile_each(arguments: Sequence[str]) -> None:
+    from hydra.errors import HydraException
+
+    from grpo_cli.profile.compare import compare
+    from grpo_cli.profile.jobs import run_each
+
+    flags, words = _sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
+    try:
+        root, jobs, failed = run_each(words, flags, typer.echo)
+        if jobs:
+            compare(jobs, root)
+    except (HydraException, UserError) as error:
+        _fail(error if isinstance(error, UserError) else _explained(error, "profile", arguments))
+    if failed:
+        raise typer.Exit(2)
+
+
+def _profile(cfg: DictConfig) -> Any:
+    from grpo_cli.config import check_profile, parse_profile
+
+    settings = parse_profile(cfg)
+    check_profile(settings)
+    from hydra.core.hydra_config import HydraConfig
+    from rich.console import Console
+
+    from grpo_cli import profiling
+    from grpo_cli.profile.show import show
+
+    command = ["grpo", "profile", *HydraConfig.get().overrides.task]
+    found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+    show(found, Console())
+    typer.echo(f"all of it: {settings.run_dir}/profile.json")
+    return found.predicted.peak if found.measured is None else found.measured.peak_bytes
+
+
+def _to_stderr(text: str) -> None:
+    typer.echo(text, err=True)
+
+
 @app.command()
 def report(
     folders: Annotated[
@@ -142,7 +190,21 @@ def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
 
-    return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+    with _memory_explained(settings):
+        return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+
+
+@contextmanager
+def _memory_explained(settings: RunSettings) -> Iterator[None]:
+    """A failed allocation becomes a message that says where, and what would make it fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from grpo_cli.profiling import out_of_memory
+
+        raise out_of_memory(settings, error) from error
 
 
 def _evaluate(cfg: DictConfig) -> Any:
@@ -338,8 +400,22 @@ def _explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         return f"cannot write {error.filename}: {error.strerror}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
-        return f"{unknown[1]} is no setting{closest(unknown[1], _known_keys(command, arguments))}"
+        return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"
     return str(error).split("\n\n")[0].strip()
+
+
+def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
+    """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
+    from grpo_cli.config import choices, config_dir
+    from grpo_cli.typed import closest
+
+    group, _, word = key.partition(".")
+    if word and (config_dir() / group).is_dir():
+        files = {choice: config_dir() / group / f"{choice}.yaml" for choice in choices(group)}
+        having = [f"{group}={choice}" for choice, file in files.items() if f"\n{word}:" in file.read_text("utf-8")]
+        if having:
+            return f" of this {group}; it is one of {', '.join(having)}"
+    return closest(key, _known_keys(command, arguments))
 
 
 def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:
@@ -390,5 +466,6 @@ def groups_of(command: str) -> list[str]:
     """The groups that a command's configuration chooses from."""
     from grpo_cli.config import config_dir
 
-    text = (config_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    file = "train" if command == "profile" else command  # a profile is of a training run
+    text = (config_dir() / f"{file}.yaml").read_text(encoding="utf-8")
     return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -9,15 +9,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_cli.engine.sampler import parse_bytes
 from grpo_cli.errors import UserError
-from grpo_cli.settings import EvalSettings, ModelSettings, OptimSettings, RunSettings, Sampling, TrainSettings
+from grpo_cli.settings import (
+    EvalSettings,
+    ModelSettings,
+    OptimSettings,
+    ProfileRunSettings,
+    ProfileSettings,
+    RunSettings,
+    Sampling,
+    TrainSettings,
+)
 from grpo_cli.typed import closest, is_a, missing, read, shown
 
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
@@ -32,6 +42,7 @@ _QUANTISED = ("none", "8bit", "4bit")
 _OPTIMIZERS = ("adamw", "adamw8bit")
 _AUTOCASTS = ("none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
+_LENGTHS = ("natural", "lognormal", "full", "trace")
 
 Settings = TypeVar("Settings")
 
@@ -93,6 +104,12 @@ def parse_eval(cfg: DictConfig) -> EvalRunSettings:
     return _parse(cfg, EvalRunSettings, EVAL_PARTS)
 
 
+def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
+    """The settings of `grpo profile`; as `parse`."""
+    settings = _parse(cfg, ProfileRunSettings, TRAIN_PARTS)
+    return replace(settings, device=settings.profile.device)
+
+
 def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Settings:
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
@@ -134,6 +151,34 @@ def check(settings: RunSettings) -> None:
             *_at_least("record.rollouts", settings.record.rollouts, -1),
         ]
     )
+
+
+def check_profile(settings: ProfileRunSettings) -> None:
+    """The same for `grpo profile`: those of the training run, then those of the profile."""
+    check(settings)
+    _refuse([*_profile_problems(settings.profile, settings.sampling)])
+
+
+def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[str]:
+    yield from _at_least("profile.steps", profile.steps, 1)
+    yield from _at_least("profile.warmup", profile.warmup, 0)
+    yield from _one_of("profile.lengths", profile.lengths, _LENGTHS)
+    yield from _above("profile.cv", profile.cv)
+    if profile.mean is not None and not 1 <= profile.mean <= sampling.max_new_tokens:
+        yield (
+            f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={sampling.max_new_tokens}: "
+            "no rollout is longer"
+        )
+    if (profile.lengths == "trace") != (profile.trace_file is not None):
+        yield (
+            f"profile.lengths={profile.lengths} and profile.trace_file={shown(profile.trace_file)}: a recorded "
+            "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
+        )
+    if profile.fit is not None:
+        try:
+            parse_bytes(profile.fit, "profile.fit")
+        except UserError as error:
+            yield str(error)
 
 
 def check_eval(settings: EvalRunSettings) -> None:

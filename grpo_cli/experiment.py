@@ -33,7 +33,7 @@ from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
-from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Task, Tracker
+from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
 from grpo_cli.model.load import (
@@ -195,9 +195,12 @@ def say_to_stderr(text: str) -> None:
 
 
 def set_up(
-    settings: RunSettings | EvalRunSettings, weights: ModelSettings, warn: Callable[[str], None] = say_to_stderr
+    settings: RunSettings | EvalRunSettings,
+    weights: ModelSettings,
+    warn: Callable[[str], None] = say_to_stderr,
+    **engine: Any,
 ) -> Bench:
-    """Load the model and build its task and engine."""
+    """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
     device = pick_device(settings.device)
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
@@ -207,7 +210,8 @@ def set_up(
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, tokenizer))
+    more = {"warn": warn, "decode": partial(tokenizer.decode, skip_special_tokens=False), **engine}
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
 
 
 def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
@@ -218,12 +222,9 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
     return load_model(weights, device)
 
 
-def _engine(
-    settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, tokenizer: Any
-) -> Engine:
+def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
-    offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed}
-    offered["decode"] = partial(tokenizer.decode, skip_special_tokens=False)
+    offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
@@ -254,9 +255,25 @@ def build(settings: RunSettings) -> Trainer:
             f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "
             "go by the embedded tokenizer (a token per byte), and replies end with its end"
         )
-    parts = Parts(
+    trackers = _trackers(settings, run_dir, checkpoint, console)
+    meter = WallMeter(bench.device, on_phase=console.phase)
+    parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
+    return Trainer(settings, parts, run_dir, checkpoint)
+
+
+def parts_of(
+    settings: RunSettings,
+    rules: Rules,
+    bench: Bench,
+    trackers: tuple[Tracker, ...],
+    meter: Meter,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> Parts:
+    """What a trainer is put together from."""
+    return Parts(
         model=bench.model,
-        reference=_reference(settings, bench) if _wants_kl(settings) else None,
+        reference=_reference(settings, bench) if wants_reference(settings) else None,
         save_model=partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init),
         task=bench.task,
         engine=bench.engine,
@@ -265,12 +282,11 @@ def build(settings: RunSettings) -> Trainer:
         advantage=rules.advantage,
         correction=rules.correction,
         loss=rules.loss,
-        trackers=_trackers(settings, run_dir, checkpoint, console),
-        meter=WallMeter(bench.device, on_phase=console.phase),
-        say=console.say,
-        warn=console.warn,
+        trackers=trackers,
+        meter=meter,
+        say=say,
+        warn=warn,
     )
-    return Trainer(settings, parts, run_dir, checkpoint)
 
 
 def introduction(settings: RunSettings, parameters: int, device: torch.device) -> Iterator[str]:
@@ -338,7 +354,8 @@ def _choices() -> dict[str, str]:
     return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
 
 
-def _wants_kl(settings: RunSettings) -> bool:
+def wants_reference(settings: RunSettings) -> bool:
+    """Whether the loss compares the policy with the model as it was before the run."""
     return bool(settings.parts["loss"].get("kl_coef", 0.0))
 
 

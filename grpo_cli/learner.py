@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.batch import rows_of, to_device, totals
-from grpo_cli.interfaces import LossFn
+from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.optimizer import make_optimizer
 from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
@@ -35,7 +35,13 @@ class Learner:
     """A model and the AdamW that trains it (every parameter that asks for a gradient)."""
 
     def __init__(
-        self, model: Any, loss: LossFn, model_settings: ModelSettings, train: TrainSettings, optim: OptimSettings
+        self,
+        model: Any,
+        loss: LossFn,
+        model_settings: ModelSettings,
+        train: TrainSettings,
+        optim: OptimSettings,
+        meter: Meter,
     ) -> None:
         self._model = model
         self._loss = loss
@@ -44,6 +50,7 @@ class Learner:
         self._pass = make_pass(train)
         self._pass.prepare(model)
         self._compared = self._pass.plain
+        self._span = meter.span
         self._autocast_word = model_settings.autocast
         self.updates = 0  # optimizer steps made by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -78,15 +85,23 @@ class Learner:
         with self._training():
             for rows in self._pass.parts(batch):
                 part = to_device(rows_of(batch, rows), self._device)
-                with self.autocast():
+                with self._span("forward"), self.autocast():
                     values = self._pass.logprobs(self._model, part, temperature)
                 output = self._loss(values, part, divisors)
-                output.loss.backward()
+                with self._span("backward"):
+                    output.loss.backward()
                 logprobs[rows, : values.shape[1]] = values.detach().cpu()
                 for name, share in {"loss/total": output.loss.detach(), **output.metrics}.items():
                     sums[name] = sums[name] + share if name in sums else share
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
-        metrics = {name: float(value) for name, value in sums.items()} | {"optim/grad_norm": float(norm)}
+        metrics = {name: float(value) for name, value in sums.items()}
+        with self._span("optimizer"):
+            fault = self._move(metrics, step)
+        self._optimizer.zero_grad(set_to_none=True)
+        return Update(metrics, logprobs, fault)
+
+    def _move(self, metrics: dict[str, float], step: int) -> str | None:
+        """One optimizer step, or the reason why there was none. Notes the gradient's norm and the rate in `metrics`."""
+        metrics["optim/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm))
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is None:
             rate = learning_rate(self._optim, step, self._train.steps)
@@ -95,8 +110,7 @@ class Learner:
                 group["lr"] = rate
             self._optimizer.step()
             self.updates += 1
-        self._optimizer.zero_grad(set_to_none=True)
-        return Update(metrics, logprobs, fault)
+        return fault
 
     def _compare_with_padded(self, batch: Batch, divisors: Totals, temperature: float) -> None:
         """Before the first update, a few rows as padded ones too: any other way must give the same to rounding.

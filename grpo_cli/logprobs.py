@@ -28,10 +28,22 @@ def token_logprobs(
 
     Rows are right-padded, so the causal mask alone hides the padding and none other is built.
     """
-    hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
     rows, columns = response_mask.nonzero(as_tuple=True)
-    chosen = chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk)
+    chosen = logprobs_at(model, input_ids, rows, columns, temperature, chunk)
     return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+
+
+def logprobs_at(
+    model: Any,
+    input_ids: Int[Tensor, "B T"],
+    rows: Int[Tensor, "N"],
+    columns: Int[Tensor, "N"],
+    temperature: float,
+    chunk: int,
+) -> Float[Tensor, "N"]:
+    """The same for the tokens at these places only, none of them in the first column."""
+    hidden = backbone(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+    return chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk)
 
 
 def chosen_logprobs(

@@ -114,6 +114,23 @@ class RecordSettings:
 
 
 @dataclass(frozen=True)
+class ProfileSettings:
+    """How `grpo profile` looks at a run; each word has its comment in `conf/profile.yaml`."""
+
+    steps: int
+    warmup: int
+    eval: bool
+    lengths: str  # natural | lognormal | full | trace
+    mean: float | None
+    cv: float
+    trace_file: str | None
+    device: str
+    plan_only: bool
+    fit: str | None
+    trace: bool
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
@@ -131,3 +148,10 @@ class RunSettings:
     eval: EvalSettings
     record: RecordSettings
     parts: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ProfileRunSettings(RunSettings):
+    """A training run, and how it is to be looked at."""
+
+    profile: ProfileSettings

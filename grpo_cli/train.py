@@ -93,7 +93,7 @@ class Trainer:
         self._settings = settings
         self._parts = parts
         self._run_dir = run_dir
-        self._learner = Learner(parts.model, parts.loss, settings.model, settings.train, settings.optim)
+        self._learner = Learner(parts.model, parts.loss, settings.model, settings.train, settings.optim, parts.meter)
         self._progress = Progress()
         self._health = HealthCheck()
         self._stop_asked = False
@@ -119,6 +119,13 @@ class Trainer:
             for tracker in self._parts.trackers:
                 tracker.close(summary)
         return summary
+
+    def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """Steps, and an evaluation, with nothing saved or logged: `step` or `eval` and its metrics."""
+        for step in range(steps):
+            yield "step", self._step(step).metrics
+        if evaluate:
+            yield "eval", self._evaluate()
 
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
@@ -171,7 +178,7 @@ class Trainer:
         if not correction.rejects:
             return Judged([[""] * len(group.rollouts) for group in scored], None, None)
         batch = collate(scored, [torch.zeros(len(group.rollouts)) for group in scored], parts.pad_token_id)
-        policy = self._learner.logprobs(parts.model, batch, self._settings.sampling.temperature)
+        policy = self._logprobs_under(parts.model, "policy_logprobs", batch)
         _, _, metrics = correction(batch.sampler_logprobs, policy, batch.response_mask)
         reasons = iter(correction.reasons(batch.sampler_logprobs, policy, batch.response_mask))
         return Judged([[next(reasons) for _ in group.rollouts] for group in scored], policy, metrics)
@@ -218,16 +225,20 @@ class Trainer:
         """
         parts, settings = self._parts, self._settings
         if parts.reference is not None:
-            reference = self._learner.logprobs(parts.reference, batch, settings.sampling.temperature)
+            reference = self._logprobs_under(parts.reference, "ref_logprobs", batch)
             batch = replace(batch, ref_logprobs=reference)
         if judged.policy_logprobs is not None:
             policy = judged.policy_logprobs[batch_rows(selected), : batch.input_ids.shape[1]]
         elif parts.correction.needs_policy_logprobs or settings.train.epochs * settings.train.minibatches > 1:
-            policy = self._learner.logprobs(parts.model, batch, settings.sampling.temperature)
+            policy = self._logprobs_under(parts.model, "policy_logprobs", batch)
         else:
             return batch, None
         weights, mask, metrics = parts.correction(batch.sampler_logprobs, policy, batch.response_mask)
         return corrected(replace(batch, policy_logprobs=policy), weights, mask), metrics
+
+    def _logprobs_under(self, model: Any, span: str, batch: Batch) -> Tensor:
+        with self._parts.meter.span(span):
+            return self._learner.logprobs(model, batch, self._settings.sampling.temperature)
 
     def _update(self, batch: Batch, step: int) -> list[Update]:
         """Every epoch's minibatches in turn; a faulty one changes nothing, is dumped, and counts."""

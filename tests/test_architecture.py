@@ -28,18 +28,20 @@ engine/stop
 engine/generation
 engine/engine engine/vllm_engine
 rollout
-health evaluate learner select profiling report/
+health evaluate learner select report/
+profile/
 train
 config jobs
 board
 launcher
 experiment
+profiling
 cli
 __main__
 """
 
 DOORS = {
-    "hydra": {"cli", "experiment", "launcher"},
+    "hydra": {"cli", "experiment", "launcher", "profile/"},
     "omegaconf": {"cli", "config", "launcher"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm_engine"},
@@ -51,8 +53,8 @@ DOORS = {
     "datasets": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"board", "cli", "console", "report/"},
-    "matplotlib": {"report/"},
+    "rich": {"board", "cli", "console", "profile/", "report/"},
+    "matplotlib": {"profile/", "report/"},
 }
 
 

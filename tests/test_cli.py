@@ -35,7 +35,7 @@ def refusal(*arguments: str) -> str:
 
 
 def test_help_lists_the_commands_and_the_version_is_the_package_s():
-    assert {"train", "eval"} <= set(grpo("--help").stdout.split())
+    assert {"train", "eval", "profile"} <= set(grpo("--help").stdout.split())
     assert grpo("--version").stdout == f"grpo {__version__}\n"
 
 
@@ -53,7 +53,7 @@ def test_help_and_completion_import_neither_torch_nor_hydra():
     assert shown.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "profile"])
 def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
     shown = grpo(command, "--help").stdout
     assert "sampler: full, infinite, micro" in shown
@@ -73,7 +73,7 @@ def test_flags_may_stand_anywhere():
 
 
 def test_every_example_in_the_help_composes():
-    for command in ("train", "eval"):
+    for command in ("train", "eval", "profile"):
         examples = grpo(command, "--help").stdout.partition("== Examples ==")[2].splitlines()
         for line in examples:
             words = line.split("  ")[0].split()
@@ -90,6 +90,10 @@ def test_every_example_in_the_help_composes():
         (["samplr=full"], "samplr is no setting; did you mean sampler?"),
         (["optim.lrr=3"], "optim.lrr is no setting; did you mean optim.lr?"),
         (["sampler=micro", "sampler.slot=3"], "sampler.slot is no setting; did you mean sampler.slots?"),
+        (
+            ["sampler.slots=3"],
+            "sampler.slots is no setting of this sampler; it is one of sampler=infinite, ",
+        ),
         (["zzz=3"], "zzz is no setting\n"),
         (["fast"], "fast cannot be read: write key=value or group=choice"),
         (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),

@@ -19,6 +19,7 @@ from grpo_cli.engine.schedule import Fifo, Lpt
 from grpo_cli.engine.sparsity import Dense, Streaming
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.errors import UserError
+from grpo_cli.meter import NullMeter
 
 
 class Again:
@@ -40,7 +41,7 @@ class Again:
 
 def served(sampler: Any, capture: Any, requests: Any, scheduler: Any = None, park_at: int | None = None) -> Any:
     decoder = Decoder(small_model())
-    generation = Generation(decoder, (EOS,), sampler, Dense(), requests, capture, NeverStop())
+    generation = Generation(decoder, (EOS,), sampler, Dense(), requests, capture, NeverStop(), NullMeter())
     rollouts = [r for _, r in generation.serve(Fifo(), park_at)] if park_at else []
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
 

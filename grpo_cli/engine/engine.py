@@ -3,6 +3,7 @@ predictor has learned; the work is in `generation.py`."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -14,12 +15,14 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import Capture
 from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import stop_of
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.interfaces import Meter
+from grpo_cli.meter import NullMeter
 from grpo_cli.types import EngineStats, Request, Rollout
 
 
@@ -35,40 +38,85 @@ class TorchEngine:
         self,
         model: Any,
         eos_token_ids: Seq[int],
-        sampler: Full | Micro | Infinite,
+        sampler: Sampler,
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
         cuda_graph: bool = False,
         decode: Callable[[Seq[int]], str] | None = None,
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
     ) -> None:
         self._decoder = Decoder(model)
         self._capture = _capture(cuda_graph, self._decoder.device, sparsity)
         self._eos = tuple(eos_token_ids)
-        self._sampler = sampler
+        self._sampler = Capped(sampler)
         self._scheduler = scheduler
         self._predictor = predictor
         self._sparsity = sparsity
         self._decode = decode
+        self._meter = meter or NullMeter()
+        self._warn = warn
         self._stats = EngineStats()
 
     def generate(self, requests: Seq[Request]) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing."""
-        if not requests:
-            self._stats = EngineStats()
-            return
+        """One rollout per request, in order of finishing.
+
+        Out of memory, and told to halve, it serves what is left with half the slots, now and in every later call.
+        """
+        self._stats = EngineStats()
         self._check(requests)
+        left, parts = list(requests), list[EngineStats]()
+        while left:
+            ended: set[int] = set()
+            try:
+                for index, rollout in self._serve(left):
+                    ended.add(index)
+                    yield rollout
+            except (MemoryError, RuntimeError) as error:
+                if not (is_out_of_memory(error) and self._sampler.halves):
+                    raise
+                self._halve()
+            parts.append(self._stats)
+            left = [request for index, request in enumerate(left) if index not in ended]
+        if len(parts) > 1:
+            self._stats = _sum(parts)
+
+    def _halve(self) -> None:
+        had = self._sampler.last
+        now = self._sampler.halve()
+        gc.collect()
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._warn(
+            f"out of memory with {had} slots; the rollouts that are left are made with {now}, as are all from now on "
+            f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"
+        )
+
+    def _serve(self, requests: Seq[Request]) -> Iterator[tuple[int, Rollout]]:
+        """Rollouts with the place of their request. However it ends, `stats` says what it cost."""
+        self._stats = EngineStats()
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
-        generation = Generation(self._decoder, self._eos, self._sampler, self._sparsity, requests, self._capture, stop)
+        given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
+        generation = Generation(*given, self._capture, stop, self._meter)
+        details: dict[str, float] = {}
+        try:
+            for sequence, rollout in self._predicting(generation, len(requests), details):
+                yield sequence.index, rollout
+        finally:
+            self._stats = generation.stats(details)
+
+    def _predicting(
+        self, generation: Generation, count: int, details: dict[str, float]
+    ) -> Iterator[tuple[Sequence, Rollout]]:
+        """Serve all, with lengths predicted where somebody orders by them; adds to `details`."""
         prefix = self._predictor.prefix_tokens
         # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
-        probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < len(requests)
-        details: dict[str, float] = {}
+        probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < count
         if probing:
             # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits
             # with its keys kept: the cost is those keys and a less than full last round, and both are counted.
-            for _, rollout in generation.serve(Fifo(), park_at=prefix + 1):
-                yield rollout
+            yield from generation.serve(Fifo(), park_at=prefix + 1)
             details["engine/probe_steps"] = float(generation.stats({}).decode_steps)
         predicting = probing or prefix == 0
         if predicting:
@@ -76,10 +124,10 @@ class TorchEngine:
         served: list[tuple[Sequence, Rollout]] = []
         for sequence, rollout in generation.serve(self._scheduler):
             served.append((sequence, rollout))
-            yield rollout
+            yield sequence, rollout
         if predicting and served:
             details |= self._predictor.learn([rollout for _, rollout in served], _hidden([s for s, _ in served]))
-        self._stats = generation.stats(details | dict(getattr(self._scheduler, "details", {})))
+        details |= getattr(self._scheduler, "details", {})
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
         predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None
@@ -127,3 +175,18 @@ def _capture(cuda_graph: bool, device: torch.device, sparsity: Dense | Budget) -
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
     states = [s.hidden for s in sequences if s.hidden is not None]
     return torch.stack(states) if states else None
+
+
+def _sum(parts: Seq[EngineStats]) -> EngineStats:
+    """What several attempts cost together; slots are those of the last one."""
+    capacity = [part.decode_steps * part.slots for part in parts]
+    busy = sum(part.slot_utilisation * slot_steps for part, slot_steps in zip(parts, capacity, strict=True))
+    return EngineStats(
+        decode_steps=sum(part.decode_steps for part in parts),
+        generated_tokens=sum(part.generated_tokens for part in parts),
+        prefill_tokens=sum(part.prefill_tokens for part in parts),
+        slots=parts[-1].slots,
+        slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
+        kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
+        details={**parts[-1].details, "engine/oom_halvings": float(len(parts) - 1)},
+    )

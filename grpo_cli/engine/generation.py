@@ -18,11 +18,12 @@ from grpo_cli.engine.cache import TILE, PromptPool, round_up
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
-from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
+from grpo_cli.engine.sampler import Capped, KvShape, Sampler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.sparsity import Budget, Dense, Place
 from grpo_cli.engine.stop import NeverStop, StopStrings
+from grpo_cli.interfaces import Meter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
@@ -39,17 +40,19 @@ class Generation:
         self,
         decoder: Decoder,
         eos_token_ids: Seq[int],
-        sampler: Full | Micro | Infinite,
+        sampler: Sampler | Capped,
         sparsity: Dense | Budget,
         requests: Seq[Request],
         capture: Capture | None,
         stop: StopStrings | NeverStop,
+        meter: Meter,
     ) -> None:
         self._decoder = decoder
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
         self._fixed = capture is not None
         self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
+        self._span = meter.span
         self._refills = sampler.refills
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
@@ -75,6 +78,11 @@ class Generation:
         self._generated = 0
         self._prefilled = 0
 
+    @property
+    def prompts(self) -> PromptPool:
+        """The prompts in flight."""
+        return self._prompts
+
     def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
@@ -88,7 +96,8 @@ class Generation:
         while queue or self.slots.running:
             done = self._admit(scheduler, queue, views)
             if not done:
-                done = self._run(park_at)
+                with self._span("decode"):
+                    done = self._run(park_at)
             yield from self._settle(done)
 
     def _admit(self, scheduler: Scheduler, queue: dict[int, Sequence], views: dict[int, Waiting]) -> list[int]:
@@ -129,7 +138,8 @@ class Generation:
             at_once = max(1, PREFILL_TOKENS // width)
             for start in range(0, len(names), at_once):
                 some = names[start : start + at_once]
-                self._prefill_together(some, [new[name].token_ids for name in some])
+                with self._span("prefill"):
+                    self._prefill_together(some, [new[name].token_ids for name in some])
         for sequence in sequences:
             sequence.entry = self._entry[sequence.request.prompt.id]
 

@@ -78,7 +78,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         # the second name is what releases of transformers without the first call it
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    if settings.quantize == "none":  # quantised weights were read to where they belong
+    if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
         model = model.to(device)
     return with_adapters(model, settings).train(settings.gradient_checkpointing)
 

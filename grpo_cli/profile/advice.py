@@ -1,0 +1,87 @@
+"""What dominates, and which key would lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
+from grpo_cli.profile.measure import PHASES, Measured
+from grpo_cli.profile.predict import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, total
+from grpo_cli.profile.shapes import KV, Sizes
+
+_ROLLOUTS = ("prefill", "decode")
+
+_TIME: Mapping[str, str] = {
+    "prefill": "lower train.prompts, or take shorter prompts",
+    "decode": "sampler=infinite with scheduler=lpt ends rounds earlier; sampling.max_new_tokens and n bound the tokens",
+    "reward": "the task's judge is slow: task=<another>, or fewer rollouts with n",
+    "policy_logprobs": "correction=none or train.epochs=1 train.minibatches=1 need no pass of their own",
+    "ref_logprobs": "loss.kl_coef=0 needs no reference",
+    "forward": "lower m (downsample=maxvar chooses which are trained on), or model.autocast=bfloat16 on a GPU",
+    "backward": "lower m (downsample=maxvar chooses which are trained on); model.gradient_checkpointing=false",
+    "optimizer": "train fewer weights, or fewer updates with train.minibatches",
+    "eval": "lower eval.problems or eval.k, or raise eval.every",
+    "rest": "choosing, padding and bookkeeping: fewer rollouts with n",
+}
+
+
+def memory_keys(kind: str, phase: str, sampler: str) -> str:
+    """The keys that lower what `kind` takes in `phase`."""
+    refilled = (
+        "lower sampler.slots" if sampler != "Full" else "sampler=infinite sampler.slots=<fewer than all rollouts>"
+    )
+    asked = "eval.problems or eval.k" if phase == "eval" else "n, train.prompts or sampling.max_new_tokens"
+    if kind == KV:
+        return f"{refilled}; lower {asked}; or sparsity=rkv"
+    if kind == LOGITS:
+        return refilled if phase in (*_ROLLOUTS, "eval") else "lower train.logprob_chunk"
+    if kind == ACTIVATIONS:
+        if phase in (*_ROLLOUTS, "eval"):
+            return f"{refilled}; lower {asked}"
+        return "lower train.micro_batch_tokens, or model.gradient_checkpointing=true"
+    return {
+        WEIGHTS: "a smaller model, or model.dtype=bfloat16",
+        REFERENCE: "loss.kl_coef=0 needs no reference",
+        OPTIMIZER: "a smaller model, or train fewer of its weights",
+        GRADIENTS: "a smaller model, or train fewer of its weights",
+        OTHER: "the program itself and what its allocator keeps; no key lowers it",
+    }[kind]
+
+
+def dominating(sizes: Sizes) -> str:
+    """The kind that holds most, of those that a key can lower if there are any."""
+    lowered = [kind for kind in KINDS if kind != OTHER and sizes.get(kind, 0)]
+    return max(lowered or [OTHER], key=lambda kind: sizes.get(kind, 0))
+
+
+def of_memory(phase: str, sizes: Sizes, sampler: str) -> str:
+    """A sentence on the fullest phase."""
+    kind = dominating(sizes)
+    share = sizes.get(kind, 0) / total(sizes)
+    return f"Memory peaks in {phase}; {kind} takes {share:.0%} of it. To lower it: {memory_keys(kind, phase, sampler)}."
+
+
+def of_time(measured: Measured) -> str:
+    """A sentence on the slowest phase of a step."""
+    inside = {name: measured.phases[name].median for name in (*PHASES[:-1], "rest") if name in measured.phases}
+    slowest = max(inside, key=lambda name: inside[name])
+    share = inside[slowest] / sum(inside.values())
+    return f"A step spends most time in {slowest}: {share:.0%} of it. To lower it: {_TIME[slowest]}."
+
+
+def breakdown(phase: str, sizes: Sizes, sampler: str) -> list[str]:
+    """Lines that say what a phase is expected to hold, the largest first, each with its keys."""
+    parts = sorted(((size, kind) for kind, size in sizes.items() if size), reverse=True)
+    lines = [f"with every rollout at full length {phase} takes {gib(total(sizes))}, beside the program itself:"]
+    for size, kind in parts:
+        lines.append(f"  {kind} {gib(size)}: {memory_keys(kind, phase, sampler)}")
+    return lines
+
+
+def gib(size: int) -> str:
+    """Bytes as a person reads them.
+
+    >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
+    ('3.0 MiB', '2.50 GiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

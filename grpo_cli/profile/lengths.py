@@ -1,0 +1,107 @@
+"""How long the rollouts of a profile are: as the model ends them, or forced, so that random weights give realistic
+ones.
+
+A forced rollout ends at its length and not before. The longest of all has `sampling.max_new_tokens`, so that the
+engine allocates what it would for a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
+
+from grpo_cli.engine.lengths import TraceRow
+from grpo_cli.interfaces import Engine
+from grpo_cli.profile.shapes import Work
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+NEVER = -1  # the end-of-sequence token of a forced rollout: a token that no model produces
+
+Lengths = Callable[[int, int], list[int]]  # how many rollouts, and the most tokens of each, to their lengths
+
+
+def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> list[int]:
+    """`count` numbers from 1 to `longest`: the evenly spaced quantiles, in an order of the seed's, of a log-normal
+    distribution with this mean and coefficient of variation.
+
+    Quantiles and not draws, since a few draws of so skewed a distribution seldom vary as much as it does.
+    """
+    sigma = np.sqrt(np.log1p(cv**2))
+    normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    lengths = np.exp(np.log(mean) - sigma**2 / 2 + sigma * normal)
+    shuffled = np.random.default_rng(seed).permutation(np.clip(np.rint(lengths), 1, longest))
+    return shuffled.astype(int).tolist()
+
+
+def recorded(count: int, longest: int, rows: Sequence[TraceRow]) -> list[int]:
+    """The first `count` lengths of a trace, which begins anew where it is shorter; none above `longest`."""
+    return [min(longest, rows[i % len(rows)].length) for i in range(count)]
+
+
+def forced(kind: str, mean: float | None, cv: float, seed: int, trace: Sequence[TraceRow]) -> Lengths | None:
+    """The rule for a `profile.lengths`; None for natural ones."""
+    if kind == "natural":
+        return None
+
+    def lengths(count: int, longest: int) -> list[int]:
+        if kind == "full":
+            return [longest] * count
+        if kind == "trace":
+            found = recorded(count, longest, trace)
+        else:
+            found = lognormal(count, longest, longest / 4 if mean is None else mean, cv, seed)
+        found[found.index(max(found))] = longest
+        return found
+
+    return lengths
+
+
+class ProfiledEngine:
+    """An engine whose rollouts are as long as they are told to be (None: as they come), and who notes what was asked.
+
+    To be told, the engine inside must know no end of sequence.
+    """
+
+    def __init__(self, engine: Engine, lengths: Lengths | None) -> None:
+        self._engine = engine
+        self._lengths = lengths
+        self.work: Work | None = None  # the last `generate`, once it has ended
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        ended: dict[str, list[int]] = {request.prompt.id: [] for request in requests}
+        for rollout in self._told(requests):
+            ended[rollout.request.prompt.id].append(len(rollout))
+            yield rollout
+        prompts = {request.prompt.id: request.prompt for request in requests}
+        longest = max(request.sampling.max_new_tokens for request in requests)
+        lengths = tuple(length for prompt in prompts for length in ended[prompt])
+        self.work = Work(tuple(prompts.values()), len(requests) // len(prompts), longest, lengths)
+
+    def _told(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        if self._lengths is None:
+            yield from self._engine.generate(requests)
+            return
+        longest = max(request.sampling.max_new_tokens for request in requests)
+        limits = self._lengths(len(requests), longest)
+        asked = {_key(request): request for request in requests}
+        limited = [_limited(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        for rollout in self._engine.generate(limited):
+            finish = Finish.EOS if len(rollout) < longest else Finish.LENGTH
+            yield replace(rollout, request=asked[_key(rollout.request)], finish=finish)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def update_weights(self) -> None:
+        self._engine.update_weights()
+
+
+def _key(request: Request) -> tuple[str, int, int]:
+    return request.prompt.id, request.sample, request.seed
+
+
+def _limited(request: Request, tokens: int) -> Request:
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))

@@ -1,0 +1,272 @@
+"""A few real steps under a meter, and one more under a watch that sees every tensor.
+
+The first tells seconds and peaks of each phase at next to no cost; the second, slower, what the peaks consist of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from grpo_cli.meter import AllocatedPeak, PhasePeaks, ResidentPeak, WallMeter
+from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
+from grpo_cli.profile.lengths import ProfiledEngine
+from grpo_cli.profile.predict import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
+from grpo_cli.profile.shapes import KV, Sizes, Work
+from grpo_cli.settings import ProfileSettings
+
+# The phases that a step consists of, in its order, none inside another; `eval` stands beside the step.
+PHASES = ("prefill", "decode", "reward", "policy_logprobs", "ref_logprobs", "forward", "backward", "optimizer", "eval")
+_WITH_KV = ("prefill", "decode", "eval")
+_TOKENS = {  # what a phase's tokens per second are of
+    "prefill": "engine/prefill_tokens",
+    "decode": "generated",
+    "policy_logprobs": "trained",
+    "ref_logprobs": "trained",
+    "forward": "trained",
+    "backward": "trained",
+    "eval": "generated",
+}
+
+
+@runtime_checkable
+class Rehearsal(Protocol):
+    """What a trainer must be able to do."""
+
+    def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """Steps, and an evaluation, with nothing saved or logged."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds of each time that it was measured, tokens of a time (None where that says nothing), peak bytes."""
+
+    seconds: tuple[float, ...]
+    tokens: float | None
+    peak_bytes: int
+
+    @property
+    def median(self) -> float:
+        return float(median(self.seconds))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Phases by name, `step` and what of it belongs to none (`rest`) included; the engine's figures; what the fullest
+    phase held, and what can be counted exactly, each at its most; what the engine was asked for."""
+
+    phases: Mapping[str, Phase]
+    engine: Mapping[str, float]
+    fullest: str
+    peak_bytes: int
+    memory: Sizes
+    exact: Sizes
+    rollouts: Work
+    exam: Work | None
+
+
+class Probe:
+    """The meter of a profile: spans with their seconds and peaks, seen by whoever else wants to look."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._reader = AllocatedPeak(device) if device.type == "cuda" else ResidentPeak()
+        self.peaks = PhasePeaks(self._reader.read)
+        self.listener: Callable[[tuple[str, ...]], None] = lambda names: None
+        self.trace = False
+        self._meter = WallMeter(device, self._on_phase)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self._traced(name) if self.trace else self._meter.span(name)
+
+    @contextmanager
+    def _traced(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name), self._meter.span(name):
+            yield
+
+    def take(self) -> Mapping[str, float]:
+        return self._meter.take()
+
+    def _on_phase(self, names: tuple[str, ...]) -> None:
+        self.listener(names)
+        self.peaks.phase(names)
+
+    def __enter__(self) -> Probe:
+        self._reader.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured: a trainer and what it was put together from."""
+
+    trainer: Rehearsal
+    model: Any
+    reference: Any | None
+    engine: ProfiledEngine
+    probe: Probe
+
+
+class _Update:
+    """What the optimizer holds, and the gradients that it is given, seen when it steps."""
+
+    def __init__(self) -> None:
+        self.state: list[Tensor] = []
+        self.gradients = 0
+
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.gradients = nbytes(held)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        self.state = [value for value in values if isinstance(value, Tensor)]
+
+
+def nbytes(tensors: Sequence[Tensor]) -> int:
+    """Of all of them, what is shared once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def held(model: Any) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
+    """Warm up, measure, and look once at every tensor."""
+    probe, update = bench.probe, _Update()
+    seconds: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
+    engine: dict[str, float] = {}
+    works: dict[str, Work] = {}
+    kv: dict[str, int] = {}
+    tokens: dict[str, dict[str, float]] = {}
+    with probe, update.seen():
+        done, trained = 0, 0.0
+        say(f"warming up ({profile.warmup} of {profile.warmup + profile.steps} steps)")
+        for kind, metrics in bench.trainer.rehearse(profile.warmup + profile.steps, evaluate):
+            times, highest = probe.take(), probe.peaks.take()
+            done += kind == "step"
+            stats, work = bench.engine.stats(), bench.engine.work
+            of_step = metrics.get("tokens/trained", trained) - trained
+            trained += of_step
+            if kind == "step" and done <= profile.warmup:
+                continue
+            names = PHASES[-1:] if kind == "eval" else (*PHASES[:-1], "step")
+            for name in names:
+                if f"time/{name}" in times:
+                    seconds.setdefault(name, []).append(times[f"time/{name}"])
+                if name in highest:
+                    peaks[name] = max(peaks.get(name, 0), highest[name])
+            if kind == "step":
+                rest = times["time/step"] - sum(times.get(f"time/{name}", 0.0) for name in PHASES[:-1])
+                seconds.setdefault("rest", []).append(rest)
+                engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
+                say(f"step {done - profile.warmup} of {profile.steps}: {times['time/step']:.2f} s")
+            _keep_larger(works, kind, work)
+            kv[kind] = max(kv.get(kind, 0), stats.kv_peak_bytes)
+            counts = {"generated": stats.generated_tokens, "trained": of_step}
+            counts["engine/prefill_tokens"] = stats.prefill_tokens
+            tokens[kind] = {name: float(value) for name, value in counts.items()}
+        fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
+        say("one more step, to see what memory is held by")
+        inside = _anatomy(bench, update, evaluate, works)
+    phases = {
+        name: Phase(
+            tuple(values),
+            tokens["eval" if name == "eval" else "step"][_TOKENS[name]] if name in _TOKENS else None,
+            peaks.get(name, 0),
+        )
+        for name, values in seconds.items()
+    }
+    kv_there = kv.get("eval" if fullest == "eval" else "step", 0) if fullest in _WITH_KV else 0
+    memory = _breakdown(bench, update, inside.get(fullest, {}), kv_there, peaks[fullest])
+    exact = {**{kind: memory[kind] for kind in EXACT}, GRADIENTS: update.gradients, KV: max(kv.values())}
+    return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
+
+
+def _keep_larger(works: dict[str, Work], kind: str, work: Work | None) -> None:
+    assert work is not None, "something was generated"
+    if kind not in works or sum(work.lengths) > sum(works[kind].lengths):
+        works[kind] = work
+
+
+def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Work]) -> dict[str, Sizes]:
+    """What each phase held when it held most, beside what is there all the time. Notes larger `works`."""
+    found: dict[str, Sizes] = {}
+    open_spans: tuple[str, ...] = ()
+    with Allocations(bench.model) as allocations:
+        allocations.leave_out(update.state)
+        if hasattr(bench.reference, "parameters"):
+            allocations.leave_out(held(bench.reference))
+
+        def note(names: tuple[str, ...]) -> None:
+            nonlocal open_spans
+            peak = allocations.take_peak()
+            for name in open_spans:
+                if sum(peak.values()) >= sum(found.get(name, {}).values()):
+                    found[name] = peak
+            open_spans = names
+
+        bench.probe.listener = note
+        try:
+            for kind, _ in bench.trainer.rehearse(1, evaluate):
+                _keep_larger(works, kind, bench.engine.work)
+        finally:
+            bench.probe.listener = lambda names: None
+    return found
+
+
+def _breakdown(bench: Bench, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
+    parts = dict.fromkeys(KINDS, 0) | dict(inside)
+    parts[WEIGHTS] = nbytes(held(bench.model))
+    # A reference that is the model without its adapters has no weights of its own.
+    both = held(bench.model) + (held(bench.reference) if hasattr(bench.reference, "parameters") else [])
+    parts[REFERENCE] = nbytes(both) - parts[WEIGHTS]
+    parts[OPTIMIZER] = nbytes(update.state)
+    parts[KV] = kv
+    parts[ACTIVATIONS] = max(0, parts[ACTIVATIONS] - kv)
+    parts[OTHER] = peak - sum(parts.values())
+    return parts
+
+
+def write_trace(bench: Bench, folder: Path) -> list[Path]:
+    """One more step as a Chrome trace and, on a GPU, a snapshot of the allocator that PyTorch's viewer opens."""
+    cuda = bench.probe.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    if cuda:
+        torch.cuda.memory._record_memory_history()
+    bench.probe.trace = True
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in bench.trainer.rehearse(1, False):
+            pass
+    bench.probe.trace = False
+    written = [folder / "trace.json.gz"]
+    profiler.export_chrome_trace(str(written[0]))
+    if cuda:
+        written.append(folder / "memory_snapshot.pickle")
+        torch.cuda.memory._dump_snapshot(str(written[1]))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return written

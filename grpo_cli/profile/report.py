@@ -1,0 +1,136 @@
+"""The findings of a profile as one value, as `profile.json`, and as named numbers for a tracker."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.errors import UserError
+from grpo_cli.files import json_line, write_atomically
+from grpo_cli.profile.measure import Measured, Phase
+from grpo_cli.profile.predict import EXACT, KINDS, Prediction, total
+from grpo_cli.profile.shapes import Sizes
+
+SCHEMA = 1
+FILE = "profile.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
+    that are all as long as may be; `largest` are the largest values that then fit `room` bytes (None: none does, 0:
+    any does)."""
+
+    command: tuple[str, ...]
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    device: str
+    threads: int
+    measured: Measured | None
+    predicted: Prediction
+    at_most: Prediction
+    room: int
+    largest: Mapping[str, int | None]
+    advice: tuple[str, ...]
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report as plain values. Seconds and bytes throughout; every key is there in every report."""
+    measured = report.measured
+    return {
+        "schema": SCHEMA,
+        "command": list(report.command),
+        "device": report.device,
+        "threads": report.threads,
+        "versions": dict(report.versions),
+        "settings": report.settings,
+        "measured": None if measured is None else _measured(measured),
+        "predicted": _predicted(report.predicted),
+        "predicted_at_most": _predicted(report.at_most),
+        "fit": {
+            "room_bytes": report.room,
+            "fits": report.at_most.peak <= report.room,
+            "largest": dict(report.largest),
+        },
+        "advice": list(report.advice),
+    }
+
+
+def _measured(measured: Measured) -> dict[str, Any]:
+    return {
+        "phases": {name: _phase(phase) for name, phase in measured.phases.items()},
+        "engine": dict(measured.engine),
+        "peak": {"phase": measured.fullest, "bytes": measured.peak_bytes, "held_by": _sizes(measured.memory)},
+        "exact_bytes": dict(measured.exact),
+    }
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {
+        "seconds_median": phase.median,
+        "seconds_least": min(phase.seconds),
+        "seconds_most": max(phase.seconds),
+        "times": len(phase.seconds),
+        "tokens": phase.tokens,
+        "tokens_per_second": tokens_per_second(phase),
+        "peak_bytes": phase.peak_bytes,
+    }
+
+
+def tokens_per_second(phase: Phase) -> float | None:
+    return None if phase.tokens is None or not phase.median else phase.tokens / phase.median
+
+
+def _predicted(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "phases": {
+            name: {"bytes": total(sizes), "held_by": _sizes(sizes)} for name, sizes in prediction.phases.items()
+        },
+        "peak": {"phase": prediction.fullest, "bytes": prediction.peak},
+        "exact_bytes": dict(prediction.exact),
+    }
+
+
+def _sizes(sizes: Sizes) -> dict[str, int]:
+    return {kind: sizes.get(kind, 0) for kind in KINDS}
+
+
+def metrics(report: Report) -> dict[str, float]:
+    """Named numbers (see `metrics.py`)."""
+    numbers: dict[str, float] = {"profile/predicted_peak_bytes": report.predicted.peak}
+    numbers |= {f"profile/predicted_{kind}_bytes": report.predicted.exact[kind] for kind in EXACT}
+    if report.measured is not None:
+        numbers["profile/peak_bytes"] = report.measured.peak_bytes
+        numbers |= {f"profile/{kind}_bytes": report.measured.exact[kind] for kind in EXACT}
+        for name, phase in report.measured.phases.items():
+            numbers |= {f"profile/{name}_seconds": phase.median, f"profile/{name}_peak_bytes": phase.peak_bytes}
+    return {name: float(value) for name, value in numbers.items()}
+
+
+def write(report: Report, folder: Path) -> Path:
+    """Write `profile.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILE
+    write_atomically(path, (json_line(document(report), indent=2) + "\n").encode())
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A report that was written before. UserError if it is none, or of another schema."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): give a {FILE} that grpo profile wrote") from error
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA}: profile anew")
+    return dict(found)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of these packages, as installed."""
+    return {package: importlib.metadata.version(package) for package in packages}

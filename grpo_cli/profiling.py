@@ -1,0 +1,228 @@
+"""`grpo profile`: a run put together as for training, measured for a few steps, and predicted from shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from grpo_cli import __version__, experiment
+from grpo_cli.config import ENGINE_PARTS
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.lengths import read_trace
+from grpo_cli.engine.sampler import parse_bytes
+from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.interfaces import Correction
+from grpo_cli.logprobs import logprobs_at
+from grpo_cli.meter import resident_bytes, spans_around
+from grpo_cli.model.load import TINY, load_model, load_tokenizer
+from grpo_cli.profile import advice
+from grpo_cli.profile.lengths import NEVER, Lengths, ProfiledEngine, forced
+from grpo_cli.profile.measure import Bench, Measured, Probe, measure, write_trace
+from grpo_cli.profile.predict import Passes, Plan, Prediction, Predictor
+from grpo_cli.profile.report import Report, metrics, versions, write
+from grpo_cli.profile.shapes import EngineShape, ShapeModel, Work
+from grpo_cli.rollout import PromptOrder
+from grpo_cli.settings import ModelSettings, ProfileRunSettings, RunSettings
+from grpo_cli.train import Trainer
+from grpo_cli.types import Record
+
+Say = Callable[[str], None]
+
+
+def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn: Say) -> Report:
+    """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
+    the numbers."""
+    device = experiment.pick_device(settings.device)
+    rules = experiment.build_rules(settings.parts, settings.n, settings.m)
+    lengths = _lengths(settings)
+    other = _process_alone(device)
+    measured = None
+    folder = Path(settings.run_dir)
+    if not settings.profile.plan_only:
+        measured = _measured(settings, rules, lengths, folder, say, warn)
+    say("predicting from shapes")
+    sampler, plan = _plan(settings, rules.correction, lengths, measured)
+    predictor = Predictor(_shape_model(settings), other)
+    room = _room(settings, device)
+    predicted = predictor.predict(plan)
+    report = Report(
+        command=tuple(command),
+        settings=dataclasses.asdict(settings),
+        versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        threads=torch.get_num_threads(),
+        measured=measured,
+        predicted=predicted,
+        at_most=predictor.predict(plan.at_full_length()),
+        room=room,
+        largest=predictor.largest(plan, room),
+        advice=_advice(predicted, measured, sampler),
+    )
+    write(report, folder)
+    _log(settings, report, folder, say, warn)
+    return report
+
+
+def _lengths(settings: ProfileRunSettings) -> Lengths | None:
+    wanted = settings.profile
+    if wanted.lengths != "natural" and not settings.parts["engine"]["_target_"].endswith(TorchEngine.__name__):
+        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
+    trace = read_trace(wanted.trace_file) if wanted.trace_file is not None else ()
+    return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
+
+
+def _process_alone(device: torch.device) -> int:
+    """Bytes that are there before the run's model is: on a CPU the program and its libraries, which the embedded model
+    has used once so that they are loaded; on a GPU what the allocator keeps for them."""
+    model = load_model(ModelSettings(TINY, "float32", "none", False, False, False), device)
+    load_tokenizer(ModelSettings(TINY, "float32", "none", False, False, False))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
+    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
+    optimizer.step()
+    if device.type == "cpu":
+        return resident_bytes()
+    optimizer.zero_grad()
+    del model, optimizer, ids, place
+    gc.collect()
+    return int(torch.cuda.memory_allocated(device))
+
+
+def _measured(
+    settings: ProfileRunSettings, rules: experiment.Rules, lengths: Lengths | None, folder: Path, say: Say, warn: Say
+) -> Measured:
+    device = experiment.pick_device(settings.device)
+    probe = Probe(device)
+    instead: dict[str, Any] = {} if lengths is None else {"eos_token_ids": (NEVER,)}
+    try:
+        bench = experiment.set_up(settings, settings.model, meter=probe, warn=warn, **instead)
+        engine = ProfiledEngine(bench.engine, lengths)
+        bench = replace(bench, engine=engine)
+        parts = experiment.parts_of(settings, rules, bench, (), probe, say, warn)
+        trainer = Trainer(settings, parts, folder)
+        seen = Bench(trainer, parts.model, parts.reference, engine, probe)
+        measured = measure(seen, settings.profile, settings.profile.eval and settings.eval.every > 0, say)
+        if settings.profile.trace:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in write_trace(seen, folder):
+                say(f"wrote {path}")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(settings, error) from error
+    return measured
+
+
+def _shape_model(settings: RunSettings) -> ShapeModel:
+    def load() -> Any:
+        return load_model(replace(settings.model, random_init=True), torch.device("cpu"))
+
+    return ShapeModel(load, settings.model.autocast)
+
+
+def _plan(
+    settings: RunSettings, correction: Correction, lengths: Lengths | None, measured: Measured | None
+) -> tuple[Any, Plan]:
+    """The sampler, and what a step is made of: as it was measured, else with lengths as they are forced, else with all
+    rollouts as long as may be."""
+    offered = {"seed": settings.seed}
+    built = {name: experiment.make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    if measured is not None:
+        rollouts, exam = measured.rollouts, measured.exam
+    else:
+        rollouts, exam = _works(settings, lengths)
+    prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
+    several = settings.train.epochs * settings.train.minibatches > 1
+    plan = Plan(
+        rollouts=rollouts,
+        m=settings.m,
+        engine=EngineShape(built["sampler"], built["sparsity"], prefix),
+        exam=exam,
+        micro_batch_tokens=settings.train.micro_batch_tokens,
+        minibatches=settings.train.minibatches,
+        chunk=settings.train.logprob_chunk,
+        passes=Passes(
+            policy_over_all=correction.rejects,
+            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several),
+            reference=experiment.wants_reference(settings),
+            second_model=not settings.model.adapted or settings.model.adapter is not None,
+        ),
+    )
+    return built["sampler"], plan
+
+
+def _works(settings: RunSettings, lengths: Lengths | None) -> tuple[Work, Work | None]:
+    """A step's rollouts and an evaluation's, on the first prompts of the task."""
+    tokenizer = load_tokenizer(_without_weights(settings.model))
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20}
+    task = experiment.make("task", settings.parts["task"], offered)
+    longest = settings.sampling.max_new_tokens
+
+    def work(prompts: Sequence[Any], n: int) -> Work:
+        count = n * len(prompts)
+        forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
+        return Work(tuple(prompts), n, longest, forced_to)
+
+    step = PromptOrder(task.prompts("train"), settings.train.prompts, settings.seed).of_step(0)
+    held_out = task.prompts("eval")
+    exam = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
+    wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
+    return work(step, settings.n), work(exam, 1 + settings.eval.k) if wanted else None
+
+
+def _without_weights(model: ModelSettings) -> ModelSettings:
+    """What a plan reads of a model: a preset's shape where there is one, and then the embedded tokenizer."""
+    return replace(model, random_init=True) if model.architecture is not None else model
+
+
+def _room(settings: ProfileRunSettings, device: torch.device) -> int:
+    if settings.profile.fit is not None:
+        return parse_bytes(settings.profile.fit, "profile.fit")
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
+
+
+def _advice(predicted: Prediction, measured: Measured | None, sampler: Any) -> tuple[str, ...]:
+    kind = type(sampler).__name__
+    if measured is None:
+        return (advice.of_memory(predicted.fullest, predicted.phases[predicted.fullest], kind),)
+    return advice.of_time(measured), advice.of_memory(measured.fullest, measured.memory, kind)
+
+
+def _log(settings: ProfileRunSettings, report: Report, folder: Path, say: Say, warn: Say) -> None:
+    offered = {"run_dir": folder, "config": dataclasses.asdict(settings), "say": say, "warn": warn}
+    tracker = experiment.make("logger", settings.parts["logger"], offered)
+    tracker.log(Record(0, metrics(report)))
+    tracker.close({"status": "completed", **metrics(report)})
+
+
+def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
+    """What a person is told in place of a traceback: where, what was expected to be there, and what would lower it."""
+    spans = spans_around(error)
+    phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
+    if "eval" in spans:
+        phase = "eval"
+    said = " ".join(str(error).split())[:200]
+    lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
+    try:
+        rules = experiment.build_rules(settings.parts, settings.n, settings.m)
+        sampler, plan = _plan(settings, rules.correction, None, None)
+        predicted = Predictor(_shape_model(settings), 0).predict(plan)
+    except (UserError, MemoryError, RuntimeError) as also:
+        lines.append(f"what it would have taken could not be predicted: {also}")
+        return UserError("\n".join(lines))
+    where = phase if phase in predicted.phases else predicted.fullest
+    lines += advice.breakdown(where, predicted.phases[where], type(sampler).__name__)
+    if where in ("prefill", "decode", "eval") and sampler.on_oom == "fail":
+        lines.append("  or sampler.on_oom=halve: rollouts go on with half the slots")
+    lines.append("what fits: grpo profile profile.plan_only=true profile.fit=<memory> with the same settings")
+    return UserError("\n".join(lines))

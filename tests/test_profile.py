@@ -1,0 +1,247 @@
+"""`grpo profile` as a person types it, what is measured, and what a run that is out of memory says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import contents, make_engine, small_model, some_requests
+from typer.testing import CliRunner
+
+from grpo_cli import cli
+from grpo_cli.engine.cache import KvStore
+from grpo_cli.engine.lengths import TraceRow
+from grpo_cli.engine.sampler import Full, Infinite
+from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.meter import PhasePeaks, ResidentPeak, WallMeter, spans_around
+from grpo_cli.profile import compare
+from grpo_cli.profile.jobs import combinations
+from grpo_cli.profile.lengths import NEVER, ProfiledEngine, forced, lognormal
+from grpo_cli.profile.report import SCHEMA, read
+
+SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
+
+
+def grpo(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, list(words), prog_name="grpo")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def profile(*words: str) -> tuple[dict[str, Any], str]:
+    result = grpo("profile", *SMALL, "hydra.run.dir=out", *words)
+    assert result.exit_code == 0, result.output
+    return read(Path("out/profile.json")), result.stdout
+
+
+def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
+    found, shown = profile("profile.steps=1", "profile.warmup=0", "loss.kl_coef=0.1", "profile.lengths=full")
+    phases = found["measured"]["phases"]
+    wanted = {"prefill", "decode", "reward", "ref_logprobs", "forward", "backward", "optimizer", "rest", "step", "eval"}
+    assert set(phases) == wanted
+    inside = sum(phases[name]["seconds_median"] for name in wanted - {"step", "eval"})
+    assert inside == pytest.approx(phases["step"]["seconds_median"])
+    assert found["measured"]["engine"]["engine/decode_steps"] == 7  # the first of 8 tokens comes from the prompt
+    assert phases["decode"]["tokens"] == 4 * 8
+    measured, predicted = found["measured"]["exact_bytes"], found["predicted"]["exact_bytes"]
+    assert all(measured.values())
+    assert measured == pytest.approx(predicted, rel=0.1)
+    assert found["measured"]["peak"]["bytes"] == pytest.approx(sum(found["measured"]["peak"]["held_by"].values()))
+    assert all(name in shown for name in ("decode", "backward", "To lower it", "fits"))
+
+
+def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("grpo_cli.profiling.Trainer", None)
+    shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]
+    words = [*shape, "sampler=infinite", "sampler.slots=2", "profile.fit=2GB", "eval.every=0"]
+    found, _ = profile("profile.plan_only=true", *words)
+    assert found["measured"] is None
+    weights = found["predicted"]["exact_bytes"]["weights"]
+    # Embedding, queries and output, keys and values, the MLP; the rest are vectors.
+    assert weights == pytest.approx(4 * (151_936 + 2 * 2048 + 2 * 256 + 3 * 11_008) * 2048, rel=0.001)
+    assert found["fit"] == {"room_bytes": 2 * 10**9, "fits": False, "largest": found["fit"]["largest"]}
+    assert found["schema"] == SCHEMA
+
+
+def test_what_cannot_be_profiled_is_refused_all_at_once():
+    wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=much", "profile.mean=9"]
+    result = grpo("profile", *SMALL, *wrong)
+    assert result.exit_code == 2
+    for word in wrong:
+        assert word in result.stderr
+    assert "profile.trace_file" in grpo("profile", "profile.lengths=trace").stderr
+
+
+def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():
+    requests = some_requests(prompts=2, n=4, tokens=30)
+    told = forced("lognormal", 6.0, 0.8, 0, ())
+    assert told is not None
+    model = small_model()
+    inner = make_engine(model, sampler=Infinite(slots=3))
+    inner._eos = (NEVER,)
+    engine = ProfiledEngine(inner, told)
+    made = list(engine.generate(requests))
+    lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in made}
+    assert [lengths[r.prompt.id, r.sample] for r in requests] == told(8, 30)
+    assert max(told(8, 30)) == 30 and min(told(8, 30)) < 6
+    assert all(r.request.sampling.max_new_tokens == 30 for r in made)
+    assert engine.work is not None and sorted(engine.work.lengths) == sorted(told(8, 30))
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_a_trace_is_replayed():
+    lengths = lognormal(1000, 10_000, 200.0, 0.5, seed=1)
+    assert sum(lengths) / 1000 == pytest.approx(200, rel=0.01)
+    trace = [TraceRow(1, "p", i, length) for i, length in enumerate((3, 7, 99))]
+    replay = forced("trace", None, 0.8, 0, trace)
+    assert replay is not None and replay(5, 50) == [3, 7, 50, 3, 7]
+    assert forced("natural", None, 0.8, 0, ()) is None
+
+
+def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
+    line = {"phases": {"step": {"seconds_median": 2.0}, "decode": {"tokens_per_second": 50.0}}}
+    engine = {"engine/decode_steps": 10.0, "engine/slot_utilisation": 0.5, "engine/kv_peak_bytes": 4 * 2**20}
+    peak = {"phase": "decode", "bytes": 2**30, "held_by": {"kv": 2**29, "other": 2**29}}
+    first = {"measured": {**line, "engine": engine, "peak": peak}, "predicted": {}}
+    second = json.loads(json.dumps(first))
+    second["measured"]["engine"]["engine/kv_peak_bytes"] = 2**20
+    rows = [compare.row("sampler=full", first), compare.row("sampler=micro", second)]
+    table = compare.table(rows)
+    (kv,) = [column for column in table.columns if column.header == "KV"]
+    assert list(kv.cells) == ["4.0 MiB\n(1.00)", "1.0 MiB\n(0.25)"]
+
+
+def test_every_combination_of_a_sweep_is_a_job_with_all_its_overrides():
+    jobs = combinations(["seed=1", "sampler=full,infinite", "+sampler.x='a,b'", "n=range(2,4)"])
+    assert [name for name, _ in jobs] == [f"sampler={s} n={n}" for s in ("full", "infinite") for n in (2, 3)]
+    assert all(words[0] == "seed=1" and words[2] == "+sampler.x='a,b'" for _, words in jobs)
+
+
+def test_a_picture_of_a_sweep_is_drawn_without_a_display(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [compare.Row(f"n={n}", 1.0, 5.0, 9.0, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)]
+    compare.draw(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_another_schema_is_refused(tmp_path: Path):
+    (tmp_path / "profile.json").write_text('{"schema": 0}')
+    with pytest.raises(UserError, match="schema 0"):
+        read(tmp_path / "profile.json")
+
+
+class Short:
+    """A device that holds no more than so many slots."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.asked = most, []
+
+    def __call__(self, store: Any, layout: Any, rows: int, capacity: int, device: Any) -> None:
+        self.asked.append(rows)
+        if rows > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        self.real(store, layout, rows, capacity, device)
+
+    real = staticmethod(KvStore.__init__)
+
+
+def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest.MonkeyPatch):
+    requests = some_requests(prompts=1, n=12)
+    wanted = contents(make_engine(small_model()).generate(requests))
+    short, said = Short(most=4), list[str]()
+    monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
+    engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
+    assert contents(engine.generate(requests)) == wanted
+    assert engine.stats().slots == 3
+    assert engine.stats().details["engine/oom_halvings"] == 2
+    assert engine.stats().generated_tokens == sum(len(tokens) for tokens, _, _ in wanted.values())
+    assert ["12 slots" in said[0], "6 slots" in said[1], len(said)] == [True, True, 2]
+    short.asked.clear()
+    list(engine.generate(requests))
+    assert short.asked[0] == 3, "it stays halved"
+
+
+def test_out_of_memory_half_way_keeps_what_was_made(monkeypatch: pytest.MonkeyPatch):
+    requests = some_requests(prompts=2, n=6)
+    wanted = contents(make_engine(small_model()).generate(requests))
+    engine = make_engine(small_model(), sampler=Infinite(slots=8, on_oom="halve"), warn=lambda text: None)
+    draw, left = engine._decoder.logits, [25]
+
+    def failing(hidden: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return draw(hidden)
+
+    monkeypatch.setattr(engine._decoder, "logits", failing)
+    assert contents(engine.generate(requests)) == wanted
+    assert engine.stats().generated_tokens == sum(len(tokens) for tokens, _, _ in wanted.values())
+
+
+def test_out_of_memory_fails_where_it_is_not_told_to_halve_or_nothing_is_left_to_halve(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(KvStore, "__init__", lambda *given: Short(most=0)(*given))
+    for sampler in (Full(), Infinite(slots=2, on_oom="halve")):
+        with pytest.raises(torch.OutOfMemoryError):
+            list(make_engine(small_model(), sampler=sampler, warn=lambda text: None).generate(some_requests(1, 2)))
+
+
+def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.MonkeyPatch):
+    def failing(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("grpo_cli.passes.token_logprobs", failing)
+    result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
+    assert result.exit_code == 2
+    assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr
+    assert "train.micro_batch_tokens" in result.stderr and "optimizer" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_other_errors_are_not_taken_for_it():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError("CUDA"))
+
+
+def test_an_error_tells_the_spans_that_it_passed_through():
+    meter = WallMeter()
+    with pytest.raises(ValueError) as raised, meter.span("step"), meter.span("rollout"):
+        with meter.span("prefill"):
+            pass
+        with meter.span("decode"):
+            raise ValueError
+    assert spans_around(raised.value) == ("step", "rollout", "decode")
+
+
+def test_a_phase_has_the_peak_of_its_own_time():
+    peaks = iter([1, 50, 7, 90, 3, 2])
+    watch = PhasePeaks(lambda: next(peaks))
+    for names in [("step",), ("step", "a"), ("step",), ("step", "a"), ("step",), ("step", "b"), ("step",), ()]:
+        watch.phase(names)
+    # Read before the step (1), before a (50), when b opens (7: both times of a) and when the step ends (90: b).
+    assert watch.take() == {"step": 90, "a": 7, "b": 90}
+
+
+def test_resident_memory_is_seen_to_rise_and_to_fall():
+    with ResidentPeak(interval=0.001) as peak:
+        before = peak.read()
+        block = torch.ones(2**27, dtype=torch.uint8)
+        high = peak.read()
+        del block
+        peak.read()
+        assert high > before + 2**26 > peak.read() - 2**25
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_profile_on_a_gpu_reads_the_allocator_and_agrees_with_its_prediction():
+    found, _ = profile("profile.device=cuda", "profile.steps=1", "profile.trace=true")
+    assert found["measured"]["exact_bytes"] == pytest.approx(found["predicted"]["exact_bytes"], rel=0.1)
+    assert found["predicted"]["peak"]["bytes"] == pytest.approx(found["measured"]["peak"]["bytes"], rel=0.2)
+    assert Path("out/trace.json.gz").stat().st_size and Path("out/memory_snapshot.pickle").stat().st_size

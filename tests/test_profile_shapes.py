@@ -1,0 +1,131 @@
+"""What is predicted from shapes is what the run's own code then holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import make_engine, small_model, some_requests
+
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.sparsity import Dense, SnapKv
+from grpo_cli.logprobs import logprobs_at
+from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
+from grpo_cli.profile.predict import GRADIENTS as HELD
+from grpo_cli.profile.predict import KINDS, Passes, Plan, Predictor, total
+from grpo_cli.profile.shapes import KV, EngineShape, Part, ShapeModel, Work, fullest, parts_of
+
+SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
+
+
+def fake_model(**config: Any) -> ShapeModel:
+    return ShapeModel(lambda: small_model(**config), "none")
+
+
+def work_of(requests: Any, n: int, tokens: int) -> Work:
+    prompts = tuple({request.prompt.id: request.prompt for request in requests}.values())
+    return Work(prompts, n, tokens, (tokens,) * len(requests))
+
+
+def test_what_is_alive_is_counted_by_what_it_is_for():
+    model = small_model()
+    vocabulary, hidden = model.config.vocab_size, model.config.hidden_size
+    with Allocations(model) as allocations:
+        states = torch.zeros(10, hidden)
+        logits = model.lm_head(states)
+        assert logits.shape == (10, vocabulary)
+        assert allocations.take_peak() == {ACTIVATIONS: 10 * hidden * 4, LOGITS: 10 * vocabulary * 4}
+        del logits
+        assert allocations.take_peak() == {ACTIVATIONS: 10 * hidden * 4, LOGITS: 10 * vocabulary * 4}
+        assert allocations.take_peak() == {ACTIVATIONS: 10 * hidden * 4}
+        view = states[:3]
+        assert allocations.take_peak() == {ACTIVATIONS: 10 * hidden * 4}, "a view takes nothing"
+        del states, view
+        allocations.take_peak()
+        assert allocations.take_peak() == {}
+
+
+def test_gradients_are_what_parameters_hold_after_a_pass():
+    model = small_model()
+    ids, place = torch.zeros(2, 8, dtype=torch.long), torch.ones(4, dtype=torch.long)
+    with Allocations(model) as allocations:
+        logprobs_at(model, ids, 0 * place, place, 1.0, 4).sum().backward()
+        allocations.take_peak()
+        held = allocations.take_peak()
+    assert held[GRADIENTS] == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("sampler", [Full(), Micro(slots=5), Infinite(slots=3), Infinite(kv_budget="200KiB")])
+@pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
+def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, sparsity: Any):
+    requests = some_requests(prompts=3, n=4, tokens=30)
+    engine = make_engine(small_model(), sampler=sampler, sparsity=sparsity)
+    list(engine.generate(requests))
+    _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 0))
+    assert decode[KV] == engine.stats().kv_peak_bytes
+
+
+def test_a_predicted_pass_is_what_the_same_pass_holds():
+    model = small_model()
+    ids, places = torch.zeros(6, 40, dtype=torch.long), torch.ones(100, dtype=torch.long)
+    with Allocations(model) as allocations:
+        values = logprobs_at(model.train(), ids, 0 * places, places, 1.0, 32)
+        real = [allocations.take_peak()]
+        values.sum().backward()
+        real.append(allocations.take_peak())
+    for found, predicted in zip(real, fake_model().train_pass(6, 40, 100, 32, False), strict=True):
+        # Attention of fake tensors lays its results out differently, which costs or saves a copy.
+        assert total(predicted) == pytest.approx(total(found), rel=0.15)
+        assert predicted.get(LOGITS, 0) == found.get(LOGITS, 0)
+
+
+def test_a_model_of_any_size_has_shapes_and_no_memory():
+    model = fake_model(hidden_size=4096, intermediate_size=65_536, num_hidden_layers=20, vocab_size=100_000)
+    assert model.weights > 60 * 2**30
+
+
+def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> Plan:
+    sampler = Full() if slots is None else Infinite(slots=slots)
+    passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
+    return Plan(work_of(requests, n, 30), m, EngineShape(sampler, Dense(), 0), None, tokens, 1, 64, passes)
+
+
+def test_the_optimizer_has_two_averages_of_every_weight_and_the_reference_is_a_second_model():
+    model, requests = fake_model(), some_requests(prompts=2, n=4)
+    given = plan(requests, 4, 4)
+    found = Predictor(model, other=7).predict(given).phases["optimizer"]
+    parameters = list(model.trained)
+    weights = sum(p.numel() * 4 for p in parameters)
+    assert found["optimizer"] == 2 * weights + 4 * len(parameters)
+    assert found[HELD] == weights
+    assert found["other"] == 7
+    assert set(found) <= set(KINDS)
+
+
+def test_fewer_slots_take_less_and_larger_groups_more():
+    predictor = Predictor(fake_model(), other=0)
+    small = predictor.predict(plan(some_requests(prompts=2, n=4), 4, 4)).phases["decode"]
+    large = predictor.predict(plan(some_requests(prompts=2, n=16), 16, 4)).phases["decode"]
+    slotted = predictor.predict(plan(some_requests(prompts=2, n=16), 16, 4, slots=4)).phases["decode"]
+    assert total(slotted) < total(small) < total(large)
+
+
+def test_the_largest_values_fit_and_twice_as_much_does_not():
+    predictor, given = Predictor(fake_model(), other=0), plan(some_requests(prompts=2, n=8), 8, 8)
+    room = predictor.predict(given).peak * 2
+    largest = predictor.largest(given, room)
+    assert largest["n"] is not None and largest["n"] >= 8
+    bigger = plan(some_requests(prompts=2, n=2 * largest["n"] + 2), 2 * largest["n"] + 2, 2 * largest["n"] + 2)
+    fitting = plan(some_requests(prompts=2, n=largest["n"]), largest["n"], largest["n"])
+    assert predictor.predict(fitting).peak <= room < predictor.predict(bigger).peak
+    assert predictor.largest(given, 1000) == dict.fromkeys(largest)
+
+
+def test_micro_batches_are_those_of_the_trainer():
+    assert parts_of([(1, 2), (4, 5), (1, 3), (4, 6)], 20) == [Part(2, 10, 11), Part(2, 4, 5)]
+
+
+def test_where_slots_are_refilled_they_stay_full_to_the_longest():
+    assert fullest([10, 20, 30, 300], slots=2, capacity=304) == [(2, 304)]
+    assert fullest([1, 1], slots=2, capacity=16) == [(2, 16)], "there is no second token, but there is an answer"

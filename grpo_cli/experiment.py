@@ -224,6 +224,7 @@ def _engine(
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed}
     offered["decode"] = partial(tokenizer.decode, skip_special_tokens=False)
+    offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")

@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,6 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 # The releases that the tests have run on; scripts/install_vllm.sh reads this line.
 TESTED_VERSIONS = ">=0.32,<0.33"
-
-INSTALL = "run scripts/install_vllm.sh, then start grpo from .venv-vllm/bin"
 
 # Set here and nowhere else, before vLLM is imported. Only the first is insisted on: a person's own values are kept.
 _INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
@@ -282,9 +281,17 @@ class VllmEngine:
         else:
             words["gpu_memory_utilization"] = self._memory
         with _quietly(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
+            _only(self)
             self._llm = self._started(Path(folder), words | {"dtype": str(dtype).removeprefix("torch.")})
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_bytes = cache.num_gpu_blocks * block
+        weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
+
+    def close(self) -> None:
+        """Let vLLM go; whoever asks for rollouts again waits for a new start."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm, self._stale, self._asleep = None, True, False
 
     @property
     def _block(self) -> int:
@@ -347,9 +354,23 @@ def _tokens(request: Request) -> int:
     return len(request.prompt.token_ids) + request.sampling.max_new_tokens
 
 
+_holder: list[weakref.ref[VllmEngine]] = []
+
+
+def _only(engine: VllmEngine) -> None:
+    """Close the engine that has vLLM now, if there is one: its state is the process's, and the end of one is of all."""
+    for other in _holder:
+        if (holder := other()) is not None:
+            holder.close()
+    _holder[:] = [weakref.ref(engine)]
+
+
 def _require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed: {INSTALL}")
+        raise UserError(
+            f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
+            "scripts/install_vllm.sh, then start grpo from .venv-vllm/bin"
+        )
 
 
 def _set_environment() -> None:

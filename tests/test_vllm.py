@@ -224,7 +224,7 @@ def test_norms_of_keys_forbid_larger_heads():
         engine_of(small_model("qwen3"))
 
 
-# Trains through vLLM for eight steps; in the ninth, vLLM fails in the middle of the rollouts.
+# Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
 RUN = """
 import grpo_cli.engine.vllm as engine
 from grpo_cli.cli import main
@@ -237,7 +237,7 @@ def update(self):
     build(self)
 
 def failing(self, work):
-    if calls[0] == 9 and work.steps == 5:
+    if calls[0] == 10 and work.steps == 5:
         def broken():
             raise MemoryError("no room\\nfor this")
         self._llm.llm_engine.step = broken
@@ -265,7 +265,7 @@ def test_the_policy_learns_and_a_failure_leaves_what_was_learned(tmp_path: Path)
     assert all(abs(r["mismatch/ratio_mean"] - 1) < 1e-3 for r in records if r["step"])
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     kept = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
-    assert kept[-1] == "step_000008" and (tmp_path / "checkpoints" / kept[-1] / "model.safetensors").is_file()
+    assert kept[-1] == "step_000009" and (tmp_path / "checkpoints" / kept[-1] / "model.safetensors").is_file()
 
 
 @pytest.mark.gpu

@@ -32,6 +32,11 @@ class Served:
         inner = unwrapped(model)
         attention = inner.model.layers[0].self_attn
         dim: int = attention.head_dim
+        if not attention.q_proj.weight.is_floating_point():
+            raise UserError(
+                "engine=vllm cannot serve a quantised base: its weights are packed, and vLLM would be another sampler "
+                "than the policy; load the model unquantised, or use engine=torch"
+            )
         # Never tied: where kernels repack the head, vLLM's reloading would leave it with the weights of the start.
         config = inner.config.to_dict() | {"architectures": [type(inner).__name__], "tie_word_embeddings": False}
         if head_sizes is None or dim in head_sizes:

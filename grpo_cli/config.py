@@ -332,6 +332,11 @@ def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if scheduler and _target(parts["predictor"]) == "NoPredictor":
         others = ", ".join(name for name in choices("predictor") if name != "none")
         yield f"scheduler={scheduler} orders by predicted length, but predictor=none; choose predictor={others}"
+    if _target(parts["engine"]) == "VllmEngine" and _target(parts["sparsity"]) != "Dense":
+        yield (
+            f"sparsity={_target(parts['sparsity']).lower()} cannot be had with engine=vllm: its cache is in blocks "
+            "that rollouts share, from which no policy can evict single keys; choose engine=torch or sparsity=dense"
+        )
     slots = parts["sampler"].get("slots")
     if slots is not None and not (is_a(int, slots) and slots >= 1):
         yield f"sampler.slots={shown(slots)} must be a whole number of at least 1"

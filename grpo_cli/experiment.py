@@ -225,6 +225,7 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
+    offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")

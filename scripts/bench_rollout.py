@@ -182,8 +182,6 @@ def measure_in_a_process(row: Row, folder: Path) -> None:
     environment = {
         "OMP_NUM_THREADS": str(row.case.threads),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     case = json.dumps(asdict(row.case))
     command = [sys.executable, __file__, "--child", row.arm, case, str(out)]

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedConfig,
@@ -328,48 +327,18 @@ def continuous(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
 
 
 def vllm(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
-    """vLLM in this process, with blocks for all rows at full length and the one that it keeps for itself."""
-    from vllm import LLM, SamplingParams
+    """vLLM in this process, with blocks for all its rows at full length and the one that it keeps for itself."""
+    from grpo_cli.engine.vllm import VllmEngine
 
-    config = AutoConfig.from_pretrained(case.folder)
-    rows = case.slots if in_slots else len(work.requests)
-    block = 16 if case.device == "cuda" else PAGE
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = 2 if case.dtype == "bfloat16" else 4
-    block_bytes = block * 2 * config.num_hidden_layers * config.num_key_value_heads * dim * itemsize
-    longest = round_up(work.longest, block)
-    engine = LLM(
-        model=case.folder,
-        skip_tokenizer_init=True,
-        dtype=case.dtype,
-        max_model_len=longest,
-        max_num_seqs=rows,
-        block_size=block,
-        kv_cache_memory_bytes=(rows * longest // block + 1) * block_bytes,
-        seed=case.seed,
-    )
-    inner, forwards = engine.llm_engine, [0]
-    step = inner.step
-
-    def counted_step() -> Any:
-        forwards[0] += 1
-        return step()
-
-    inner.step = counted_step
-    eos = None if work.forced else list(work.eos)
+    model = load_model(case.settings, torch.device(case.device))
+    sampler = Infinite(slots=case.slots) if in_slots else Full()
+    engine = VllmEngine(model, work.eos, sampler, Fifo(), NoPredictor(), Dense(), sleep=False)
+    stack.callback(engine.close)
 
     def run(requests: Sequence[Request]) -> Ran:
-        before = forwards[0]
-        words = [
-            SamplingParams(
-                max_tokens=r.sampling.max_new_tokens, ignore_eos=work.forced, stop_token_ids=eos, detokenize=False
-            )
-            for r in requests
-        ]
-        prompts = [{"prompt_token_ids": list(r.prompt.token_ids)} for r in requests]
-        out = engine.generate(prompts, words, use_tqdm=False)
-        kv_bytes = inner.vllm_config.cache_config.num_gpu_blocks * block_bytes
-        return Ran([len(o.outputs[0].token_ids) for o in out], forwards[0] - before, kv_bytes)
+        lengths = [len(rollout) for rollout in engine.generate(requests)]
+        stats = engine.stats()
+        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes)
 
     return run
 

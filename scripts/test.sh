@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is checked: makes .venv if there is none, installs grpo-cli with its dev extras, then lint, format, types
-# and all tests that this machine can run. Arguments go to pytest, for example: scripts/test.sh -m "not slow" -k config
+# and all tests that this machine can run; on Linux also those of engine=vllm, in .venv-vllm. Arguments go to pytest, and
+# then only that runs, for example: scripts/test.sh -m "not slow" -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
@@ -10,4 +11,11 @@ export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 ruff check .
 ruff format --check .
 mypy
-exec pytest "$@"
+(($#)) && exec pytest "$@"
+pytest
+[[ $(uname -s) == Linux ]] || exit 0
+if ! scripts/install_vllm.sh; then
+    echo "NOT RUN: the tests of engine=vllm, since vLLM could not be installed (see above)" >&2
+    exit 0
+fi
+exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" .venv-vllm/bin/python -m pytest -m vllm tests/test_vllm.py

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
-            item.add_marker(pytest.mark.skip(reason="the vllm extra is not installed"))
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed (scripts/install_vllm.sh)"))
 
 
 def _has_gpu() -> bool:

@@ -26,7 +26,8 @@ engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate engine/graph
 engine/stop
 engine/generation
-engine/engine engine/vllm_engine
+engine/served engine/admission
+engine/engine engine/vllm
 rollout
 health evaluate learner select report/
 profile/
@@ -44,7 +45,7 @@ DOORS = {
     "hydra": {"cli", "experiment", "launcher", "profile/"},
     "omegaconf": {"cli", "config", "launcher"},
     "wandb": {"tracking"},
-    "vllm": {"engine/vllm_engine"},
+    "vllm": {"engine/vllm"},
     "transformers": {"model/"},
     "peft": {"model/"},
     "bitsandbytes": {"optimizer"},

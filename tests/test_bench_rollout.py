@@ -102,8 +102,8 @@ def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arms: ModuleTyp
 
 
 @pytest.mark.vllm
-def test_vllm_makes_the_forced_lengths(arms: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_makes_the_forced_lengths(arms: ModuleType):
     work = work_of(arms, [7, 2, 3, 5, 1])
     with ExitStack() as stack:
         ran = arms.ARMS["vllm"](case(arms), work, stack)(work.requests)

@@ -244,3 +244,8 @@ def test_a_run_without_kept_overrides_is_resumed_in_its_folder(tmp_path: Path):
 
 def test_the_choices_of_every_group_are_those_of_its_folder():
     assert choices("sampler") == ["full", "infinite", "micro"]
+
+
+def test_vllm_takes_no_eviction():
+    said = refusal("engine=vllm", "sparsity=rkv")
+    assert "sparsity=rkv cannot be had with engine=vllm" in said and "engine=torch" in said

@@ -1,0 +1,426 @@
+"""The vLLM rollout engine: vLLM in this process, under the same protocol, schedulers and samplers as the torch engine.
+
+It holds a copy of the weights, made when rollouts are next asked for after an update and never written to disk. vLLM
+batches and caches; which request enters when is decided here, by the scheduler's plan, one request per free slot. So
+`full` and `infinite` are continuous batching in `slots` rows (vLLM's `max_num_seqs`), `micro` is rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import random
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from grpo_cli.engine.admission import Work
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
+from grpo_cli.engine.served import Served
+from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.errors import UserError
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.weights import merged_weights
+from grpo_cli.typed import closest
+from grpo_cli.types import EngineStats, Request, Rollout
+
+# The releases that the tests have run on; scripts/install_vllm.sh reads this line.
+TESTED_VERSIONS = ">=0.32,<0.33"
+
+# Set here and nowhere else, before vLLM is imported. Only the first is insisted on: a person's own values are kept.
+_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads are the same ones
+}
+
+_OURS = (
+    "model dtype seed max_num_seqs kv_cache_memory_bytes gpu_memory_utilization enforce_eager enable_prefix_caching "
+    "enable_sleep_mode load_format skip_tokenizer_init max_model_len block_size"
+).split()
+_BIASING = {
+    "logprobs_mode": "log-probabilities must be those of the distribution that was drawn from (processed)",
+    "logits_processors": "the policy would not be what was sampled from",
+    "generation_config": "a model's own penalties and truncation would change what is sampled from",
+    "override_generation_config": "penalties and truncation would change what is sampled from",
+    "kv_cache_dtype": "rounded keys and values would make another sampler than the policy",
+    "quantization": "rounded weights would make another sampler than the policy",
+    "speculative_config": "its acceptance rule has not been tested to keep the policy's distribution",
+    "watermark_config": "marked text is drawn from another distribution than the policy's",
+    "hf_overrides": "the model in training would not be the one that is sampled from",
+}
+
+
+class VllmEngine:
+    """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Sequence[int],
+        sampler: Full | Micro | Infinite,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
+        seed: int = 0,
+        memory: float = 0.4,
+        max_model_len: int | None = None,
+        prefix_caching: bool = True,
+        eager: bool | None = None,
+        sleep: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model, self._eos = model, tuple(eos_token_ids)
+        self._sampler, self._scheduler, self._predictor = sampler, scheduler, predictor
+        self._rollouts_per_step, self._seed = rollouts_per_step, seed
+        self._memory, self._max_model_len, self._options = memory, max_model_len, dict(options or {})
+        self._device: torch.device = next(model.parameters()).device
+        on_gpu = self._device.type == "cuda"
+        self._eager = not on_gpu if eager is None else eager
+        self._sleeps = on_gpu if sleep is None else sleep
+        self._prefix_caching = prefix_caching
+        self._check_words(sparsity)
+        self._served = Served.of(model, _head_sizes(self._device))
+        self._llm: Any = None
+        self._slots = self._kv_bytes = self._block_bytes = 0
+        self._stale, self._asleep, self._dead = True, False, ""
+        self._stats = EngineStats()
+
+    def _check_words(self, sparsity: Dense | Budget) -> None:
+        if isinstance(sparsity, Budget):
+            raise UserError(
+                "sparsity other than dense cannot be had with engine=vllm: its cache is in blocks that rollouts share, "
+                "from which no policy can evict single keys; use engine=torch or sparsity=dense"
+            )
+        if self._scheduler.needs_lengths and self._predictor.prefix_tokens > 0:
+            raise UserError(
+                "engine=vllm shows nobody its hidden states, which predictor=prefix reads; choose predictor=mean or "
+                "oracle, or scheduler=fifo"
+            )
+        if not 0 < self._memory < 1:
+            raise UserError(f"engine.memory={self._memory} is the share of a GPU's memory and must be between 0 and 1")
+        if self._sleeps and self._device.type != "cuda":
+            raise UserError("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
+        _require_vllm()
+        _check_options(self._options)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing."""
+        self._stats = EngineStats()
+        if not requests:
+            return
+        self._check(requests)
+        edges = {"engine/memory_before_bytes": self._held()}
+        seconds = self._wake(requests)
+        edges["engine/memory_awake_bytes"] = self._held()
+        details = {"engine/weight_update_seconds": seconds}
+        work = Work(requests, self._slots, self._sampler.refills or isinstance(self._sampler, Full))
+        predicting = self._predictor.prefix_tokens == 0
+        predicted = self._predictor.predict(requests, None) if predicting else None
+        finished: list[Rollout] = []
+        try:
+            for rollout in self._serve(work, predicted):
+                finished.append(rollout)
+                yield rollout
+        finally:
+            self._rest(work)
+            edges["engine/memory_after_bytes"] = self._held()
+            if predicting and len(finished) == len(requests):
+                details |= self._predictor.learn(finished, None)
+            self._stats = work.stats(self._kv_bytes, details | edges | dict(getattr(self._scheduler, "details", {})))
+
+    def _serve(self, work: Work, predicted: Sequence[float] | None) -> Iterator[Rollout]:
+        work.start(self._scheduler, predicted)
+        while work.queue or work.running:
+            for index in work.admitted(self._scheduler):
+                self._enter(index, work.requests[index])
+            for output in self._step(work):
+                yield work.settle(output, self._eos)
+
+    def _enter(self, index: int, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        words = request.sampling
+        params = SamplingParams(
+            temperature=words.temperature,
+            top_p=words.top_p,
+            top_k=words.top_k,
+            max_tokens=words.max_new_tokens,
+            seed=request.seed,
+            stop_token_ids=list(self._eos),
+            ignore_eos=True,  # what ends a reply is said by `stop_token_ids` alone
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        with self._answering("takes no request"):
+            prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
+            self._llm.llm_engine.add_request(str(index), prompt, params)
+
+    def _step(self, work: Work) -> list[Any]:
+        """One forward of vLLM's, outside the learner's autocast; eager means its sampling helpers too."""
+        stance = "force_eager" if self._eager else "default"
+        with (
+            self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
+            torch.autocast(self._device.type, enabled=False),
+            torch.compiler.set_stance(stance),
+        ):
+            outputs = self._llm.llm_engine.step()
+            if not outputs and not self._llm.llm_engine.has_unfinished_requests():
+                raise RuntimeError(f"{len(work.running)} requests were lost")
+        work.count_step()
+        return [output for output in outputs if output.finished]
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """Whatever vLLM raises ends the run in one line; it raises every kind, so every kind is caught."""
+        if self._dead:
+            raise UserError(self._dead)
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "") or "no reason given"
+            self._dead = (
+                f"vLLM {what}: {type(error).__name__}: {reason}; the last finished step is kept, go on from it with "
+                "grpo train resume=auto, with less memory taken (engine.memory, sampler.slots) or with engine=torch"
+            )
+            raise UserError(self._dead) from error
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            needed, context = _tokens(request), self._limit()
+            if needed > context:
+                raise UserError(
+                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
+                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but engine=vllm "
+                    f"has room for {context}: lower sampling.max_new_tokens, leave such prompts out, or raise "
+                    "engine.max_model_len or sampler.kv_budget if they are what limits it"
+                )
+            temperature = request.sampling.temperature
+            if not (temperature == 0 or 0.01 <= temperature <= 2):
+                raise UserError(
+                    f"temperature {temperature} cannot be had with engine=vllm, which moves it into 0.01 to 2 (or 0, "
+                    "greedy): the log-probabilities would be those of another distribution"
+                )
+
+    def _limit(self) -> int:
+        """The most tokens that a request may come to."""
+        if self._llm is not None:
+            return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+        context: int = unwrapped(self._model).config.max_position_embeddings
+        return min(context, self._max_model_len or context)
+
+    def _wake(self, requests: Sequence[Request]) -> float:
+        """Memory taken, weights those of the policy; returns the seconds that the weights took."""
+        if self._llm is None:
+            self._build(requests)
+        with self._answering("cannot take up its memory and weights"):
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            start = time.perf_counter()
+            if self._stale:
+                self._update()
+            seconds = time.perf_counter() - start
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+        return seconds
+
+    def _update(self) -> None:
+        weights = self._served.weights(merged_weights(self._model))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the cache of prompts could not be emptied")
+        self._stale = False
+
+    def _rest(self, work: Work) -> None:
+        """Take back what was not finished, and give memory back."""
+        if self._dead:
+            return
+        with self._answering("does not come to rest"):
+            if work.running:
+                self._llm.llm_engine.abort_request([str(index) for index in work.running])
+            if self._sleeps:
+                self._llm.sleep(level=2)  # weights too: they come anew from the policy
+                self._asleep, self._stale = True, True
+
+    def _build(self, requests: Sequence[Request]) -> None:
+        _set_environment()
+        dtype, kind = next(self._model.parameters()).dtype, self._device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        block = self._block_bytes = self._served.token_bytes(dtype) * self._block
+        rows = -(-max(_tokens(request) for request in requests) // self._block)
+        at_once = self._rollouts_per_step or len(requests)
+        # vLLM keeps one block for itself.
+        self._slots = self._sampler.fit(at_once, KvShape(block, rows * block))
+        words: dict[str, Any] = {"max_model_len": self._limit()}
+        budget = self._budget(rows)
+        if budget is not None:
+            words["kv_cache_memory_bytes"] = budget * block
+            words["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
+        else:
+            words["gpu_memory_utilization"] = self._memory
+        with _quietly(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
+            _only(self)
+            self._llm = self._started(Path(folder), words | {"dtype": str(dtype).removeprefix("torch.")})
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self._kv_bytes = cache.num_gpu_blocks * block
+        weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
+
+    def close(self) -> None:
+        """Let vLLM go; whoever asks for rollouts again waits for a new start."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm, self._stale, self._asleep = None, True, False
+
+    @property
+    def _block(self) -> int:
+        """Tokens in a block of the cache: the fewest that vLLM's kernels take."""
+        return 16 if self._device.type == "cuda" else 32
+
+    def _budget(self, rows: int) -> int | None:
+        """Blocks of the cache: what sampler.kv_budget holds, or on a CPU what all slots need; None: as vLLM finds."""
+        if isinstance(self._sampler, Micro | Infinite) and self._sampler.kv_budget is not None:
+            return parse_bytes(self._sampler.kv_budget) // self._block_bytes
+        if self._device.type == "cuda":
+            return None
+        return 1 + self._slots * rows
+
+    def _started(self, folder: Path, words: Mapping[str, Any]) -> Any:
+        from vllm import LLM
+
+        (folder / "config.json").write_text(json.dumps(self._served.config), encoding="utf-8")
+        return LLM(
+            model=str(folder),
+            load_format="dummy",  # the weights come from the policy
+            skip_tokenizer_init=True,
+            seed=self._seed % 2**32,
+            max_num_seqs=self._slots,
+            block_size=self._block,
+            enable_prefix_caching=self._prefix_caching,
+            enable_sleep_mode=self._sleeps,
+            enforce_eager=self._eager,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            **words,
+            **self._options,
+        )
+
+    def _held(self) -> float:
+        """Bytes in use now: of the whole GPU (vLLM's memory is not the allocator's), or resident of this process."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return float(total - free)
+        return float(psutil.Process().memory_info().rss)
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost; complete once its iterator is exhausted."""
+        return self._stats
+
+    def update_weights(self) -> None:
+        """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
+        self._stale = True
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that a resumed run goes on."""
+        return {"predictor": self._predictor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._predictor.load_state(state["predictor"])
+
+
+def _tokens(request: Request) -> int:
+    return len(request.prompt.token_ids) + request.sampling.max_new_tokens
+
+
+_holder: list[weakref.ref[VllmEngine]] = []
+
+
+def _only(engine: VllmEngine) -> None:
+    """Close the engine that has vLLM now, if there is one: its state is the process's, and the end of one is of all."""
+    for other in _holder:
+        if (holder := other()) is not None:
+            holder.close()
+    _holder[:] = [weakref.ref(engine)]
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
+            "scripts/install_vllm.sh, then start grpo from .venv-vllm/bin"
+        )
+
+
+def _set_environment() -> None:
+    os.environ.update(_INSISTED)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def _head_sizes(device: torch.device) -> list[int] | None:
+    """The head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
+    if device.type == "cuda":
+        return None
+    _set_environment()
+    with _quietly():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what is ours to say, what would bias the ratio, and what vLLM does not know."""
+    for word, value in options.items():
+        if word in _OURS:
+            raise UserError(f"engine.options.{word} is set by this engine itself; see conf/engine/vllm.yaml")
+        if word in _BIASING:
+            raise UserError(f"engine.options.{word}={value} would bias the importance ratio: {_BIASING[word]}")
+    if not options:
+        return
+    _set_environment()
+    with _quietly():
+        from vllm.engine.arg_utils import EngineArgs
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for word in options:
+        if word not in known:
+            raise UserError(f"engine.options.{word} is no word of vLLM's LLM{closest(word, known)}")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """vLLM's start, with what it changes for the whole process put back: random states, threads, `set_num_threads`."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its imports, about its own code
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            set_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

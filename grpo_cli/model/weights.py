@@ -1,0 +1,45 @@
+"""A model's weights under the names that its saved folder has: what an engine that holds its own copy is fed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+from grpo_cli.model.anatomy import unwrapped
+
+
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its name, one after the other, without gradient; adapters are added to what they adapt.
+
+    Weights without adapters are the model's own tensors, so that nothing is copied before somebody reads it; a merged
+    one exists only while it is the current one. Tied weights come under each of their names. Raises UserError for an
+    adapted layer whose own weights are packed (quantised): a sum with those is not to be had.
+    """
+    inner = unwrapped(model)
+    adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}
+    for path, module in inner.named_modules():
+        if path in adapted:
+            for name, parameter in module.base_layer.named_parameters(recurse=False):
+                weight = parameter.detach()
+                yield f"{path}.{name}", _with_adapters(weight, module, path) if name == "weight" else weight
+        elif not any(path.startswith(f"{layer}.") for layer in adapted):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}" if path else name, parameter.detach()
+
+
+@torch.no_grad()
+def _with_adapters(weight: Tensor, layer: Any, path: str) -> Tensor:
+    if not weight.is_floating_point():
+        raise UserError(
+            f"the weights of {path} are quantised, and its adapters cannot be merged into them for engine=vllm: load "
+            "the model unquantised, or use engine=torch"
+        )
+    total = weight
+    for adapter in layer.active_adapters:
+        delta = layer.get_delta_weight(adapter)
+        total = total.to(torch.promote_types(total.dtype, delta.dtype)) + delta
+    return total.to(weight.dtype)

@@ -1,0 +1,123 @@
+"""What vLLM is fed with and told, as far as it can be judged without vLLM itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from small import small_model
+
+from grpo_cli.engine.admission import Work
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import Full
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.served import Served
+from grpo_cli.engine.sparsity import Dense
+from grpo_cli.engine.vllm import VllmEngine
+from grpo_cli.errors import UserError
+from grpo_cli.model.weights import merged_weights
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request
+
+
+def test_weights_are_those_of_a_saved_folder():
+    model = small_model()
+    found, saved = dict(merged_weights(model)), model.state_dict()
+    assert found.keys() == saved.keys()
+    assert all(found[name] is saved[name] or torch.equal(found[name], saved[name]) for name in saved)
+    assert not any(weight.requires_grad for weight in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
+def test_adapters_are_added_to_what_they_adapt():
+    peft = pytest.importorskip("peft")
+    model = small_model()
+    names = list(model.state_dict())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    found = {name: weight.clone() for name, weight in merged_weights(adapted)}
+    assert list(found) == names
+    plain = adapted.merge_and_unload().state_dict()
+    assert all(torch.allclose(found[name], plain[name], atol=1e-6) for name in names)
+
+
+def test_larger_heads_are_zero_where_the_models_have_nothing():
+    model = small_model()  # 4 heads of 8 for queries, 2 for keys and values
+    served = Served.of(model, [32, 64])
+    assert served.served_dim == 32
+    assert served.config["architectures"] == ["LlamaForCausalLM"]
+    assert served.config["qkv_bias"] and not served.config["attention_bias"]
+    assert int(32 * served.config["rope_parameters"]["partial_rotary_factor"]) == 8
+    weights, wide = dict(merged_weights(model)), dict(served.weights(merged_weights(model)))
+    prefix = "model.layers.0.self_attn."
+    q, wide_q = (x[prefix + "q_proj.weight"] for x in (weights, wide))
+    assert wide_q.shape == (4 * 32, 32)
+    assert torch.allclose(wide_q[32:40], 2 * q[8:16])  # sqrt(32 / 8)
+    assert wide_q[40:64].count_nonzero() == 0
+    v, wide_v = (x[prefix + "v_proj.bias"] for x in (weights, wide))
+    assert torch.equal(wide_v[32:40], v[8:16]) and wide_v.shape == (64,)
+    o, wide_o = (x[prefix + "o_proj.weight"] for x in (weights, wide))
+    assert torch.equal(wide_o[:, 96:104], o[:, 24:32]) and wide_o.shape == (32, 128)
+    assert wide["model.norm.weight"] is not None
+
+
+@pytest.mark.parametrize("dim", [8, 24, 40, 72, 120])
+@pytest.mark.parametrize("larger", [32, 64, 80, 96, 112, 128, 160, 256])
+def test_the_rotated_part_is_the_models_own_for_every_pair_of_sizes(dim: int, larger: int):
+    if larger > dim:  # vLLM takes the whole part of size times factor
+        assert int(larger * ((dim + 0.5) / larger)) == dim
+
+
+def test_heads_that_no_kernel_takes_are_refused():
+    with pytest.raises(UserError, match="heads of 8 numbers here: its kernels take 4, and none of them is larger"):
+        Served.of(small_model(), [4])
+
+
+class Output:
+    """What vLLM gives for a finished request: this one made two tokens, the last of them `last`."""
+
+    num_cached_tokens = 0
+
+    def __init__(self, index: int, last: int) -> None:
+        self.request_id = str(index)
+        self.outputs = [self]
+        self.token_ids, self.finish_reason = [5, last], "stop"
+        self.logprobs: Any = type("Flat", (), {"logprobs": [-0.5, -0.25]})()
+
+
+def work(refills: bool) -> Work:
+    prompt = Prompt("p", (2, 3, 4), "")
+    made = Work([Request(prompt, i, i, Sampling(max_new_tokens=2)) for i in range(5)], 2, refills)
+    made.start(Fifo(), None)
+    return made
+
+
+def test_continuous_work_refills_a_slot_and_rounds_wait():
+    continuous, rounds = work(True), work(False)
+    for made in (continuous, rounds):
+        assert made.admitted(started(made)) == [0, 1]
+        made.count_step()
+        rollout = made.settle(Output(1, 1), (1,))
+        assert (rollout.finish, rollout.kept_kv) == (Finish.EOS, 1)
+    assert continuous.admitted(started(continuous)) == [2]
+    assert rounds.admitted(started(rounds)) == []
+    assert rounds.settle(Output(0, 7), (1,)).finish is Finish.LENGTH
+    assert rounds.admitted(started(rounds)) == [2, 3]
+    stats = rounds.stats(1000, {})
+    assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens, stats.slot_utilisation) == (1, 4, 6, 1.0)
+
+
+def started(made: Work) -> Fifo:
+    scheduler = Fifo()
+    scheduler.start(tuple(made.queue.values()), 2)
+    return scheduler
+
+
+def test_without_vllm_the_choice_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh"):
+        VllmEngine(small_model(), (1,), Full(), Fifo(), NoPredictor(), Dense())

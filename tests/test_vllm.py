@@ -1,0 +1,280 @@
+"""The vLLM engine with vLLM itself, on a CPU with the embedded model: the policy's weights, its log-probabilities, the
+same rollouts in distribution as the torch engine's, and how it ends when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small import contents, small_model, some_requests
+from transformers import PreTrainedModel
+
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.sparsity import Dense
+from grpo_cli.engine.vllm import VllmEngine
+from grpo_cli.errors import UserError
+from grpo_cli.model.load import load_model, load_tokenizer
+from grpo_cli.rollout import requests_for
+from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.tasks.arithmetic import Arithmetic
+from grpo_cli.types import Prompt, Request, Rollout
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+TINY = ModelSettings("tiny", "float32", "none", False, False, False)
+CLOSE = 1e-4
+
+
+def tiny() -> PreTrainedModel:
+    return load_model(TINY, torch.device("cpu"))
+
+
+def engine_of(model: Any, **words: Any) -> VllmEngine:
+    defaults: dict[str, Any] = dict(
+        eos_token_ids=(1,), sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense()
+    )
+    return VllmEngine(model, **(defaults | words))
+
+
+@pytest.fixture(scope="module")
+def task() -> Arithmetic:
+    return Arithmetic(tokenizer=load_tokenizer(TINY), seed=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
+    """One engine of 64 slots for all tests that change nothing."""
+    yield engine_of(model, rollouts_per_step=64)
+
+
+def requests_of(task: Arithmetic, prompts: int, n: int, **words: Any) -> list[Request]:
+    sampling = Sampling(**(dict(max_new_tokens=128) | words))
+    return requests_for([task.prompts("train")[i] for i in range(prompts)], n, sampling, 0, 0)
+
+
+@torch.no_grad()
+def worst(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> float:
+    """The largest difference to what `transformers` says, at the temperature that was sampled at."""
+    most = 0.0
+    for rollout in rollouts:
+        prompt, made = list(rollout.request.prompt.token_ids), torch.tensor(rollout.token_ids)
+        logits = model(torch.tensor([prompt + made.tolist()])).logits[0, len(prompt) - 1 : -1]
+        policy = (logits / rollout.request.sampling.temperature).log_softmax(-1).gather(1, made[:, None])[:, 0]
+        most = max(most, float((policy - torch.tensor(rollout.sampler_logprobs)).abs().max()))
+    return most
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_logprobs_are_those_of_the_distribution_drawn_from(
+    engine: VllmEngine, model: PreTrainedModel, task: Arithmetic, temperature: float
+):
+    rollouts = list(engine.generate(requests_of(task, 4, 4, temperature=temperature)))
+    assert len(rollouts) == 16
+    assert worst(model, rollouts) < CLOSE
+
+
+def test_greedy_replies_are_the_torch_engines(engine: VllmEngine, model: PreTrainedModel, task: Arithmetic):
+    requests = requests_of(task, 16, 1, temperature=0.0)
+    torch_engine = TorchEngine(model, (1,), Full(), Fifo(), NoPredictor(), Dense())
+    assert contents(engine.generate(requests)) == contents(torch_engine.generate(requests))
+
+
+def test_a_seed_makes_the_same_rollout_again(engine: VllmEngine, task: Arithmetic):
+    requests = requests_of(task, 2, 6)
+    first, again = ({k: v[0] for k, v in contents(engine.generate(requests)).items()} for _ in range(2))
+    assert first == again
+    assert len(set(first.values())) > 6, "samples of a prompt differ"
+
+
+def test_a_shared_prompt_is_run_once(engine: VllmEngine, model: PreTrainedModel):
+    rng = np.random.default_rng(0)
+    prompt = Prompt("long", tuple(rng.integers(2, 20, 100).tolist()), "")
+    requests = [Request(prompt, i, i + 7, Sampling(max_new_tokens=8)) for i in range(8)]
+    list(engine.generate(requests[:1]))
+    rollouts = list(engine.generate(requests))
+    assert engine.stats().prefill_tokens <= 8 * (100 - 96), "whole blocks of 32 come from the cache"
+    assert worst(model, rollouts) < CLOSE
+
+
+def test_what_is_not_finished_is_taken_back(engine: VllmEngine, task: Arithmetic):
+    requests = requests_of(task, 2, 8)
+    some = engine.generate(requests)
+    next(some)
+    some.close()
+    assert len(list(engine.generate(requests))) == 16
+
+
+@pytest.mark.slow
+def test_rollouts_are_those_of_the_torch_engine_in_distribution(
+    engine: VllmEngine, model: PreTrainedModel, task: Arithmetic
+):
+    """Lengths and rewards of 2,048 rollouts each, over the same prompts with other seeds.
+
+    Kolmogorov-Smirnov: for equal distributions the largest distance between two empirical ones of n each exceeds
+    1.95 sqrt(2 / n) in 0.1 % of cases. Rewards are 0 or 1: the shares' difference against 3.3 standard errors.
+    """
+    requests = requests_of(task, 32, 64)
+    torch_engine = TorchEngine(model, (1,), Full(), Fifo(), NoPredictor(), Dense())
+    lengths, rewards = [], []
+    for rollouts in (list(engine.generate(requests)), list(torch_engine.generate(requests))):
+        lengths.append(np.sort([len(rollout) for rollout in rollouts]))
+        rewards.append(np.mean([task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]))
+    grid = np.arange(129)
+    below = [np.searchsorted(some, grid, side="right") / len(some) for some in lengths]
+    distance, share = np.abs(below[0] - below[1]).max(), np.mean(rewards)
+    print(f"lengths: distance {distance:.4f}, means {lengths[0].mean():.2f} {lengths[1].mean():.2f}; rewards {rewards}")
+    assert distance < 1.95 * (2 / 2048) ** 0.5
+    assert abs(rewards[0] - rewards[1]) < 3.3 * (2 * share * (1 - share) / 2048) ** 0.5
+
+
+def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, task: Arithmetic):
+    with pytest.raises(UserError, match=r"temperature 0\.005 cannot be had"):
+        list(engine.generate(requests_of(task, 1, 1, temperature=0.005)))
+    with pytest.raises(UserError, match="together 7.., but engine=vllm has room for"):
+        list(engine.generate(requests_of(task, 1, 1, max_new_tokens=700)))
+
+
+def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
+    model = tiny()
+    engine = engine_of(model)
+    requests = requests_of(task, 3, 4)
+    assert worst(model, list(engine.generate(requests))) < CLOSE
+    with torch.no_grad():
+        for parameter in model.parameters():  # the head and every projection, with their biases
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    assert worst(model, list(engine.generate(requests))) > 0.01
+    assert engine.stats().details["engine/weight_update_seconds"] < 1e-3
+    engine.update_weights()
+    assert worst(model, list(engine.generate(requests))) < CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str):
+    # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only
+    model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=32)
+    rollouts = list(engine_of(model).generate(some_requests(2, 3)))
+    assert worst(model, rollouts) < CLOSE
+
+
+def test_a_size_that_vllm_has_is_served_as_it_is():
+    model = small_model("qwen2", hidden_size=128)
+    assert worst(model, list(engine_of(model).generate(some_requests(2, 3)))) < CLOSE
+
+
+@pytest.mark.parametrize(("sampler", "slots"), [(Micro(slots=3), 3), (Infinite(slots=5), 5)], ids=str)
+def test_every_request_comes_back_once_from_few_slots(
+    model: PreTrainedModel, task: Arithmetic, sampler: Any, slots: int
+):
+    engine = engine_of(model, sampler=sampler)
+    requests = requests_of(task, 2, 4, max_new_tokens=12)
+    made = contents(engine.generate(requests))
+    assert set(made) == {(r.prompt.id, r.sample) for r in requests}
+    for tokens, logprobs, finish in made.values():
+        assert len(tokens) == len(logprobs) <= 12
+        assert (tokens[-1] == 1) == (finish == "eos") and 1 not in tokens[:-1]
+        assert finish == "eos" or len(tokens) == 12
+    stats = engine.stats()
+    assert stats.slots == slots and 0 < stats.slot_utilisation <= 1
+    assert stats.generated_tokens == sum(len(tokens) for tokens, _, _ in made.values())
+
+
+def test_too_little_memory_says_what_would_do(model: PreTrainedModel, task: Arithmetic):
+    engine = engine_of(model, sampler=Infinite(kv_budget="100KB"))
+    with pytest.raises(UserError, match=r"kv_budget=100KB \(100000 bytes\) holds not even one sequence.* \d+ bytes"):
+        list(engine.generate(requests_of(task, 1, 2)))
+
+
+def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
+    engine = engine_of(model, sampler=Infinite(kv_budget="2MB"))
+    assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
+    assert engine.stats().kv_peak_bytes <= 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "bias the importance ratio"),
+        ({"seed": 3}, "set by this engine"),
+        ({"swap_spaces": 3}, "is no word of vLLM's LLM"),
+    ],
+)
+def test_words_for_vllm_are_checked(model: PreTrainedModel, options: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        engine_of(model, options=options)
+
+
+def test_norms_of_keys_forbid_larger_heads():
+    with pytest.raises(UserError, match=r"cannot serve Qwen3ForCausalLM with heads of 8 numbers.* use engine=torch"):
+        engine_of(small_model("qwen3"))
+
+
+# Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
+RUN = """
+import grpo_cli.engine.vllm as engine
+from grpo_cli.cli import main
+
+calls, build = [0], engine.VllmEngine._update
+step = engine.VllmEngine._step
+
+def update(self):
+    calls[0] += 1
+    build(self)
+
+def failing(self, work):
+    if calls[0] == 10 and work.steps == 5:
+        def broken():
+            raise MemoryError("no room\\nfor this")
+        self._llm.llm_engine.step = broken
+    return step(self, work)
+
+engine.VllmEngine._update, engine.VllmEngine._step = update, failing
+main()
+"""
+
+
+@pytest.mark.slow
+def test_the_policy_learns_and_a_failure_leaves_what_was_learned(tmp_path: Path):
+    words = "train engine=vllm sampler=infinite sampler.slots=64 train.steps=20 train.checkpoint_every=100 "
+    words += f"eval.every=8 eval.problems=100 eval.k=1 logger=jsonl hydra.run.dir={tmp_path}"
+    command = [sys.executable, "-c", RUN, *words.split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "vLLM failed after 5 steps with 64 rollouts under way: MemoryError: no room;" in line
+    assert "Traceback" not in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    accuracy = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
+    assert accuracy[0] < 0.6 and accuracy[8] > accuracy[0] + 0.15
+    assert all(abs(r["mismatch/ratio_mean"] - 1) < 1e-3 for r in records if r["step"])
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    kept = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert kept[-1] == "step_000009" and (tmp_path / "checkpoints" / kept[-1] / "model.safetensors").is_file()
+
+
+@pytest.mark.gpu
+def test_a_gpus_memory_is_given_back_between_rollouts(task: Arithmetic):
+    model = tiny().to("cuda", torch.bfloat16)
+    engine = engine_of(model, memory=0.2)
+    for _ in range(2):
+        rollouts = list(engine.generate(requests_of(task, 2, 4)))
+        details = engine.stats().details
+        assert len(rollouts) == 8
+        assert details["engine/memory_after_bytes"] < details["engine/memory_awake_bytes"] - 2**30
+        engine.update_weights()

@@ -332,8 +332,10 @@ def vllm(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
 
     model = load_model(case.settings, torch.device(case.device))
     sampler = Infinite(slots=case.slots) if in_slots else Full()
-    engine = VllmEngine(model, work.eos, sampler, Fifo(), NoPredictor(), Dense(), sleep=False)
+    eos = () if work.forced else work.eos
+    engine = VllmEngine(model, eos, sampler, Fifo(), NoPredictor(), Dense(), sleep=False)
     stack.callback(engine.close)
+    list(engine.generate(work.requests))  # its cache is as large as the first requests need
 
     def run(requests: Sequence[Request]) -> Ran:
         lengths = [len(rollout) for rollout in engine.generate(requests)]

@@ -1,39 +1,31 @@
-"""Settings to objects: the one place where names become things, and where those of a run are put together.
-
-A part gets the arguments of its YAML and, of the objects that are to be had (model, tokenizer, seed, ...), those that
-its signature names. A misspelt argument is a UserError, and a rule that does not answer as it must is found on a
-made-up group, both before any weights are read.
-"""
+"""Settings to a run: where the objects that `making.py` makes of the configuration's parts are put together."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra.utils
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 
 from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
 from grpo_cli.config import ENGINE_PARTS, EvalRunSettings, overrides, overrides_of_run, overrides_to_resume
 from grpo_cli.console import ConsoleTracker
-from grpo_cli.downsample import choose
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.files import json_line, write_atomically
-from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
+from grpo_cli.interfaces import Engine, Meter, Task, Tracker
+from grpo_cli.making import Rules, build_rules, make
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
 from grpo_cli.model.load import (
@@ -49,8 +41,7 @@ from grpo_cli.optimizer import check_optimizer
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
-from grpo_cli.typed import closest
-from grpo_cli.types import Batch, Finish, Prompt, Record, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Record
 
 
 def pick_device(word: str) -> torch.device:
@@ -62,119 +53,6 @@ def pick_device(word: str) -> torch.device:
             raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
         torch.cuda.set_per_process_memory_fraction(float(os.environ.get("GRPO_GPU_SHARE", "1")))
     return torch.device(word)
-
-
-def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """What the group `name` describes. `_partial_` parts are functions with their settings filled in, called later."""
-    words = {key: value for key, value in part.items() if not key.startswith("_")}
-    factory = _factory(name, part)
-    signature = inspect.signature(factory.func)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    for word in words:
-        if word not in signature.parameters and not takes_any:
-            known = [key for key in signature.parameters if key not in offered]
-            raise UserError(f"{name}.{word}: {part['_target_']} takes no {word}{closest(word, known)}")
-    if part.get("_partial_"):
-        return factory
-    given = {key: value for key, value in offered.items() if key in signature.parameters and key not in words}
-    try:
-        signature.bind(**words, **given)
-    except TypeError as error:
-        raise UserError(
-            f"{name}: {part['_target_']} cannot be made: {error}; give it as {name}.<argument>=..."
-        ) from error
-    return factory(**given)
-
-
-def _factory(name: str, part: Mapping[str, Any]) -> Any:
-    try:
-        return hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
-    except InstantiationException as error:
-        reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
-        raise UserError(
-            f"{name}._target_={part['_target_']} cannot be had: {reason}; "
-            "write it as module.name, with the module in the current folder or installed"
-        ) from error
-
-
-def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -> Any:
-    """A part that is a function with its settings filled in, once it is known to take the arguments it will get."""
-    factory = make(name, {**part, "_partial_": True}, {})
-    rule = partial(factory.func, *factory.args, **factory.keywords)  # Hydra's own partial checks every call again
-    try:
-        inspect.signature(rule).bind(*called_with)
-    except TypeError as error:
-        raise UserError(
-            f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
-            f"what else it needs is given as {name}.<argument>=..."
-        ) from error
-    return rule
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The functions between rewards and the loss."""
-
-    downsample: DownsampleRule
-    advantage: AdvantageFn
-    correction: Correction
-    loss: LossFn
-
-
-def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
-    """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
-    rules = Rules(
-        downsample=function("downsample", parts["downsample"], ("group", "keep", "rng")),
-        advantage=function("advantage", parts["advantage"], ("kept_rewards", "group_rewards")),
-        correction=make("correction", parts["correction"], {}),
-        loss=function("loss", parts["loss"], ("logprobs", "batch", "totals")),
-    )
-    group = _made_up_group(n)
-    kept = group.take(choose(rules.downsample, group, m, np.random.default_rng(0)))
-    rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
-    advantages = rules.advantage(*rewards)
-    _expect("advantage", advantages, (m,))
-    logprobs = torch.full((m, 4), -1.0, requires_grad=True)
-    batch = _made_up_batch(advantages, logprobs.detach())
-    weights, mask, _ = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
-    _expect("correction", weights, (m, 4))
-    _expect("correction", mask, (m, 4))
-    output = rules.loss(logprobs, replace(batch, weights=weights, loss_mask=mask), Totals(m, 3 * m, 3))
-    _expect("loss", output.loss, ())
-    if not output.loss.requires_grad:
-        raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")
-    return rules
-
-
-def _made_up_group(n: int) -> ScoredGroup:
-    prompt = Prompt("rehearsal", (0,), "0")
-    requests = [Request(prompt, sample, sample, Sampling(max_new_tokens=3)) for sample in range(n)]
-    rollouts = tuple(Rollout(request, (0, 0, 0), (-1.0, -1.0, -1.0), Finish.EOS, 2) for request in requests)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(float(sample % 2)) for sample in range(n)))
-
-
-def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
-    rows = len(advantages)
-    response = torch.tensor([[False, True, True, True]]).repeat(rows, 1)
-    return Batch(
-        input_ids=torch.zeros((rows, 4), dtype=torch.long),
-        response_mask=response,
-        loss_mask=response,
-        weights=response.float(),
-        sampler_logprobs=logprobs * response,
-        policy_logprobs=None,
-        ref_logprobs=logprobs * response,
-        advantages=advantages,
-        lengths=torch.full((rows,), 4),
-    )
-
-
-def _expect(name: str, answer: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(answer, torch.Tensor) or tuple(answer.shape) != shape:
-        found = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
-        raise UserError(f"{name}: asked for a tensor of shape {shape}, the answer was {found}")
-    if not torch.isfinite(answer.detach().float()).all():
-        raise UserError(f"{name}: the answer to a made-up group is not finite: {answer.tolist()}")
 
 
 @dataclass(frozen=True)

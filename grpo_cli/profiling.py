@@ -21,6 +21,7 @@ from grpo_cli.engine.sampler import parse_bytes
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Correction
 from grpo_cli.logprobs import logprobs_at
+from grpo_cli.making import Rules, build_rules, make
 from grpo_cli.meter import resident_bytes, spans_around
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile import advice
@@ -41,7 +42,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
     the numbers."""
     device = experiment.pick_device(settings.device)
-    rules = experiment.build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings.parts, settings.n, settings.m)
     lengths = _lengths(settings)
     other = _process_alone(device)
     measured = None
@@ -97,7 +98,7 @@ def _process_alone(device: torch.device) -> int:
 
 
 def _measured(
-    settings: ProfileRunSettings, rules: experiment.Rules, lengths: Lengths | None, folder: Path, say: Say, warn: Say
+    settings: ProfileRunSettings, rules: Rules, lengths: Lengths | None, folder: Path, say: Say, warn: Say
 ) -> Measured:
     device = experiment.pick_device(settings.device)
     probe = Probe(device)
@@ -134,7 +135,7 @@ def _plan(
     """The sampler, and what a step is made of: as it was measured, else with lengths as they are forced, else with all
     rollouts as long as may be."""
     offered = {"seed": settings.seed}
-    built = {name: experiment.make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     if measured is not None:
         rollouts, exam = measured.rollouts, measured.exam
     else:
@@ -163,7 +164,7 @@ def _works(settings: RunSettings, lengths: Lengths | None) -> tuple[Work, Work |
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
     tokenizer = load_tokenizer(_without_weights(settings.model))
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20}
-    task = experiment.make("task", settings.parts["task"], offered)
+    task = make("task", settings.parts["task"], offered)
     longest = settings.sampling.max_new_tokens
 
     def work(prompts: Sequence[Any], n: int) -> Work:
@@ -200,7 +201,7 @@ def _advice(predicted: Prediction, measured: Measured | None, sampler: Any) -> t
 
 def _log(settings: ProfileRunSettings, report: Report, folder: Path, say: Say, warn: Say) -> None:
     offered = {"run_dir": folder, "config": dataclasses.asdict(settings), "say": say, "warn": warn}
-    tracker = experiment.make("logger", settings.parts["logger"], offered)
+    tracker = make("logger", settings.parts["logger"], offered)
     tracker.log(Record(0, metrics(report)))
     tracker.close({"status": "completed", **metrics(report)})
 
@@ -214,7 +215,7 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     said = " ".join(str(error).split())[:200]
     lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
     try:
-        rules = experiment.build_rules(settings.parts, settings.n, settings.m)
+        rules = build_rules(settings.parts, settings.n, settings.m)
         sampler, plan = _plan(settings, rules.correction, None, None)
         predicted = Predictor(_shape_model(settings), 0).predict(plan)
     except (UserError, MemoryError, RuntimeError) as also:

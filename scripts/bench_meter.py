@@ -25,6 +25,7 @@ import torch
 from grpo_cli import experiment
 from grpo_cli.config import config_dir, parse_profile
 from grpo_cli.interfaces import Meter
+from grpo_cli.making import build_rules
 from grpo_cli.meter import NullMeter
 from grpo_cli.profile.lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
@@ -48,7 +49,7 @@ def trainer_with(meter: Switch, tokens: int, words: list[str]) -> Trainer:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("profile", ["run_dir=outputs/bench_meter", f"sampling.max_new_tokens={tokens}", *words])
     settings = parse_profile(cfg)
-    rules = experiment.build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings.parts, settings.n, settings.m)
     bench = experiment.set_up(settings, settings.model, meter=meter, eos_token_ids=(NEVER,))
     bench = replace(bench, engine=ProfiledEngine(bench.engine, lambda count, longest: [longest] * count))
     parts = experiment.parts_of(settings, rules, bench, (), meter, print, print)

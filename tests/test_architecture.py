@@ -34,7 +34,9 @@ profile/
 train
 config jobs
 board
+words
 launcher
+making
 experiment
 profiling
 cli
@@ -42,8 +44,8 @@ __main__
 """
 
 DOORS = {
-    "hydra": {"cli", "experiment", "launcher", "profile/"},
-    "omegaconf": {"cli", "config", "launcher"},
+    "hydra": {"cli", "experiment", "launcher", "making", "profile/", "words"},
+    "omegaconf": {"cli", "config", "launcher", "words"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm"},
     "transformers": {"model/"},

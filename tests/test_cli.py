@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__, cli
 from grpo_cli.errors import UserError
+from grpo_cli.words import offered as offers
 
 
 @pytest.fixture(autouse=True)
@@ -208,12 +209,12 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
     ],
 )
 def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
-    assert cli.offered("train", words, incomplete) == offered
+    assert offers("train", words, incomplete) == offered
 
 
 def test_completion_offers_only_the_groups_of_the_command():
-    assert "loss=" in cli.offered("train", [], "")
-    assert "loss=" not in cli.offered("eval", [], "")
+    assert "loss=" in offers("train", [], "")
+    assert "loss=" not in offers("eval", [], "")
 
 
 @pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])

@@ -12,7 +12,8 @@ import torch
 
 from grpo_cli.config import config_dir, parse
 from grpo_cli.errors import UserError
-from grpo_cli.experiment import build_rules, introduction, make, pick_device
+from grpo_cli.experiment import introduction, pick_device
+from grpo_cli.making import build_rules, make
 
 GRPO = {"_target_": "grpo_cli.advantage.grpo", "_partial_": True, "stats_over": "kept"}
 LOSS = {

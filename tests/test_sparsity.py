@@ -312,7 +312,7 @@ def test_dense_rollouts_have_no_details_of_eviction() -> None:
 def test_every_choice_of_sparsity_can_be_built_and_used(name: str) -> None:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         part = compose("eval", [f"sparsity={name}", "run_dir=."]).sparsity
-    policy = experiment.make("sparsity", dict(part), {})
+    policy = making.make("sparsity", dict(part), {})
     rollouts, engine = generate_to_the_limit(policy, some_requests(prompts=1, n=2, tokens=100))
     assert len(rollouts) == 2 and (name == "dense" or engine.stats().details["engine/evictions"] > 0)
 

@@ -18,6 +18,7 @@ from grpo_cli.batch import rows_of
 from grpo_cli.errors import UserError
 from grpo_cli.learner import Learner
 from grpo_cli.loss import grpo
+from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
 from grpo_cli.passes import Padded, PaddingFree, flatten
@@ -117,7 +118,7 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
 
 def make_learner(model: Any, **train: Any) -> Learner:
     loss: Any = partial(grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    return Learner(model, loss, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM)
+    return Learner(model, loss, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM, NullMeter())
 
 
 @pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)

@@ -14,7 +14,7 @@ from small import contents, make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli import cli, experiment
+from grpo_cli import cli, experiment, making
 from grpo_cli.config import choices, config_dir
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.keeper import Keeper, Tally

@@ -172,7 +172,7 @@ def test_an_error_of_ours_leaves_no_process_behind(tmp_path: Path) -> None:
     (job,) = listed(tmp_path, "sleep 60")
     with pytest.raises(RuntimeError):
         run([job], Told(fail))
-    # All of the job's group is killed, but only its first process is waited for: the kernel ends the others when it does.
+    # All of the job's group is killed, but only its first process is waited for.
     deadline = time.monotonic() + 30
     while is_running(job.folder) and time.monotonic() < deadline:
         time.sleep(0.01)

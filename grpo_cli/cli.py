@@ -84,7 +84,8 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    _hand_over("train", _after_those_of_the_run("resume", overrides or []), _train, _checked, "final_accuracy")
+    arguments = _after_those_of_the_run("resume", _with_slots(overrides or []))
+    _hand_over("train", arguments, _train, _checked, "final_accuracy")
 
 
 @app.command("eval", **_HANDS_OVER)
@@ -97,7 +98,7 @@ def evaluate(overrides: Overrides = None) -> None:
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    arguments = overrides or []
+    arguments = _with_slots(overrides or [])
     sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
     _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
 
@@ -248,6 +249,17 @@ def _all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
+
+
+def _with_slots(arguments: Sequence[str]) -> list[str]:
+    """The arguments, and `sampler=infinite` if slots are asked for and nothing says whose: `sampler=full` has none."""
+    typed = {word.partition("=")[0] for word in arguments if "=" in word}
+    slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
+    if not slots or typed & {"sampler", "resume", "experiment"}:
+        return list(arguments)
+    typer.echo(f"sampler=infinite, since {' and '.join(slots)} cannot be set for sampler=full", err=True)
+    flags, overrides = _sorted_out(arguments)
+    return [*flags, "sampler=infinite", *overrides]
 
 
 def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:

@@ -92,7 +92,7 @@ def test_every_example_in_the_help_composes():
         (["optim.lrr=3"], "optim.lrr is no setting; did you mean optim.lr?"),
         (["sampler=micro", "sampler.slot=3"], "sampler.slot is no setting; did you mean sampler.slots?"),
         (
-            ["sampler.slots=3"],
+            ["sampler=full", "sampler.slots=3"],
             "sampler.slots is no setting of this sampler; it is one of sampler=infinite, ",
         ),
         (["zzz=3"], "zzz is no setting\n"),
@@ -234,6 +234,15 @@ SMALL = [
     "logger=jsonl",
     "device=cpu",
 ]
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_slots_without_a_sampler_mean_continuous_sampling(command):
+    shown = grpo(command, "--cfg", "job", "n=4", "sampler.slots=3")
+    assert yaml.safe_load(shown.stdout)["sampler"]["_target_"].endswith("Infinite")
+    assert "sampler=infinite, since sampler.slots cannot be set for sampler=full" in shown.stderr
+    rounds = grpo(command, "--cfg", "job", "sampler.slots=3", "sampler=micro")
+    assert yaml.safe_load(rounds.stdout)["sampler"]["_target_"].endswith("Micro") and not rounds.stderr
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -105,6 +105,11 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     for folder in folders:
         assert (folder / ".hydra" / "config.yaml").exists() == (folder != folders[1])
 
+    reported = grpo("report", str(sweep), "--out", str(tmp_path / "report"))
+    assert reported.exit_code == 0, reported.output
+    assert "Means over the 3 completed of 4 runs" in " ".join(reported.output.split())
+    assert (tmp_path / "report" / "report.html").is_file()
+
 
 def grpo(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")

@@ -31,6 +31,8 @@ from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
 from grpo_cli.engine.served import Served
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.errors import UserError
+from grpo_cli.interfaces import Meter
+from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.typed import closest
@@ -83,7 +85,9 @@ class VllmEngine:
         eager: bool | None = None,
         sleep: bool | None = None,
         options: Mapping[str, Any] | None = None,
+        meter: Meter | None = None,
     ) -> None:
+        self._span = (meter or NullMeter()).span
         self._model, self._eos = model, tuple(eos_token_ids)
         self._sampler, self._scheduler, self._predictor = sampler, scheduler, predictor
         self._rollouts_per_step, self._seed = rollouts_per_step, seed
@@ -148,7 +152,9 @@ class VllmEngine:
         while work.queue or work.running:
             for index in work.admitted(self._scheduler):
                 self._enter(index, work.requests[index])
-            for output in self._step(work):
+            with self._span("decode"):  # prompts included: vLLM mixes them in
+                outputs = list(self._step(work))
+            for output in outputs:
                 yield work.settle(output, self._eos)
 
     def _enter(self, index: int, request: Request) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small import EOS, contents, make_engine, small_model, some_requests
-from tiny_hf import FAMILIES
+from tiny_hf import FAMILIES, LLAMA3_ROPE
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
@@ -38,16 +38,6 @@ def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int
         torch.testing.assert_close(
             torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
         )
-
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 
 @pytest.mark.parametrize(

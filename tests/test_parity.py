@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 import torch
 from small import VOCABULARY, make_engine, small_model
+from tiny_hf import LLAMA3_ROPE
 
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, rope scaling": ("llama", {"rope_parameters": LLAMA3_ROPE}),

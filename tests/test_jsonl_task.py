@@ -15,6 +15,8 @@ from tiny_hf import make_tokenizer
 from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.jsonl import Jsonl
+from grpo_cli.tasks.problems import LazyPrompts, Problem
+from grpo_cli.tasks.prompting import Prompting
 from grpo_cli.tasks.rows import Row, read_rows
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
@@ -186,7 +188,7 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
 
 
-def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there() -> None:
     class Wasteful:
         chat_template = None
 
@@ -202,9 +204,14 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there(t
         def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
             return ""
 
-    task = make(write(tmp_path / "p.jsonl", *problems(12)), Wasteful(), max_prompt_tokens=20)
-    message = message_of(lambda: [list(task.prompts(split)) for split in ("train", "eval")])
-    assert "line 10: the prompt has" in message
+    prompting = Prompting(Wasteful(), "Question: {question}\nAnswer:", None, use_chat_template=True)
+    asked = [
+        Problem(line, f"p.jsonl, line {line}", f"What is {line} + {line}?", str(2 * line)) for line in range(1, 13)
+    ]
+    # Not through a task: the type checks of the tests take a prompt out of `task.prompts()` at random.
+    prompts = LazyPrompts("train", asked, prompting, 20, "refuse", unexpected)
+    assert [prompts[i].token_ids for i in (0, 11)] == [(1, 1), (1, 1)]
+    assert message_of(lambda: list(prompts)).startswith("p.jsonl, line 9: the prompt has 96 tokens, but at most 20 fit")
 
 
 GOOD = '{"question": "a", "answer": "1"}'

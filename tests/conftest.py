@@ -1,14 +1,30 @@
-"""What all tests share: no network, and marks that ask for more than this machine may have."""
+"""What all tests share: no network, the same course each time, and marks that ask for more than this machine may have.
+
+Hypothesis tries the same examples each time; `pytest --hypothesis-profile=explore` looks for new ones.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import random
 
+import hypothesis
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+
+_CLOCKLESS = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("repeat", _CLOCKLESS, derandomize=True)
+hypothesis.settings.register_profile("explore", _CLOCKLESS, derandomize=False)
+hypothesis.settings.load_profile("repeat")
+
+
+@pytest.fixture(autouse=True)
+def _same_type_checks_each_time() -> None:
+    """beartype looks at one item of a sequence, by `random`."""
+    random.seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

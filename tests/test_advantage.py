@@ -46,7 +46,7 @@ def test_statistics_come_from_where_they_are_asked_for():
     assert advantage.rloo(kept, group, stats_over="group").tolist() == close([0 - 6, 4 - 4])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=8), kept=st.integers(1, 8))
 def test_rloo_subtracts_the_mean_of_the_others(rewards, kept):
     group = torch.tensor(rewards, dtype=torch.float32)
@@ -60,7 +60,7 @@ def test_rloo_subtracts_the_mean_of_the_others(rewards, kept):
             assert value == pytest.approx(float(reference[i]) - sum(others) / len(others), abs=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=12))
 def test_advantages_over_the_kept_sum_to_zero_and_their_squares_to_one_less_than_their_number(rewards):
     kept = torch.tensor(rewards, dtype=torch.float32)

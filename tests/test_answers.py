@@ -200,7 +200,7 @@ def test_the_end_of_what_is_looked_at_cuts_no_number(filling: str, length: int) 
     assert extract_answer(f"####{filling * length}= 1234 apples").value == 1234
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     whole=st.integers(0, 10**12),
     cents=st.sampled_from(["", ".00", ".5", ".25", ".000"]),
@@ -250,7 +250,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
 def test_any_text_is_judged_without_an_error_and_shows_what_was_read(text: str) -> None:
     found = extract_answer(text)

@@ -54,7 +54,7 @@ def test_a_worked_solution_does_the_operations_from_left_to_right() -> None:
         worked_solution(problem, (1, 1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_terms=st.integers(2, 8))
 def test_running_results_and_operands_stay_within_their_bounds(seed: int, num_terms: int) -> None:
     terms = draw_sum(Random(seed), num_terms, max_operand=9, max_value=99).terms
@@ -63,7 +63,7 @@ def test_running_results_and_operands_stay_within_their_bounds(seed: int, num_te
     assert all(0 <= sum(terms[: i + 1]) <= 99 for i in range(num_terms))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_terms=st.integers(2, 8))
 def test_every_worked_solution_is_judged_right_and_another_number_is_not(seed: int, num_terms: int) -> None:
     problem = draw_sum(Random(seed), num_terms, max_operand=9, max_value=99)

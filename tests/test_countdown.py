@@ -97,7 +97,7 @@ def test_depth_length_and_number_of_tokens_are_limited() -> None:
             evaluate(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     text=st.recursive(
         st.integers(0, 99).map(str),
@@ -117,7 +117,7 @@ def test_the_parser_agrees_with_pythons(text: str) -> None:
     assert evaluate(text).value == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(alphabet="0123456789+-*/()", max_size=12))
 def test_what_the_parser_reads_python_reads_too(text: str) -> None:
     try:
@@ -127,7 +127,7 @@ def test_what_the_parser_reads_python_reads_too(text: str) -> None:
     assert value == by_ast(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 6))
 def test_every_problem_comes_with_a_solution_that_the_judge_accepts(seed: int, count: int) -> None:
     problem, solution = draw_problem(Random(seed), count, max_number=20, max_target=99)

@@ -50,7 +50,7 @@ reward_lists = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rewards=reward_lists, data=st.data())
 def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
@@ -77,7 +77,7 @@ def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
     assert sorted(kept.totals) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ones=st.integers(0, 20), zeros=st.integers(0, 20), data=st.data())
 def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros, data):
     if ones + zeros < 2:
@@ -89,7 +89,7 @@ def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros
     assert kept_ones in {np.clip(keep // 2, least, most), np.clip((keep + 1) // 2, least, most)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rewards=st.lists(st.integers(-50, 50), min_size=3, max_size=9),
     scale=st.sampled_from([-4.0, -0.5, 0.25, 8.0]),
@@ -112,7 +112,7 @@ def test_maxvar_survives_a_large_offset():
         assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rewards=reward_lists, data=st.data())
 def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
@@ -122,7 +122,7 @@ def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
         assert np.var(downsample.checked(rule, group, keep, stream()).totals) <= most + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rewards=reward_lists, data=st.data())
 def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
@@ -133,7 +133,7 @@ def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, dat
         assert sorted(kept) == sorted(kept_shuffled)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rewards=reward_lists, data=st.data())
 def test_maxreward_leaves_nothing_better_behind(rewards, data):
     keep = data.draw(st.integers(1, len(rewards) - 1))
@@ -161,7 +161,7 @@ def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles(size, keep
 
 
 @given(size=st.integers(1, 200), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_percentile_never_takes_one_twice(size, data):
     keep = data.draw(st.integers(1, size))
     kept = downsample.percentile_indices(np.zeros(size), keep, stream())

@@ -137,7 +137,7 @@ class Given(Budget):
         return self.made_up
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_what_stays_is_the_window_the_sinks_and_the_best_of_the_rest(data: st.DataObject) -> None:
     window = data.draw(st.integers(1, 4))

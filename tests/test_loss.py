@@ -174,7 +174,7 @@ def test_without_policy_logprobs_the_learner_is_the_old_policy(function):
     torch.testing.assert_close(implied[1], -shares * batch.weights * batch.advantages[:, None])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     cuts=st.sets(st.integers(1, 4)),

@@ -109,7 +109,7 @@ def test_a_reward_part_may_not_take_the_name_of_a_metric() -> None:
         rollout_metrics([group(1.0, 0.0, mean=1.0)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(answers: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(answers)))
@@ -137,7 +137,7 @@ def test_wilson_interval_is_that_of_the_literature() -> None:
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.data())
 def test_wilson_interval_holds_the_shares_that_a_score_test_accepts(n: int, data: st.DataObject) -> None:
     successes = data.draw(st.integers(0, n))
@@ -150,7 +150,7 @@ def test_wilson_interval_holds_the_shares_that_a_score_test_accepts(n: int, data
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=60), st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_interval_of_zeros_and_ones_is_a_wilson_interval(values: list[float], trials: int) -> None:
     assert mean_interval(values, trials) == pytest.approx(wilson_interval(sum(values), len(values)))
 

@@ -101,7 +101,7 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
     assert run.predicting.tolist() == [1, 1, 3, 5]  # b predicts both c and d
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
     st.integers(1, 60),

@@ -48,7 +48,7 @@ def test_kendall_tau_of_known_rankings():
     assert kendall_tau([], []) == kendall_tau([1], [1]) == 0.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(-3, 3).map(round)), max_size=25))
 def test_kendall_tau_is_what_counting_pairs_gives(pairs):
     first, second = [float(a) for a, _ in pairs], [float(b) for _, b in pairs]

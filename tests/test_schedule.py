@@ -28,7 +28,7 @@ from grpo_cli.errors import UserError
 
 SCHEDULERS = [Fifo, Sjf, Lpt, Fptas, lambda: Fptas(refill="lpt")]
 small_instances = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(1, 4))
-instances = settings(max_examples=60, deadline=None)
+instances = settings(max_examples=60)
 
 
 def optimum(lengths: Sequence[int], slots: int) -> int:

@@ -5,9 +5,11 @@ Hypothesis tries the same examples each time; `pytest --hypothesis-profile=explo
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -25,6 +27,14 @@ hypothesis.settings.load_profile("repeat")
 def _same_type_checks_each_time() -> None:
     """beartype looks at one item of a sequence, by `random`."""
     random.seed(0)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """For input that ends in a RecursionError: Hypothesis's hook on the garbage collector fails with it, by chance."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,7 +53,6 @@ def test_a_part_is_trimmed_to_its_longest_row() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-@settings(deadline=None)
 def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], tokens: int) -> None:
     parts = micro_batch_rows(lengths, tokens)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
@@ -74,7 +73,7 @@ def test_the_group_size_is_not_tied_to_the_micro_batch() -> None:
 
 
 @given(st.integers(1, 7))
-@settings(deadline=None, max_examples=7)
+@settings(max_examples=7)
 def test_minibatches_share_out_the_rows_evenly(count: int) -> None:
     batch = two_groups()
     parts = minibatches(batch, count, np.random.default_rng(0))

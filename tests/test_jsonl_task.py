@@ -254,6 +254,7 @@ BAD_FILES = [
 ]
 
 
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(("lines", "expected"), BAD_FILES)
 def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str], expected: str) -> None:
     path = write(tmp_path / "p.jsonl", *lines)

@@ -112,6 +112,7 @@ def test_a_resumed_run_that_went_back_counts_once(tmp_path):
     assert notes == []
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_what_is_no_record_is_left_out_and_said(tmp_path):
     lines = [
         '{"step": 0, "eval/accuracy": 0.5}',

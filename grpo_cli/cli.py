@@ -6,6 +6,7 @@ Only Typer is imported at the top, so that help and completion answer at once.
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import sys
@@ -62,6 +63,15 @@ def main() -> None:
     # Before torch is loaded: idle OpenMP threads sleep. The default spins, and where another program wants the cores a
     # step of small operations takes twenty times as long (measured on 2 cores with 2 to 3 busy neighbours).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # A screen without some of our signs (a locale that is not UTF-8) gets a question mark for each, not a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        typer.echo("error: the folder that you are in is no more; change into another one", err=True)
+        sys.exit(2)
     app(prog_name="grpo")
 
 

@@ -140,6 +140,7 @@ def check(settings: RunSettings) -> None:
     """Every rule that relates settings of a training run. UserError lists all that are broken."""
     _refuse(
         [
+            *_seed_problems(settings.seed),
             *_group_problems(settings),
             *_train_problems(settings.train, settings.m),
             *_sampling_problems(settings.sampling),
@@ -193,6 +194,7 @@ def check_eval(settings: EvalRunSettings) -> None:
                 if problems < 1 and problems != -1
                 else []
             ),
+            *_seed_problems(settings.seed),
             *_range_problems(sampling),
             *_exam_problems(settings.eval.k, settings.eval.temperature),
             *_model_problems(settings.model, settings.device),
@@ -212,7 +214,7 @@ def _at_least(key: str, value: int | float, least: int) -> Iterator[str]:
 
 def _above(key: str, value: float, bound: int = 0) -> Iterator[str]:
     if not bound < value < math.inf:
-        yield f"{key}={value} must be more than {bound}"
+        yield f"{key}={value} must be more than {bound}" + ("" if math.isfinite(value) else ", and finite")
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
@@ -238,6 +240,11 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
     if 1 <= m < n and _target(parts["downsample"]) == "all_rollouts":
         rules = ", ".join(rule for rule in choices("downsample") if rule != "all")
         yield f"m={m} is less than n={n}, but downsample=all keeps all; choose downsample={rules} or m={n}"
+
+
+def _seed_problems(seed: int) -> Iterator[str]:
+    if not 0 <= seed < 2**64:
+        yield f"seed={seed} must be from 0 to 2^64 - 1: NumPy and PyTorch take no other"
 
 
 def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
@@ -301,6 +301,33 @@ def weights_folder(model: str, device: str, seed: int, scratch: Path) -> str:
     return str(folder)
 
 
+def measure_all(compared: Sequence[Comparison], rounds: int, scratch: Path, console: Console) -> None:
+    """Every row once per round, the rows of all comparisons taking turns."""
+    for turn in range(rounds):
+        for row in (row for comparison in compared for row in comparison.rows):
+            words = f"{row.arm}, {row.case.slots} slots, n={row.case.n}"
+            console.log(f"round {turn + 1} of {rounds}: {words}")
+            measure_in_a_process(row, scratch)
+
+
+def show_all(compared: Sequence[Comparison], table: Callable[[Comparison], Table], console: Console) -> None:
+    """Each comparison's table, and whether what was wanted of it holds."""
+    for comparison in compared:
+        console.print(table(comparison))
+        for check in comparison.check(comparison.rows):
+            console.print(str(check))
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def a_console() -> Console:
+    """As wide as the terminal, and wide enough for the tables in a pipe."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=("rollout", "n512"), default="rollout")
@@ -346,28 +373,20 @@ def comparisons(args: argparse.Namespace, folder: str) -> list[Comparison]:
 def main(words: Sequence[str] | None = None) -> None:
     args = parsed(words)
     loads = [os.getloadavg()]
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = a_console()
     with tempfile.TemporaryDirectory() as scratch:
         folder = weights_folder(args.model, args.device, args.seed, Path(scratch))
         compared = comparisons(args, folder)
-        for turn in range(args.rounds):
-            for row in (row for comparison in compared for row in comparison.rows):
-                console.log(f"round {turn + 1} of {args.rounds}: {row.arm}, n={row.case.n}")
-                measure_in_a_process(row, Path(scratch))
+        measure_all(compared, args.rounds, Path(scratch), console)
     loads.append(os.getloadavg())
-    for comparison in compared:
-        console.print(shown(comparison))
-        for check in comparison.check(comparison.rows):
-            console.print(str(check))
+    show_all(compared, shown, console)
     console.print(f"threads {args.threads}, load average before {loads[0][0]:.1f}, after {loads[1][0]:.1f}")
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "loads": loads}
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         found = {"settings": settings, "versions": versions, "machine": machine}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        results = [as_json(comparison) for comparison in compared]
-        args.json.write_text(json.dumps(found | {"comparisons": results}, indent=2) + "\n")
+        write_json(args.json, found | {"comparisons": [as_json(comparison) for comparison in compared]})
 
 
 def child(arm: str, case: str, out: str) -> None:

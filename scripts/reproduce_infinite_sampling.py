@@ -15,7 +15,6 @@ a busy machine do not touch; on a GPU that is the host's, and `tokens_per_second
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -26,8 +25,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from bench_rollout import Check, Comparison, Row, as_json, measure_in_a_process, weights_folder
-from rich.console import Console
+from bench_rollout import (
+    Check,
+    Comparison,
+    Row,
+    a_console,
+    as_json,
+    measure_all,
+    show_all,
+    weights_folder,
+    write_json,
+)
 from rich.table import Table
 from rollout_arms import SHAPES, Case
 
@@ -121,20 +129,14 @@ def comparison_of(args: argparse.Namespace, model: str, folder: str, n: int) -> 
 def main(words: Sequence[str] | None = None) -> None:
     args = parsed(words)
     model = args.model or largest_model(args.device)
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = a_console()
     loads = [os.getloadavg()]
     with tempfile.TemporaryDirectory() as scratch:
         folder = weights_folder(model, args.device, args.seed, Path(scratch))
         compared = [comparison_of(args, model, folder, n) for n in args.n]
-        for turn in range(args.rounds):
-            for row in (row for comparison in compared for row in comparison.rows):
-                console.log(f"round {turn + 1} of {args.rounds}: {row.arm}, {row.case.slots} of {row.case.n} slots")
-                measure_in_a_process(row, Path(scratch))
+        measure_all(compared, args.rounds, Path(scratch), console)
     loads.append(os.getloadavg())
-    for comparison in compared:
-        console.print(shown(comparison))
-        for check in comparison.check(comparison.rows):
-            console.print(str(check))
+    show_all(compared, shown, console)
     console.print(f"published for Qwen3-1.7B, micro over full, device peak: {PUBLISHED:.2f}")
     if args.json:
         cuda = args.device == "cuda"
@@ -145,8 +147,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "device": {"kind": args.device, "name": device, "cores": os.cpu_count(), "loads": loads},
             "comparisons": [as_json(comparison) for comparison in compared],
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_json(args.json, document)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ which takes out most of what else the machine did meanwhile.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,20 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from study import (
+    QUIET,
     Curve,
     Rows,
     Run,
     Speedup,
+    conduct,
     curve_of,
-    environment,
     in_turns,
     markdown,
     plot,
     read_rows,
     speedup,
     spread,
-    train_all,
+    study_parser,
     undisturbed,
+    write_results,
 )
 
 from grpo_cli.config import choices
@@ -93,16 +93,6 @@ def planned(args: argparse.Namespace) -> list[Run]:
         for seed in args.seeds
     ]
     return in_turns(rounds)
-
-
-# Only files; and no checkpoints but the first and the last, so that none falls between two timed steps.
-QUIET = (
-    "device=cpu",
-    "logger=jsonl",
-    "record.rollouts=0",
-    "train.checkpoint_every=1000000",
-    "train.keep_checkpoints=1",
-)
 
 
 def of_arm(rows: Rows) -> dict[str, float]:
@@ -180,19 +170,10 @@ def target(found: Mapping[str, Any]) -> float:
 
 
 def parsed_words(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = study_parser(__doc__, "pods", steps=None)
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all, in update_bound without some rules")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--steps", type=int, help="of every run; default: those of conf/experiment")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=1, help="of each run")
-    parser.add_argument("--out", type=Path, default=Path("outputs/reproduce_pods"))
-    parser.add_argument("--json", type=Path, help="where to write the figures besides <out>/pods.json")
-    args = parser.parse_args(arguments)
-    if args.jobs < 1 or args.threads < 1 or (args.steps is not None and args.steps < 1):
-        parser.error("--jobs, --threads and --steps must be at least 1")
-    return args
+    return parser.parse_args(arguments)
 
 
 def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
@@ -202,13 +183,7 @@ def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
         rows.setdefault(run.setting, {}).setdefault(run.arm, {})[run.seed] = read_rows(run, out)
     found = {setting: of_setting(arms) for setting, arms in rows.items()}
     text = "\n\n".join(f"{setting}\n\n{table(arms)}" for setting, arms in found.items())
-    print(f"\n{text}\n")
-    (out / "pods.md").write_text(text + "\n")
-    words = {key: value for key, value in vars(args).items() if key not in ("out", "json")}
-    result = {"settings": words, "environment": environment(), "results": found}
-    for path in filter(None, (out / "pods.json", args.json)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    write_results(args, out, "pods", text, {"results": found})
     panels = {
         setting: {SHOWN[arm]: [curve_of(r) for r in of_seeds.values()] for arm, of_seeds in arms.items()}
         for setting, arms in rows.items()
@@ -217,18 +192,8 @@ def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
     seeds = f"{len(args.seeds)} seeds, mean and standard deviation" if len(args.seeds) > 1 else "1 seed"
     title = f"PODS on the embedded task: {seeds}; dashed: 99 % of the baseline's best mean"
     plot(out / "pods.png", title, panels, targets)
-    print(f"tables, figures and the curve of every run: {out}")
-
-
-def main() -> None:
-    args = parsed_words()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("the figure needs matplotlib: pip install 'grpo-cli[plot]', or run scripts/reproduce_pods.sh")
-    out = args.out.resolve()
-    runs = planned(args)
-    train_all(runs, out, args.jobs, args.threads)
-    report(args, out, runs)
 
 
 if __name__ == "__main__":
-    main()
+    args = parsed_words()
+    conduct(args, planned(args), report)

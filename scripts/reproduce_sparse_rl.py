@@ -16,12 +16,8 @@ Evaluation is kept out of the clock.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -29,17 +25,20 @@ from pathlib import Path
 
 from study import (
     ACCURACY,
-    ROOT,
+    QUIET,
     Rows,
     Run,
+    conduct,
     curve_of,
-    environment,
+    grpo,
     in_turns,
     markdown,
     plot,
+    positive,
     read_rows,
     spread,
-    train_all,
+    study_parser,
+    write_results,
 )
 
 from grpo_cli.config import choices, overrides
@@ -57,14 +56,6 @@ TASK = (
     "eval.every=20",
     "eval.problems=200",
     "eval.k=4",
-)
-# Only files, and no checkpoints but the first and the last.
-QUIET = (
-    "device=cpu",
-    "logger=jsonl",
-    "record.rollouts=0",
-    "train.checkpoint_every=1000000",
-    "train.keep_checkpoints=1",
 )
 SAVINGS = ("kv_saving_mean", "kv_saving_peak", "kv_saving_allocated")
 MISMATCH = ("mismatch/log_ratio_q001", "mismatch/log_ratio_q01", "mismatch/ratio_min", "mismatch/rejected")
@@ -127,10 +118,7 @@ def evaluate(run: Run, policy: str, args: argparse.Namespace, out: Path) -> dict
     if not (summary.is_file() and asked.is_file() and json.loads(asked.read_text()) == words):
         folder.mkdir(parents=True, exist_ok=True)
         places = overrides({"checkpoint": str(out / run.name), "hydra.run.dir": str(folder)})
-        command = [sys.executable, "-m", "grpo_cli", "eval", places[0].lstrip("+"), *words, places[1]]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
-        with open(folder / "log.txt", "wb") as log:
-            ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+        ended = grpo(["eval", places[0].lstrip("+"), *words, places[1]], folder / "log.txt", args.threads)
         if ended:
             raise SystemExit(f"evaluating {run.name} failed (exit code {ended}); see {folder / 'log.txt'}")
         asked.write_text(json.dumps(words))
@@ -252,50 +240,29 @@ def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
     found = {name: {seed: of_run(of_seed) for seed, of_seed in seeds.items()} for name, seeds in rows.items()}
     evaluations = evaluate_all(runs, args, out)
     text = f"{results_table(found)}\n\n{robustness_table(runs, evaluations, args.policies)}"
-    print(f"\n{text}\n")
-    (out / "sparse_rl.md").write_text(text + "\n")
-    words = {key: value for key, value in vars(args).items() if key not in ("out", "json")}
     curves = {name: {seed: asdict(curve_of(r)) for seed, r in seeds.items()} for name, seeds in rows.items()}
-    result = {"settings": words, "environment": environment(), "results": found, "evaluations": evaluations}
-    for path in filter(None, (out / "sparse_rl.json", args.json)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**result, "curves": curves}, indent=1) + "\n")
+    results = {"results": found, "evaluations": evaluations, "curves": curves}
+    write_results(args, out, "sparse_rl", text, results)
     panel = {arm_title(name): [curve_of(of_seed) for of_seed in seeds.values()] for name, seeds in rows.items()}
     title = f"Sparse-RL on the embedded task, {len(args.seeds)} seeds; each arm evaluated by its own sampler"
     plot(out / "sparse_rl.png", title, {f"{args.budget} + {args.buffer} keys": panel}, {})
     plot_mismatch(out / "mismatch.png", {name: list(seeds.values()) for name, seeds in rows.items()})
-    print(f"tables, figures and the curve of every run: {out}")
 
 
 def parsed_words(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = study_parser(__doc__, "sparse_rl", steps=60)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["rkv", "snapkv"])
     parser.add_argument("--arms", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS), help="besides dense")
-    parser.add_argument("--steps", type=int, default=60, help="of every run")
     parser.add_argument("--budget", type=int, default=20, help="keys of the response that are kept")
-    parser.add_argument("--buffer", type=int, default=4, help="steps between two evictions")
+    parser.add_argument("--buffer", type=positive, default=4, help="steps between two evictions")
     parser.add_argument("--evict-prompts", action="store_true", help="as published; the budget is then for both")
     parser.add_argument("--eval-problems", type=int, default=300, help="of the robustness table; -1 for all")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=1, help="of each run")
-    parser.add_argument("--out", type=Path, default=Path("outputs/reproduce_sparse_rl"))
-    parser.add_argument("--json", type=Path, help="where to write the figures besides <out>/sparse_rl.json")
     args = parser.parse_args(arguments)
-    if min(args.jobs, args.threads, args.steps, args.buffer) < 1 or args.budget < 2:
-        parser.error("--jobs, --threads, --steps and --buffer must be at least 1, --budget at least 2")
+    if args.budget < 2:
+        parser.error("--budget must be at least 2")
     return args
 
 
-def main() -> None:
-    args = parsed_words()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("the figures need matplotlib: pip install 'grpo-cli[plot]', or scripts/reproduce_sparse_rl.sh")
-    out = args.out.resolve()
-    runs = planned(args)
-    train_all(runs, out, args.jobs, args.threads)
-    report(args, out, runs)
-
-
 if __name__ == "__main__":
-    main()
+    args = parsed_words()
+    conduct(args, planned(args), report)

@@ -8,7 +8,9 @@ command.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -37,6 +39,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # What a curve shows: the share of right answers among samples at temperature 1, which is what is trained. Greedy
 # accuracy is soon near its ceiling on the embedded task, and moves in steps of one problem.
 ACCURACY, GREEDY = "eval/pass@1", "eval/accuracy"
+
+# Only files; and no checkpoints but the first and the last, so that none falls between two timed steps.
+QUIET = (
+    "device=cpu",
+    "logger=jsonl",
+    "record.rollouts=0",
+    "train.checkpoint_every=1000000",
+    "train.keep_checkpoints=1",
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,51 @@ class Speedup:
         return shown + (f" ({self.never} of {seeds} never)" if self.never else "")
 
 
+def study_parser(description: str | None, name: str, steps: int | None) -> argparse.ArgumentParser:
+    """The words that every study takes; `name` is that of its folder and files, `steps` what a run has by default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    whose = "default: those of conf/experiment" if steps is None else f"default: {steps}"
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=positive, default=steps, help=f"of every run; {whose}")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs at a time")
+    parser.add_argument("--threads", type=positive, default=1, help="of each run")
+    parser.add_argument("--out", type=Path, default=Path(f"outputs/reproduce_{name}"))
+    parser.add_argument("--json", type=Path, help=f"where to write the figures besides <out>/{name}.json")
+    return parser
+
+
+def positive(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} is less than 1")
+    return number
+
+
+def conduct(
+    args: argparse.Namespace,
+    runs: Sequence[Run],
+    report: Callable[[argparse.Namespace, Path, Sequence[Run]], None],
+) -> None:
+    """Train what is missing, then report; that the figures cannot be drawn is found out before anything is trained."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("the figures need matplotlib: pip install 'grpo-cli[plot]', or run the study's .sh file")
+    out = args.out.resolve()
+    train_all(runs, out, args.jobs, args.threads)
+    report(args, out, runs)
+    print(f"tables, figures and the curve of every run: {out}")
+
+
+def write_results(args: argparse.Namespace, out: Path, name: str, tables: str, found: Mapping[str, Any]) -> None:
+    """Tables to the screen and to `out`; all numbers, and what they depend on, as JSON there and where it was asked."""
+    print(f"\n{tables}\n")
+    (out / f"{name}.md").write_text(tables + "\n")
+    words = {key: value for key, value in vars(args).items() if key not in ("out", "json")}
+    text = json.dumps({"settings": words, "environment": environment(), **found}, indent=1) + "\n"
+    for path in filter(None, (out / f"{name}.json", args.json)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 def in_turns(groups: Sequence[Sequence[Run]]) -> list[Run]:
     """All runs of several rounds (one run per arm in each), each round beginning one arm later than the one before.
 
@@ -105,13 +161,18 @@ def train(run: Run, out: Path, threads: int) -> None:
     folder = out / run.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "grpo_cli", "train", *run.words, *overrides({"hydra.run.dir": str(folder)})]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    with open(folder / "log.txt", "wb") as log:
-        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+    ended = grpo(["train", *run.words, *overrides({"hydra.run.dir": str(folder)})], folder / "log.txt", threads)
     if ended or not is_finished(run, out):
         tail = "\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-10:])
         raise SystemExit(f"{run.name} did not complete (exit code {ended}); the end of {folder / 'log.txt'}:\n{tail}")
+
+
+def grpo(words: Sequence[str], log: Path, threads: int) -> int:
+    """`grpo <words>` as a process of so many threads; all that it says goes to `log`. Its exit code."""
+    settings = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    with open(log, "wb") as said:
+        command = [sys.executable, "-m", "grpo_cli", *words]
+        return subprocess.run(command, cwd=ROOT, env=settings, stdout=said, stderr=subprocess.STDOUT).returncode
 
 
 def train_all(

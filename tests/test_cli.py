@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,28 @@ def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
     assert "max_new_tokens: 128" in shown
     examples = shown.partition("== Examples ==")[2].splitlines()
     assert sum(line.startswith(f"grpo {command}") and "--cfg" not in line for line in examples) == 3
+
+
+def after(start: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`grpo <words>` as a process of its own, which first does what `start` says."""
+    program = [sys.executable, "-c", f"{start}; from grpo_cli.cli import main; main()", *words]
+    return subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_a_folder_that_is_no_more_is_said(tmp_path):
+    """PyTorch's mathematics library ended the process with a line about a file of its own."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    said = after(f"import os; import grpo_cli.cli; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})", "train")
+    assert said.returncode == 2
+    assert said.stderr == "error: the folder that you are in is no more; change into another one\n"
+
+
+def test_a_screen_that_is_not_utf_8_gets_question_marks():
+    """The report's dashes and sparklines ended in a UnicodeEncodeError."""
+    unfit = "import grpo_cli.cli as cli; cli.app = lambda **words: print('0.2\u20130.4')"
+    said = after(unfit, PYTHONIOENCODING="ascii")
+    assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
 
 
 def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):

@@ -232,7 +232,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import study
 
     yield study
-    for name in ("study", "reproduce_pods"):
+    for name in ("study", "reproduce_pods", "reproduce_sparse_rl"):
         sys.modules.pop(name, None)
 
 
@@ -356,6 +356,26 @@ def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts(study)
     assert len({(run.train.prompts, run.eval) for run in composed_runs}) == 1
     sizes = {run.arm: (made.n, made.m) for run, made in zip(plan, composed_runs, strict=True)}
     assert sizes == {"grpo": (16, 16), "grpo_ga": (64, 64)} | {rule: (64, 16) for rule in RULES}
+
+
+def test_every_run_of_the_study_of_eviction_is_accepted(study):
+    import reproduce_sparse_rl
+
+    plan = reproduce_sparse_rl.planned(reproduce_sparse_rl.parsed_words(["--seeds", "7", "--steps", "9"]))
+    assert [run.name for run in plan] == [
+        "dense/dense/seed7",
+        *(f"{policy}/{arm}/seed7" for policy in ("rkv", "snapkv") for arm in ("sparse", "sparse_rl")),
+    ]
+    for run in (composed(*run.words) for run in plan):
+        check(run)
+        assert (run.seed, run.train.steps) == (7, 9)
+
+
+@pytest.mark.parametrize("words", ["--jobs 0", "--threads 0", "--steps 0", "--steps -1", "--jobs x"])
+def test_a_study_refuses_what_is_no_positive_number(study, words, capsys):
+    with pytest.raises(SystemExit):
+        study.study_parser("", "any", steps=None).parse_args(words.split())
+    assert words.split()[0] in capsys.readouterr().err
 
 
 def test_the_report_says_what_the_runs_say(study, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_the_rotated_part_is_the_models_own_for_every_pair_of_sizes(dim: int, la
 def test_heads_that_no_kernel_takes_are_refused():
     with pytest.raises(UserError, match="heads of 8 numbers here: its kernels take 4, and none of them is larger"):
         Served.of(small_model(), [4])
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "device", "fine"),
+    [
+        (24, torch.float32, "cpu", True),
+        (32, torch.bfloat16, "cpu", True),
+        (24, torch.bfloat16, "cpu", False),
+        (24, torch.float16, "cpu", False),
+        (24, torch.bfloat16, "cuda", True),
+    ],
+)
+def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype: Any, device: str, fine: bool):
+    """vLLM's rotary kernel ends the process otherwise (found with 0.32.0)."""
+    with nullcontext() if fine else pytest.raises(UserError, match=f"heads of {dim} numbers in .*float16, only"):
+        Served({}, dim, dim).check_dtype(dtype, torch.device(device))
 
 
 class Output:

@@ -128,6 +128,19 @@ def test_continuous_work_refills_a_slot_and_rounds_wait():
     assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens, stats.slot_utilisation) == (1, 4, 6, 1.0)
 
 
+def test_cached_prompts_greedy_rows_and_idle_slots_are_counted_as_they_are():
+    prompt = Prompt("p", (2, 3, 4), "")
+    made = Work([Request(prompt, 0, 0, Sampling(max_new_tokens=2, temperature=0.0))], 4, True)
+    made.start(Fifo(), None)
+    assert made.admitted(started(made)) == [0]
+    made.count_step()
+    output = Output(0, 1)
+    output.num_cached_tokens = 2
+    assert made.settle(output, (1,)).sampler_logprobs == (0.0, 0.0), "a greedy row draws from a point mass"
+    stats = made.stats(1000, {})
+    assert (stats.prefill_tokens, stats.slots, stats.slot_utilisation) == (1, 4, 0.25)
+
+
 def started(made: Work) -> Fifo:
     scheduler = Fifo()
     scheduler.start(tuple(made.queue.values()), 2)

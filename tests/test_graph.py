@@ -59,6 +59,16 @@ def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     assert capture.captured and capture.replayed > capture.captured
 
 
+def test_a_width_is_cut_to_what_a_slot_holds() -> None:
+    # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
+    requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
+    decoder, capture = Decoder(small_model()), Again()
+    generation = Generation(decoder, never, Full(), Dense(), requests, capture, NeverStop(), NullMeter())
+    assert generation.slots.kv.capacity == 96
+    rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
+    assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
+
+
 def test_a_capture_survives_a_pause() -> None:
     requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
     paused = served(Infinite(slots=3), capture, requests, park_at=9)

@@ -26,7 +26,8 @@ engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate engine/graph
 engine/stop
 engine/generation
-engine/served engine/admission
+engine/served engine/admission engine/vllm_process
+engine/vllm_options
 engine/engine engine/vllm
 rollout
 health evaluate learner select report/
@@ -47,7 +48,7 @@ DOORS = {
     "hydra": {"cli", "experiment", "launcher", "making", "profile/", "words"},
     "omegaconf": {"cli", "config", "launcher", "words"},
     "wandb": {"tracking"},
-    "vllm": {"engine/vllm"},
+    "vllm": {"engine/vllm", "engine/vllm_options", "engine/vllm_process"},
     "transformers": {"model/"},
     "peft": {"model/"},
     "bitsandbytes": {"optimizer"},

@@ -277,3 +277,11 @@ def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -
     assert make().fit(100, KvShape(1, 1)) == 16 and make(kv_budget=30).fit(100, KvShape(1, 1)) == 29
     with pytest.raises(UserError, match="must be at least 1"):
         make(slots=0)
+
+
+@pytest.mark.parametrize("make", [Micro, Infinite])
+def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
+    assert make(slots=500).fit(8, KvShape(1, 1)) == 8
+    assert make().fit(8, KvShape(1, 1)) == 8
+    assert make(kv_budget=1000).fit(8, KvShape(1, 1)) == 8
+    assert make(slots=5, kv_budget=1000).fit(8, KvShape(1, 1)) == 5

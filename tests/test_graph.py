@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from small import EOS, contents, make_engine, small_model, some_requests
+from small import EOS, VOCABULARY, contents, make_engine, small_model, some_requests
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_cli.engine.attention import Rows
+from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.graph import WORTH_CAPTURING
+from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
+from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Lpt
@@ -39,8 +43,10 @@ class Again:
         return replay
 
 
-def served(sampler: Any, capture: Any, requests: Any, scheduler: Any = None, park_at: int | None = None) -> Any:
-    decoder = Decoder(small_model())
+def served(
+    sampler: Any, capture: Any, requests: Any, scheduler: Any = None, park_at: int | None = None, model: Any = None
+) -> Any:
+    decoder = Decoder(model or small_model())
     generation = Generation(decoder, (EOS,), sampler, Dense(), requests, capture, NeverStop(), NullMeter())
     rollouts = [r for _, r in generation.serve(Fifo(), park_at)] if park_at else []
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
@@ -51,6 +57,16 @@ def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     requests, capture = some_requests(prompts=4, n=4, tokens=40), Again()
     assert served(sampler, capture, requests) == contents(make_engine(small_model()).generate(requests))
     assert capture.captured and capture.replayed > capture.captured
+
+
+def test_a_width_is_cut_to_what_a_slot_holds() -> None:
+    # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
+    requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
+    decoder, capture = Decoder(small_model()), Again()
+    generation = Generation(decoder, never, Full(), Dense(), requests, capture, NeverStop(), NullMeter())
+    assert generation.slots.kv.capacity == 96
+    rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
+    assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
 
 
 def test_a_capture_survives_a_pause() -> None:
@@ -80,6 +96,73 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
         TorchEngine(model, (EOS,), Full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True)
     with pytest.raises(UserError, match="sparsity=dense"):
         TorchEngine(model, (EOS,), Full(), Fifo(), NoPredictor(), sparse, cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"is_loaded_in_8bit": True}, "model.quantize=8bit looks for outliers in every step"),
+        ({"rope_type": "dynamic"}, "rope_type dynamic looks for the longest row in every step"),
+    ],
+)
+def test_a_model_that_asks_the_host_is_not_recorded(words: dict[str, Any], said: str) -> None:
+    model = small_model()
+    for name, value in words.items():
+        setattr(model if name.startswith("is_") else model.model.rotary_emb, name, value)
+    with pytest.raises(UserError, match=said):
+        make_engine(model, cuda_graph=True)
+
+
+class Asked(TorchDispatchMode):
+    """Notes the operations for which a GPU's results, or tensors made on the host, must cross over: a wait each."""
+
+    CROSSING = ("nonzero", "_local_scalar_dense", "masked_select", "lift_fresh", "unique", "equal", "bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        by_mask = name in ("index", "index_put_") and any(i is not None and i.dtype is torch.bool for i in args[1])
+        if by_mask or any(name.startswith(word) for word in self.CROSSING):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
+    asked = Asked()
+
+    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def watched() -> torch.Tensor:
+            # In inference mode `item` goes by without being dispatched.
+            with torch.inference_mode(False), torch.no_grad(), asked:
+                return run()
+
+        return watched
+
+    served(Infinite(slots=3), capture, some_requests(prompts=3, n=4, tokens=40), model=small_model(family))
+    assert asked.names == []
+    with asked:
+        torch.ones(3)[torch.ones(3) > 0].sum().item()
+    assert "_local_scalar_dense" in asked.names and "index" in asked.names, "it would have been noticed"
+
+
+def test_a_pool_that_has_grown_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the new one lies at an address that an old one had, as freed memory is used again."""
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 4096)
+    layout, cpu = KvLayout(1, 1, 8, torch.float32), torch.device("cpu")
+    pool, slots = PromptPool(layout, 1, 2, 16, VOCABULARY, cpu), KvStore(layout, 2, 16, cpu)
+    row = torch.zeros(2, dtype=torch.long)
+    rows = Rows(row, row, row, 16, None, False, row[None], row, False)
+    capture = Again()
+    steps = FixedSteps(lambda rows, slots, prompts, watch: torch.full((2, 1), float(prompts.entries)), capture)
+    for entries in (1, 2):
+        pool.claim()
+        found = [steps(rows, slots, pool, KeepAll())[0, 0].item() for _ in range(WORTH_CAPTURING)]
+        assert found == [entries] * WORTH_CAPTURING
+        assert capture.captured == steps.captured == entries
 
 
 @pytest.mark.gpu

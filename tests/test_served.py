@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,6 +78,22 @@ def test_heads_that_no_kernel_takes_are_refused():
         Served.of(small_model(), [4])
 
 
+@pytest.mark.parametrize(
+    ("dim", "dtype", "device", "fine"),
+    [
+        (24, torch.float32, "cpu", True),
+        (32, torch.bfloat16, "cpu", True),
+        (24, torch.bfloat16, "cpu", False),
+        (24, torch.float16, "cpu", False),
+        (24, torch.bfloat16, "cuda", True),
+    ],
+)
+def test_half_precision_on_a_cpu_needs_heads_that_fill_registers(dim: int, dtype: Any, device: str, fine: bool):
+    """vLLM's rotary kernel ends the process otherwise (found with 0.32.0)."""
+    with nullcontext() if fine else pytest.raises(UserError, match=f"heads of {dim} numbers in .*float16, only"):
+        Served({}, dim, dim).check_dtype(dtype, torch.device(device))
+
+
 class Output:
     """What vLLM gives for a finished request: this one made two tokens, the last of them `last`."""
 
@@ -109,6 +126,19 @@ def test_continuous_work_refills_a_slot_and_rounds_wait():
     assert rounds.admitted(started(rounds)) == [2, 3]
     stats = rounds.stats(1000, {})
     assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens, stats.slot_utilisation) == (1, 4, 6, 1.0)
+
+
+def test_cached_prompts_greedy_rows_and_idle_slots_are_counted_as_they_are():
+    prompt = Prompt("p", (2, 3, 4), "")
+    made = Work([Request(prompt, 0, 0, Sampling(max_new_tokens=2, temperature=0.0))], 4, True)
+    made.start(Fifo(), None)
+    assert made.admitted(started(made)) == [0]
+    made.count_step()
+    output = Output(0, 1)
+    output.num_cached_tokens = 2
+    assert made.settle(output, (1,)).sampler_logprobs == (0.0, 0.0), "a greedy row draws from a point mass"
+    stats = made.stats(1000, {})
+    assert (stats.prefill_tokens, stats.slots, stats.slot_utilisation) == (1, 4, 0.25)
 
 
 def started(made: Work) -> Fifo:

@@ -3,11 +3,14 @@ same rollouts in distribution as the torch engine's, and how it ends when someth
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 from small import contents, small_model, some_requests
 from transformers import PreTrainedModel
 
+import grpo_cli.engine.vllm as vllm_engine
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full, Infinite, Micro
@@ -162,6 +166,63 @@ def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
     assert engine.stats().details["engine/weight_update_seconds"] < 1e-3
     engine.update_weights()
     assert worst(model, list(engine.generate(requests))) < CLOSE
+
+
+def test_seeds_fit_into_vllms_signed_numbers(
+    engine: VllmEngine, task: Arithmetic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU vLLM stores seeds as int64: half of ours, of 64 bits without a sign, would end the run."""
+    requests = requests_of(task, 1, 2, max_new_tokens=2)
+    list(engine.generate(requests))
+    given: list[int] = []
+    add = engine._llm.llm_engine.add_request
+    monkeypatch.setattr(
+        engine._llm.llm_engine, "add_request", lambda name, prompt, p: (given.append(p.seed), add(name, prompt, p))
+    )
+    list(engine.generate([replace(requests[0], seed=2**64 - 1), replace(requests[1], seed=5)]))
+    assert given == [2**63 - 1, 5]
+
+
+def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dtype is the autocast's; but under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
+    engine = engine_of(small_model("qwen2", hidden_size=64, head_dim=16))
+    seen: dict[str, bool] = {}
+
+    def noting(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            seen[name] = torch.is_autocast_enabled("cpu")
+            return what(*args)
+
+        return noted
+
+    monkeypatch.setattr(engine, "_started", noting("start", engine._started))
+    monkeypatch.setattr(vllm_engine, "merged_weights", noting("weights", vllm_engine.merged_weights))
+    with torch.autocast("cpu", torch.bfloat16):
+        rollouts = list(engine.generate(some_requests(1, 2, tokens=4)))
+        assert torch.is_autocast_enabled("cpu")
+    assert len(rollouts) == 2
+    assert seen == {"start": False, "weights": False}
+    assert engine._llm.llm_engine.vllm_config.model_config.dtype is torch.bfloat16
+
+
+def test_a_closed_engine_lets_vllm_go(model: PreTrainedModel, task: Arithmetic) -> None:
+    """What was to be called at the engine's own end held vLLM, with weights and cache, until then."""
+    engine = engine_of(model)
+    requests = requests_of(task, 1, 2, max_new_tokens=4)
+    list(engine.generate(requests))
+    core = weakref.ref(engine._llm.llm_engine.engine_core)
+    engine.close()
+    gc.collect()
+    assert core() is None
+    assert len(list(engine.generate(requests))) == 2
+
+
+def test_what_would_end_the_process_is_refused(model: PreTrainedModel, task: Arithmetic) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UserError, match="on a CPU cannot compute heads of 24 numbers in bfloat16"),
+    ):
+        list(engine_of(model).generate(requests_of(task, 1, 1)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])

@@ -129,12 +129,12 @@ class Decoder:
             return out.transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
-        hidden = self._blocks(ids.view(-1), positions, attend).view(count, width, -1)
-        last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
+        hidden = self._blocks(ids.view(-1), positions, attend)
+        last = torch.tensor([row * width + len(p) - 1 for row, p in enumerate(prompts)], device=self.device)
         return Prefilled(
             torch.stack(keys),
             torch.stack(values),
-            self.logits(hidden[torch.arange(count), last]),
+            self.logits(hidden[last]),
             torch.stack(received) if note_received else None,
         )
 

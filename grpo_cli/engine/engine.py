@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from grpo_cli.engine import graph
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.graph import Capture
+from grpo_cli.engine.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.schedule import Fifo
@@ -23,6 +22,7 @@ from grpo_cli.engine.stop import stop_of
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
+from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.types import EngineStats, Request, Rollout
 
 
@@ -48,7 +48,9 @@ class TorchEngine:
         warn: Callable[[str], None] = print,
     ) -> None:
         self._decoder = Decoder(model)
-        self._capture = _capture(cuda_graph, self._decoder.device, sparsity)
+        if cuda_graph:
+            _check_graph(unwrapped(model), self._decoder.device, sparsity)
+        self._cuda_graph = cuda_graph
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler)
         self._scheduler = scheduler
@@ -98,7 +100,7 @@ class TorchEngine:
         self._stats = EngineStats()
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
-        generation = Generation(*given, self._capture, stop, self._meter)
+        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter)
         details: dict[str, float] = {}
         try:
             for sequence, rollout in self._predicting(generation, len(requests), details):
@@ -159,17 +161,23 @@ class TorchEngine:
         self._predictor.load_state(state["predictor"])
 
 
-def _capture(cuda_graph: bool, device: torch.device, sparsity: Dense | Budget) -> Capture | None:
-    if not cuda_graph:
-        return None
+def _check_graph(model: Any, device: torch.device, sparsity: Dense | Budget) -> None:
     if isinstance(sparsity, Budget):
         raise UserError(
             "engine.cuda_graph=true replays a recorded step, and an eviction policy must look at every step: use "
             "sparsity=dense, or leave engine.cuda_graph out"
         )
+    reason = ""
+    if getattr(model, "is_loaded_in_8bit", False):
+        reason = "model.quantize=8bit looks for outliers"
+    elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
+        reason = f"rope_type {kind} looks for the longest row"
+    if reason:
+        raise UserError(
+            f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
+        )
     if device.type != "cuda":
         raise UserError(f"engine.cuda_graph=true needs a GPU, and the model is on {device}: leave it out")
-    return graph.cuda_graph
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:

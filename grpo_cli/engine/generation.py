@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from grpo_cli.engine.cache import TILE, PromptPool, round_up
 from grpo_cli.engine.decoder import Decoder
@@ -126,7 +128,7 @@ class Generation:
         rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
         ended = self.slots.record(rows, self._prompts.logits[entries], self._eos)
         self.slots.count_tokens([slot for slot, _ in fresh])
-        return self._ended(rows[ended].tolist(), [slot for slot, _ in fresh])
+        return self._ended([fresh[row][0] for row in _true(ended)], [slot for slot, _ in fresh])
 
     def _prefill(self, sequences: Seq[Sequence]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
@@ -165,7 +167,7 @@ class Generation:
         self.slots.count_tokens(slice(0, running))
         self._steps += 1
         self._row_steps += running
-        done = self._ended(ended.nonzero().flatten().tolist(), range(running))
+        done = self._ended(_true(ended), range(running))
         if park_at is not None:
             self._park(np.flatnonzero(self.slots.host_generated[:running] == park_at), set(done), hidden)
         return done
@@ -238,6 +240,11 @@ class Generation:
             pool = self._prompts.store.nbytes
             details["engine/kv_saving_allocated"] = 1 - (self.slots.kv.nbytes + pool) / (self._dense_bytes + pool)
         return details
+
+
+def _true(flags: Bool[Tensor, "R"]) -> list[int]:
+    """Where they are true. Looked for on the host: on a GPU, to ask how many there are would be a second wait."""
+    return np.flatnonzero(flags.cpu().numpy()).tolist()
 
 
 def _view(sequence: Sequence) -> Waiting:

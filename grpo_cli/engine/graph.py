@@ -46,7 +46,8 @@ class FixedSteps:
 
     def __call__(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
         """As `Decoder.step`; `rows` are all slots of one generation (`Slots.rows` with `fixed`)."""
-        shape = (rows.width, rows.table.shape, rows.blind, rows.prompt_lengths is None, prompts.store.keys.data_ptr())
+        # A pool that has grown lies elsewhere; its size, unlike its address, never comes back.
+        shape = (rows.width, rows.table.shape, rows.blind, rows.prompt_lengths is None, prompts.entries)
         if shape not in self._captured:
             self._seen[shape] += 1
             if self._seen[shape] < WORTH_CAPTURING:
@@ -64,22 +65,31 @@ def _tensors(rows: Rows) -> dict[str, Tensor]:
     return {f.name: value for f in fields(rows) if isinstance(value := getattr(rows, f.name), Tensor)}
 
 
-def cuda_graph(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Record the kernels that `run` launches. Its result lies at one address, overwritten by every replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Libraries allocate and choose kernels in their first calls, which must not be recorded. A decode step may be
-        # repeated: it writes the same keys to the same places.
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
+class CudaGraphs:
+    """Records the kernels that a function launches; its result lies at one address, overwritten by every replay.
 
-    def replay() -> Tensor:
-        graph.replay()
-        return result
+    All graphs of one object have their intermediate results in one pool of memory, which is as large as the largest
+    needs and not as all do. So a replay may overwrite what another graph returned: read it before.
+    """
 
-    return replay
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Libraries allocate and choose kernels in their first calls, which must not be recorded. A decode step may
+            # be repeated: it writes the same keys to the same places.
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

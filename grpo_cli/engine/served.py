@@ -60,6 +60,14 @@ class Served:
         }
         return cls(config | as_llama, dim, larger[0])
 
+    def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse what vLLM's rotary kernel for CPUs cannot do: it ends the process, without an error to catch."""
+        if device.type == "cpu" and dtype.itemsize == 2 and self.head_dim % 16:
+            raise UserError(
+                f"engine=vllm on a CPU cannot compute heads of {self.head_dim} numbers in {str(dtype)[6:]}, only of "
+                "multiples of 16; use model.dtype=float32 model.autocast=none, or engine=torch"
+            )
+
     def token_bytes(self, dtype: torch.dtype) -> int:
         """One token's keys and values in vLLM's cache, over all layers."""
         layers, heads = self.config["num_hidden_layers"], self.config["num_key_value_heads"]

@@ -7,21 +7,15 @@ batches and caches; which request enters when is decided here, by the scheduler'
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import json
-import os
-import random
 import tempfile
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -30,40 +24,14 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
 from grpo_cli.engine.served import Served
 from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.engine.vllm_options import check_options
+from grpo_cli.engine.vllm_process import guest, head_sizes, require_vllm
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.weights import merged_weights
-from grpo_cli.typed import closest
 from grpo_cli.types import EngineStats, Request, Rollout
-
-# The releases that the tests have run on; scripts/install_vllm.sh reads this line.
-TESTED_VERSIONS = ">=0.32,<0.33"
-
-# Set here and nowhere else, before vLLM is imported. Only the first is insisted on: a person's own values are kept.
-_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads are the same ones
-}
-
-_OURS = (
-    "model dtype seed max_num_seqs kv_cache_memory_bytes gpu_memory_utilization enforce_eager enable_prefix_caching "
-    "enable_sleep_mode load_format skip_tokenizer_init max_model_len block_size"
-).split()
-_BIASING = {
-    "logprobs_mode": "log-probabilities must be those of the distribution that was drawn from (processed)",
-    "logits_processors": "the policy would not be what was sampled from",
-    "generation_config": "a model's own penalties and truncation would change what is sampled from",
-    "override_generation_config": "penalties and truncation would change what is sampled from",
-    "kv_cache_dtype": "rounded keys and values would make another sampler than the policy",
-    "quantization": "rounded weights would make another sampler than the policy",
-    "speculative_config": "its acceptance rule has not been tested to keep the policy's distribution",
-    "watermark_config": "marked text is drawn from another distribution than the policy's",
-    "hf_overrides": "the model in training would not be the one that is sampled from",
-}
 
 
 class VllmEngine:
@@ -98,7 +66,7 @@ class VllmEngine:
         self._sleeps = on_gpu if sleep is None else sleep
         self._prefix_caching = prefix_caching
         self._check_words(sparsity)
-        self._served = Served.of(model, _head_sizes(self._device))
+        self._served = Served.of(model, head_sizes(self._device))
         self._llm: Any = None
         self._slots = self._kv_bytes = self._block_bytes = 0
         self._stale, self._asleep, self._dead = True, False, ""
@@ -119,8 +87,8 @@ class VllmEngine:
             raise UserError(f"engine.memory={self._memory} is the share of a GPU's memory and must be between 0 and 1")
         if self._sleeps and self._device.type != "cuda":
             raise UserError("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
-        _require_vllm()
-        _check_options(self._options)
+        require_vllm()
+        check_options(self._options)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing."""
@@ -167,7 +135,7 @@ class VllmEngine:
             top_p=words.top_p,
             top_k=words.top_k,
             max_tokens=words.max_new_tokens,
-            seed=request.seed,
+            seed=request.seed % 2**63,  # vLLM keeps it in 64 bits with a sign on a GPU; -1 would be no seed
             stop_token_ids=list(self._eos),
             ignore_eos=True,  # what ends a reply is said by `stop_token_ids` alone
             logprobs=0,
@@ -181,11 +149,10 @@ class VllmEngine:
             self._llm.llm_engine.add_request(str(index), prompt, params)
 
     def _step(self, work: Work) -> list[Any]:
-        """One forward of vLLM's, outside the learner's autocast; eager means its sampling helpers too."""
+        """One forward of vLLM's; eager means its sampling helpers too."""
         stance = "force_eager" if self._eager else "default"
         with (
             self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
-            torch.autocast(self._device.type, enabled=False),
             torch.compiler.set_stance(stance),
         ):
             outputs = self._llm.llm_engine.step()
@@ -196,11 +163,13 @@ class VllmEngine:
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Whatever vLLM raises ends the run in one line; it raises every kind, so every kind is caught."""
+        """Every call into vLLM, outside the learner's autocast: under it vLLM would be started, and adapters merged, in
+        another precision than asked for. Whatever vLLM raises, of any kind, ends the run in one line."""
         if self._dead:
             raise UserError(self._dead)
         try:
-            yield
+            with torch.autocast(self._device.type, enabled=False):
+                yield
         except UserError:
             raise
         except Exception as error:
@@ -270,10 +239,10 @@ class VllmEngine:
                 self._asleep, self._stale = True, True
 
     def _build(self, requests: Sequence[Request]) -> None:
-        _set_environment()
         dtype, kind = next(self._model.parameters()).dtype, self._device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
+        self._served.check_dtype(dtype, self._device)
         block = self._block_bytes = self._served.token_bytes(dtype) * self._block
         rows = -(-max(_tokens(request) for request in requests) // self._block)
         at_once = self._rollouts_per_step or len(requests)
@@ -286,17 +255,17 @@ class VllmEngine:
             words["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
         else:
             words["gpu_memory_utilization"] = self._memory
-        with _quietly(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
+        with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
             _only(self)
             self._llm = self._started(Path(folder), words | {"dtype": str(dtype).removeprefix("torch.")})
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_bytes = cache.num_gpu_blocks * block
-        weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
+        self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
     def close(self) -> None:
         """Let vLLM go; whoever asks for rollouts again waits for a new start."""
         if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
+            self._shutdown()  # and is forgotten: it would hold vLLM's memory for as long as this engine lives
             self._llm, self._stale, self._asleep = None, True, False
 
     @property
@@ -369,64 +338,3 @@ def _only(engine: VllmEngine) -> None:
         if (holder := other()) is not None:
             holder.close()
     _holder[:] = [weakref.ref(engine)]
-
-
-def _require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
-            "scripts/install_vllm.sh, then start grpo from .venv-vllm/bin"
-        )
-
-
-def _set_environment() -> None:
-    os.environ.update(_INSISTED)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-
-
-def _head_sizes(device: torch.device) -> list[int] | None:
-    """The head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
-    if device.type == "cuda":
-        return None
-    _set_environment()
-    with _quietly():
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        return list(CPUAttentionBackend.get_supported_head_sizes())
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what is ours to say, what would bias the ratio, and what vLLM does not know."""
-    for word, value in options.items():
-        if word in _OURS:
-            raise UserError(f"engine.options.{word} is set by this engine itself; see conf/engine/vllm.yaml")
-        if word in _BIASING:
-            raise UserError(f"engine.options.{word}={value} would bias the importance ratio: {_BIASING[word]}")
-    if not options:
-        return
-    _set_environment()
-    with _quietly():
-        from vllm.engine.arg_utils import EngineArgs
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for word in options:
-        if word not in known:
-            raise UserError(f"engine.options.{word} is no word of vLLM's LLM{closest(word, known)}")
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """vLLM's start, with what it changes for the whole process put back: random states, threads, `set_num_threads`."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its imports, about its own code
-            yield
-    finally:
-        torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            set_threads(threads)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

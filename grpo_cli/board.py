@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from grpo_cli.console import duration
 from grpo_cli.jobs import Job, Status, last_record
+from grpo_cli.text import duration
 
 STYLES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red", "skipped": "yellow"}
 # Which jobs are shown where there are more than lines: those that one can do something about come first.

@@ -18,7 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
-from grpo_cli.config import ENGINE_PARTS, EvalRunSettings, overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.config import ENGINE_PARTS
 from grpo_cli.console import ConsoleTracker
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
@@ -38,7 +38,8 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.optimizer import check_optimizer
-from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+from grpo_cli.overrides import overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.types import Record

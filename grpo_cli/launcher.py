@@ -29,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import grpo_cli
 from grpo_cli.board import Board
-from grpo_cli.config import overrides
 from grpo_cli.errors import UserError
 from grpo_cli.files import json_line, write_atomically
 from grpo_cli.jobs import (
@@ -43,6 +42,7 @@ from grpo_cli.jobs import (
     resumes_from,
     write_status,
 )
+from grpo_cli.overrides import overrides
 from grpo_cli.typed import is_a, shown
 
 RESUME = "resume=sweep"

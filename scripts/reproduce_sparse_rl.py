@@ -42,7 +42,8 @@ from study import (
     train_all,
 )
 
-from grpo_cli.config import choices, overrides
+from grpo_cli.config import choices
+from grpo_cli.overrides import overrides
 
 POLICIES = [name for name in choices("sparsity") if name != "dense"]
 CORRECTIONS = {"sparse": "none", "sparse_rl": "sparse_rl"}

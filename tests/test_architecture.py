@@ -33,7 +33,7 @@ health evaluate learner select report/
 profile/
 train
 config jobs
-board
+board overrides
 words
 launcher
 making
@@ -45,7 +45,7 @@ __main__
 
 DOORS = {
     "hydra": {"cli", "experiment", "launcher", "making", "profile/", "words"},
-    "omegaconf": {"cli", "config", "launcher", "words"},
+    "omegaconf": {"cli", "config", "launcher", "overrides", "words"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm"},
     "transformers": {"model/"},

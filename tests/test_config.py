@@ -21,12 +21,11 @@ from grpo_cli.config import (
     check_eval,
     choices,
     config_dir,
-    overrides_of_run,
-    overrides_to_resume,
     parse,
     parse_eval,
 )
 from grpo_cli.errors import UserError
+from grpo_cli.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.settings import RunSettings
 
 CONF = config_dir()

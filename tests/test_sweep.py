@@ -111,6 +111,16 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     assert (tmp_path / "report" / "report.html").is_file()
 
 
+def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
+    """It would take seconds, and memory for as long as the sweep runs."""
+    program = (
+        "import sys, hydra_plugins.grpo_processes; print(sorted({'torch', 'transformers', 'wandb'} & {*sys.modules}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
 def grpo(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
 

@@ -18,7 +18,7 @@ import typer
 
 from grpo_cli import __version__
 from grpo_cli.errors import UserError, is_out_of_memory
-from grpo_cli.words import explained, offered
+from grpo_cli.words import explained, offered, unquoted
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -238,10 +238,10 @@ def _all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     """
     given = [word.partition("=") for word in arguments if "=" in word]
     typed = {key: value for key, _, value in given}
-    of_the_run = {key.lstrip("+"): value.strip("'") for key, _, value in given if key.startswith("++")}
+    of_the_run = {key.lstrip("+"): unquoted(value) for key, _, value in given if key.startswith("++")}
     path = typed.get("task.path", "null")
     said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    if path == "null" or said or path.strip("'\"") == of_the_run.get("task.path"):
+    if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
         return list(arguments)
     from grpo_cli.config import config_dir
 
@@ -265,7 +265,7 @@ def _with_slots(arguments: Sequence[str]) -> list[str]:
 def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
     flags, overrides = _sorted_out(arguments)
-    named = [word.split("=", 1)[1].strip("'\"") for word in overrides if word.startswith(f"{key}=")]
+    named = [unquoted(word.partition("=")[2]) for word in overrides if word.startswith(f"{key}=")]
     if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
         return list(arguments)
     from grpo_cli import experiment

@@ -14,7 +14,9 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__, cli
 from grpo_cli.errors import UserError
+from grpo_cli.overrides import overrides
 from grpo_cli.words import offered as offers
+from grpo_cli.words import unquoted
 
 
 @pytest.fixture(autouse=True)
@@ -217,6 +219,22 @@ def test_completion_offers_only_the_groups_of_the_command():
     assert "loss=" not in offers("eval", [], "")
 
 
+@pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'", "~/x"])
+def test_a_text_that_was_quoted_for_hydra_is_read_back(text):
+    (word,) = overrides({"resume": text})
+    assert unquoted(word.partition("=")[2]) == text
+
+
+def test_a_text_without_quotes_or_with_only_one_is_left_alone():
+    assert [unquoted(text) for text in ("", "it's", "'half", "a/b-c,d", "null")] == [
+        "",
+        "it's",
+        "'half",
+        "a/b-c,d",
+        "null",
+    ]
+
+
 @pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])
 def test_completion_works_through_the_shell_s_protocol(line):
     words = line.split()
@@ -300,6 +318,7 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
         (["train", "resume=auto"], "resume=auto found no run with a complete checkpoint"),
         (["train", "resume=nowhere"], "resume=nowhere does not exist"),
         (["train", "resume=empty"], "resume=empty is no run folder"),
+        (["train", "resume='it\\'s'"], "resume=it's is no run folder"),
         (["train", "-m", "resume=empty", "seed=1,2"], "resume=empty continues one run; leave out -m"),
         (["train", "resume=sweep"], "resume=sweep goes on with a sweep: add -m"),
         (["train", "-m", "resume=sweep"], "resume=sweep found no sweep below outputs/multirun"),
@@ -312,5 +331,6 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
-    (elsewhere / "empty").mkdir()
+    for name in ("empty", "it's"):
+        (elsewhere / name).mkdir()
     assert message in refusal(*arguments)

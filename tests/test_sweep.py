@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -113,12 +114,10 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
 
 def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
     """It would take seconds, and memory for as long as the sweep runs."""
-    program = (
-        "import sys, hydra_plugins.grpo_processes; print(sorted({'torch', 'transformers', 'wandb'} & {*sys.modules}))"
-    )
+    program = "import sys, hydra_plugins.grpo_processes; print({'torch', 'wandb'} & {*sys.modules})"
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    assert shown.stdout == "set()\n"
 
 
 def grpo(*arguments: str) -> Any:
@@ -134,7 +133,9 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     def command(self: launcher.ProcessLauncher, job: Any) -> list[str]:
         started.append(real(self, job)[4:])
         ends = "exit 5" if "seed=13" in job.overrides else "exit 0"
-        write = f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {job.folder}/summary.json"""
+        write = (
+            f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {shlex.quote(str(job.folder))}/summary.json"""
+        )
         return ["sh", "-c", f"[ '{ends}' = 'exit 0' ] && {write}; {ends}"]
 
     real = launcher.ProcessLauncher._command_of
@@ -168,7 +169,9 @@ def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) 
 
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
-    assert grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").exit_code == 1
+    first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
+    assert first.exit_code == 1
+    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1] == "job 1  seed=1: done"
     pretended.clear()
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
     (tmp_path / "s" / "2" / "status.json").unlink()
@@ -180,6 +183,44 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
         f"++hydra.run.dir='{tmp_path}/s/2'",
     ]
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
+
+
+def test_a_sweep_is_resumed_in_the_folder_that_was_named_however_it_is_written(
+    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`~` was read as the home folder, and then written to as a folder of that name; so were quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    words = ["seed=13,1", "hydra.sweep.subdir=job_${seed}", "hydra.sweep.dir='home/it\\'s'"]
+    assert grpo("train", "-m", *words).exit_code == 1
+    pretended.clear()
+    for number in (1, 2):  # what is noted of a sweep is the same after it was resumed
+        result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir='~/it\\'s'")
+        assert (result.exit_code, len(pretended)) == (1, number), result.output
+    assert not (tmp_path / "~").exists()
+    sweep = tmp_path / "home" / "it's"
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["job_1", "job_13"]
+
+
+def test_what_refers_to_another_setting_means_that_of_each_job(tmp_path: Path, pretended: list[list[str]]) -> None:
+    """It was noted with the value of the default config, so that the sweep was not taken for the same again."""
+    assert grpo("train", "-m", "n=4,13", "seed=13", "m=${n}", "hydra.sweep.dir=s").exit_code == 2
+    again = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert again.exit_code == 2, again.output
+    assert pretended[2:] == pretended[:2] and len(pretended) == 4
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == ["n=4,13", "seed=13", "m=${n}"]
+
+
+def test_jobs_that_would_share_a_folder_are_refused(pretended: list[list[str]]) -> None:
+    result = grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s", "hydra.sweep.subdir=x")
+    assert result.exit_code == 2 and pretended == []
+    assert "jobs 0 and 1 would share" in result.stderr
+
+
+def test_a_file_that_lists_no_sweep_is_named(tmp_path: Path) -> None:
+    for text in ('{"flags": []}', '{"command": "train", "flags": [], "hydra": 3, "overrides": []}'):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(UserError, match=r"sweep\.json lists no sweep"):
+            launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -302,5 +343,5 @@ def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_pa
     (tmp_path / "sweep.json").write_text('{"command": "eval"}')
     with pytest.raises(UserError, match="is a sweep of grpo eval"):
         launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
-    with pytest.raises(UserError, match="leave out n=4"):
-        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2"])
+    with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
+        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

@@ -176,7 +176,9 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
     (tmp_path / "s" / "2" / "status.json").unlink()
     (tmp_path / "s" / "2" / "summary.json").unlink()
-    (tmp_path / "s" / "0" / "checkpoints" / "step_000003").mkdir(parents=True)
+    saved = tmp_path / "s" / "0" / "checkpoints" / "step_000003"
+    saved.mkdir(parents=True)
+    (saved / "COMPLETE").touch()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
     assert [command[-1] for command in pretended] == [
         f"resume='{tmp_path}/s/0'",

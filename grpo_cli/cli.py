@@ -191,12 +191,12 @@ def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
 
-    with _memoryexplained(settings):
+    with _memory_explained(settings):
         return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
 
 
 @contextmanager
-def _memoryexplained(settings: RunSettings) -> Iterator[None]:
+def _memory_explained(settings: RunSettings) -> Iterator[None]:
     """A failed allocation becomes a message that says where, and what would make it fit."""
     try:
         yield
@@ -302,47 +302,75 @@ def _hand_over(
 
     A sweeper optimises the `objective` in a run's `summary.json`.
     """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from grpo_cli.config import config_dir
     from grpo_cli.launcher import sweep_of
 
     try:
         arguments, sweep = sweep_of(command, *_sorted_out(arguments), check, objective)
     except UserError as error:
         _fail(error)
+    called = _Called(job, sweep)
+    with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
+        _hydra(command, called)
+    if called.refused:
+        _fail(called.refused)
+    if sweep.outcomes:
+        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
+
+
+def _hydra(command: str, task: _Called) -> None:
+    """Let Hydra read the command line, and compose a run or a sweep of it."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    from grpo_cli.config import config_dir
+
     # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
-    started: list[DictConfig] = []
-    refused: list[UserError] = []
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
 
-    def composed(cfg: DictConfig) -> Any:
-        started.append(cfg)
+
+class _Called:
+    """What Hydra calls: the job, with a word on which one it is in a sweep, and a note of what became of it.
+
+    Our launcher calls nothing but starts processes: it needs only the `sweep`.
+    """
+
+    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.started = False
+        self.refused: UserError | None = None
+        self._job = job
+
+    def __call__(self, cfg: DictConfig) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        self.started = True
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if in_sweep:
             typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
         try:
-            return job(cfg)
+            return self._job(cfg)
         except UserError as error:
             if in_sweep:
                 raise
-            refused.append(error)  # raised through Hydra, it would come with Hydra's own words
+            self.refused = error  # raised through Hydra, it would come with Hydra's own words
             return None
 
-    composed.sweep = sweep  # type: ignore[attr-defined]
-    main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(composed)
+
+@contextmanager
+def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
+    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    sweep = called.sweep
     try:
-        with _command_line(command, arguments):
-            main()
+        yield
     except UserError as error:
         _fail(error)
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        if started or sweep.outcomes:
+        if called.started or sweep.outcomes:
             raise
         _fail(explained(error, command, arguments))
     except KeyboardInterrupt:
@@ -352,10 +380,6 @@ def _hand_over(
     except ValueError:
         if not sweep.outcomes or sweep.counts()["done"]:
             raise  # without a single result a sweeper has no best one, and says so in its own way
-    if refused:
-        _fail(refused[0])
-    if sweep.outcomes:
-        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:

@@ -28,13 +28,26 @@ SMALL = [
     "m=2,4",
     "sampling.max_new_tokens=4",
     "eval.every=0",
-    "train.steps=24",
+    "train.steps=6",
     "train.checkpoint_every=1",
+    "advantage._target_=held.advantage",
     "logger=jsonl",
     "device=cpu",
     "hydra.sweep.dir=sweep",
     "hydra.launcher.jobs=2",
 ]
+# The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
+HELD = """
+import itertools, pathlib, time
+from grpo_cli.advantage import grpo
+
+calls = itertools.count(1)
+
+def advantage(kept_rewards, group_rewards, **settings):
+    while len(group_rewards) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
+        time.sleep(0.05)
+    return grpo(kept_rewards, group_rewards, **settings)
+"""
 
 
 def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -73,6 +86,8 @@ def steps(folder: Path) -> list[int]:
 def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     folders = [sweep / str(number) for number in range(4)]
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
     process = start(tmp_path, *SMALL)
     wait_until(lambda: len(steps(folders[0])) > 2, process)
     job_process(process, folders[0]).kill()
@@ -92,15 +107,16 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
         (3, "3", ["train.prompts=1", "n=4", "m=4"]),
     ]
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]]
-    done = len(steps(folders[0]))
+    assert steps(folders[0]) == [0, 1, 2]
 
+    (tmp_path / "hold").unlink()
     process = start(tmp_path, "resume=sweep", "hydra.sweep.dir=sweep")
     output, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     assert "4 jobs: 3 done, 1 skipped" in output
     assert output.count("running") == 1, "finished jobs are not run again"
     assert [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]] == before
-    assert 2 < done <= 25 and steps(folders[0]) == list(range(25))
+    assert steps(folders[0]) == list(range(7))
     assert "resumed at step" in (folders[0] / "log.txt").read_text()
     assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
     for folder in folders:
@@ -166,6 +182,22 @@ def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) 
     result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
     assert result.exit_code == 3
     assert "6 jobs: 3 done, 3 failed" in result.stdout
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
+    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job presses ctrl-C, and runs until it is told to stop."""
+    presses = ["sh", "-c", "trap 'exit 0' TERM; kill -INT $PPID; while :; do sleep 0.05; done"]
+    finishes = launcher.ProcessLauncher._command_of
+    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", lambda self, job: presses)
+    result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
+    assert result.exit_code == 130
+    assert "stopping: each job ends its step and saves" in result.stdout
+    assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
+    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", finishes)
+    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
+    assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
 
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:

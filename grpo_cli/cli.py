@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from grpo_cli import __version__
+from grpo_cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
 from grpo_cli.errors import UserError, is_out_of_memory
-from grpo_cli.words import explained, offered, unquoted
+from grpo_cli.words import explained, offered
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -84,21 +85,23 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    arguments = _after_those_of_the_run("resume", _with_slots(overrides or []))
+    with _refusals():
+        arguments = after_those_of_the_run("resume", with_slots(overrides or []))
     _hand_over("train", arguments, _train, _checked, "final_accuracy")
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
-    arguments = _all_of_a_named_file(_after_those_of_the_run("checkpoint", overrides or []))
+    with _refusals():
+        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", overrides or []))
     _hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    arguments = _with_slots(overrides or [])
+    arguments = with_slots(overrides or [])
     sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
     _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
 
@@ -109,7 +112,7 @@ def _profile_each(arguments: Sequence[str]) -> None:
     from grpo_cli.profile.compare import compare
     from grpo_cli.profile.jobs import run_each
 
-    flags, words = _sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
+    flags, words = sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
     try:
         root, jobs, failed = run_each(words, flags, typer.echo)
         if jobs:
@@ -165,10 +168,8 @@ def report(
     """Compare runs: a table here, pictures and one HTML page in a folder."""
     from grpo_cli.report.make import make
 
-    try:
+    with _refusals():
         make(folders, out, target, metric)
-    except UserError as error:
-        _fail(error)
 
 
 def _checked(cfg: DictConfig) -> Any:
@@ -231,66 +232,6 @@ def _print_table(metrics: Mapping[str, float]) -> None:
     Console().print(table)
 
 
-def _all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and that all of a file is evaluated if `task.path=` names it here, and nothing else is said.
-
-    Training holds a share of its file out; that share alone is evaluated as long as the file is that of the run.
-    """
-    given = [word.partition("=") for word in arguments if "=" in word]
-    typed = {key: value for key, _, value in given}
-    of_the_run = {key.lstrip("+"): unquoted(value) for key, _, value in given if key.startswith("++")}
-    path = typed.get("task.path", "null")
-    said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
-        return list(arguments)
-    from grpo_cli.config import config_dir
-
-    choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
-    if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
-        return list(arguments)  # a task of one's own, which may know nothing of shares
-    return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
-
-
-def _with_slots(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and `sampler=infinite` if slots are asked for and nothing says whose: `sampler=full` has none."""
-    typed = {word.partition("=")[0] for word in arguments if "=" in word}
-    slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
-    if not slots or typed & {"sampler", "resume", "experiment"}:
-        return list(arguments)
-    typer.echo(f"sampler=infinite, since {' and '.join(slots)} cannot be set for sampler=full", err=True)
-    flags, overrides = _sorted_out(arguments)
-    return [*flags, "sampler=infinite", *overrides]
-
-
-def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
-    flags, overrides = _sorted_out(arguments)
-    named = [unquoted(word.partition("=")[2]) for word in overrides if word.startswith(f"{key}=")]
-    if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
-        return list(arguments)
-    from grpo_cli import experiment
-
-    try:
-        if key == "checkpoint":
-            # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
-            chosen = {word.partition("=")[0] for word in overrides} - {"model"}
-            of_the_run = experiment.checkpoint_overrides(named[-1])
-            taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
-            return [*flags, *taken, *overrides]
-        if {"-m", "--multirun"} & set(flags):
-            raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
-        own = [word for word in overrides if not word.startswith("resume=")]
-        return [*flags, *experiment.resume_overrides(named[-1]), *own]
-    except UserError as error:
-        _fail(error)
-
-
-def _sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place."""
-    overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    return [word for word in arguments if word not in overrides], overrides
-
-
 def _hand_over(
     command: str,
     arguments: Sequence[str],
@@ -304,10 +245,8 @@ def _hand_over(
     """
     from grpo_cli.launcher import sweep_of
 
-    try:
-        arguments, sweep = sweep_of(command, *_sorted_out(arguments), check, objective)
-    except UserError as error:
-        _fail(error)
+    with _refusals():
+        arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
     called = _Called(job, sweep)
     with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
         _hydra(command, called)
@@ -395,7 +334,7 @@ def _end(sweep: Sweep, code: int) -> NoReturn:
 def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
     argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
-    flags, overrides = _sorted_out(arguments)
+    flags, overrides = sorted_out(arguments)
     sys.argv = [f"grpo {command}", *flags, *overrides]
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
@@ -408,6 +347,14 @@ def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        _fail(error)
 
 
 def _fail(error: UserError | str) -> NoReturn:

@@ -38,7 +38,7 @@ words
 launcher
 making
 experiment
-profiling
+profiling arguments
 cli
 __main__
 """

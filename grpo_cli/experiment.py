@@ -39,6 +39,7 @@ from grpo_cli.model.load import (
 )
 from grpo_cli.optimizer import check_optimizer
 from grpo_cli.overrides import overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.provenance import code_version
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
@@ -216,7 +217,7 @@ def _logger(
     """The tracker besides the run's files and the console. `job_type` is the command."""
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": dataclasses.asdict(settings),
+        "config": dataclasses.asdict(settings) | {"code": dataclasses.asdict(code_version())},
         "choices": _choices(),
         "job_type": job_type,
         "say": say,
@@ -255,7 +256,9 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         tracker.log(Record(0, result.metrics, result.examples))
         asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
         problems = len({example.prompt_id for example in result.examples})
-        summary = {"status": "completed", **asked, "problems": problems, "seconds": seconds, **result.metrics}
+        code = dataclasses.asdict(code_version())
+        found = {"problems": problems, "seconds": seconds, **result.metrics}
+        summary = {"status": "completed", **asked, **found, "code": code}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)

@@ -12,7 +12,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text hiding
+errors settings typed files text hiding provenance
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/

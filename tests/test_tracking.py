@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_cli import cli, tracking
 from grpo_cli.errors import UserError
 from grpo_cli.hiding import HIDDEN, without_secrets, words_without_secrets
 from grpo_cli.interfaces import Tracker
+from grpo_cli.provenance import code_version
 from grpo_cli.tracking import JsonlTracker, NoTracker, WandbTracker
 from grpo_cli.types import Example, Record
 
@@ -285,11 +287,13 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert len(logged) == 3
     told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
-    assert summary.items() <= told.items()
+    code = summary.pop("code")
+    assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
     assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
     config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
+    assert config["code"] == code
     assert (config["n"], config["choices"]["sampler"], config["optim"]["lr"]) == (2, "full", 5e-4)
     tables = [json.loads(path.read_text()) for path in run.rglob("*.table.json")]
     assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))

@@ -142,10 +142,7 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
             "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
         )
     if profile.fit is not None:
-        try:
-            parse_bytes(profile.fit, "profile.fit")
-        except UserError as error:
-            yield str(error)
+        yield from _size_problems("profile.fit", profile.fit)
 
 
 def check_eval(settings: EvalRunSettings) -> None:
@@ -185,6 +182,13 @@ def _above(key: str, value: float, bound: int = 0) -> Iterator[str]:
 def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
     if value not in known:
         yield f"{key}={value} must be one of {', '.join(known)}{closest(value, known)}"
+
+
+def _size_problems(key: str, value: Any) -> Iterator[str]:
+    try:
+        parse_bytes(shown(value), key)
+    except UserError as error:
+        yield str(error)
 
 
 def _group_problems(settings: RunSettings) -> Iterator[str]:
@@ -307,6 +311,9 @@ def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     slots = parts["sampler"].get("slots")
     if slots is not None and not (is_a(int, slots) and slots >= 1):
         yield f"sampler.slots={shown(slots)} must be a whole number of at least 1"
+    budget = parts["sampler"].get("kv_budget")
+    if budget is not None:
+        yield from _size_problems("sampler.kv_budget", budget)
 
 
 def _loss_problems(loss: Mapping[str, Any]) -> Iterator[str]:

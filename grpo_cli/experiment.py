@@ -278,7 +278,7 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
-    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
+    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
     return result, time.perf_counter() - start
 
 

@@ -86,8 +86,7 @@ def _row(step: int, example: Example) -> dict[str, Any]:
 
 def _append(path: Path, lines: Sequence[str]) -> None:
     """All of the lines, or none: what a full disk cuts short is taken back."""
-    # A lone surrogate cannot be UTF-8; its backslash escape happens to be JSON's as well.
-    data = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    data = memoryview("".join(f"{line}\n" for line in lines).encode())
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:

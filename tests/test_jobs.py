@@ -262,6 +262,13 @@ def test_steps_of_more_than_six_digits_are_numbers_too(tmp_path: Path) -> None:
     assert resumes_from(tmp_path, 1_000_001) == tmp_path / "checkpoints" / "step_1000000"
 
 
+def test_overrides_and_reasons_may_hold_what_no_text_may(tmp_path: Path) -> None:
+    """A byte of an argument that is no UTF-8 arrives as a lone surrogate, and once ended the sweep."""
+    told = Status("failed", "of \udcff", ("task.path=\udcff",))
+    write_status(tmp_path, told)
+    assert read_status(tmp_path) == told
+
+
 def test_a_damaged_status_is_named(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"state": "done"}'):
         (tmp_path / "status.json").write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,18 +43,24 @@ def test_help_lists_the_commands_and_the_version_is_the_package_s():
     assert grpo("--version").stdout == f"grpo {__version__}\n"
 
 
-def test_help_and_completion_import_neither_torch_nor_hydra():
-    """That is why `grpo --help` answers at once."""
-    heavy = ("torch", "transformers", "hydra", "omegaconf", "wandb", "rich")
+COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampler=in", "COMP_CWORD": "2"}
+
+
+@pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
+def test_help_and_completion_import_neither_torch_nor_hydra(environment):
+    """That is why both answer at once. What does load torch finds that its idle threads are to sleep."""
+    heavy = ("torch", "transformers", "hydra", "wandb", "rich")
     program = (
-        "import sys, contextlib, io\n"
+        "import os, sys, contextlib, io\n"
         "from grpo_cli.cli import main\n"
         "sys.argv = ['grpo', '--help']\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-        f"print([name for name in {heavy} if name in sys.modules])"
+        f"print([name for name in {heavy} if name in sys.modules], os.environ['OMP_WAIT_POLICY'])"
     )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    words = [sys.executable, "-c", program]
+    shown = subprocess.run(words, env=clean | environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[] PASSIVE\n"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "profile"])

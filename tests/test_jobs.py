@@ -35,6 +35,7 @@ from grpo_cli.jobs import (
     write_status,
 )
 
+WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
 
 
@@ -80,7 +81,7 @@ def status(job: Job) -> Status:
 def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
     jobs = listed(
         tmp_path,
-        "echo one; echo 'error: n=1 is'; echo 'too few' >&2; exit 2",
+        "echo 'error: in another life'; echo 'error: n=1 is'; echo 'too few' >&2; exit 2",
         COMPLETED,
         "kill -9 $$",
         "exit 3",
@@ -103,7 +104,7 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
         ("failed", 0, f"{tmp_path}/7/summary.json cannot be read"),
         ("done", 0, None),
     ]
-    assert (jobs[0].folder / "log.txt").read_text() == "one\nerror: n=1 is\ntoo few\n"
+    assert (jobs[0].folder / "log.txt").read_text() == "error: in another life\nerror: n=1 is\ntoo few\n"
     assert [job.number for job in jobs if job.number != 7 and is_done(job.folder)] == [1, 8]
 
 
@@ -123,6 +124,16 @@ def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
     }
 
 
+def test_a_job_that_is_run_again_began_when_it_first_did_and_took_both_times(tmp_path: Path) -> None:
+    (job,) = listed(tmp_path, "exit 1")
+    write_status(
+        job.folder, Status("waiting", None, job.overrides, started="2026-01-02T03:04:05+00:00", seconds=5000.0)
+    )
+    run([job])
+    assert status(job).started == "2026-01-02T03:04:05+00:00"
+    assert 5000.0 < (status(job).seconds or 0.0) < 10_000.0
+
+
 @pytest.mark.parametrize("places", [1, 2, 3])
 def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
     view = Told()
@@ -136,10 +147,13 @@ def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: 
 
 def test_a_job_has_its_place_s_environment_and_jobs_at_a_time_have_different_ones(tmp_path: Path) -> None:
     # Each waits for its partner, so that a slow one cannot leave its place to two others in turn.
-    partners = [f"touch here; until [ -e ../{i ^ 1}/here ]; do sleep 0.01; done; echo $PLACE" for i in range(4)]
+    partners = [
+        f"touch here; until [ -e ../{i ^ 1}/here ]; do sleep 0.01; done; echo $PLACE $PYTHONUNBUFFERED"
+        for i in range(4)
+    ]
     jobs = listed(tmp_path, *partners)
     run(jobs, places=[{"PLACE": "a"}, {"PLACE": "b"}])
-    assert sorted((job.folder / "log.txt").read_text() for job in jobs) == ["a\n", "a\n", "b\n", "b\n"]
+    assert sorted((job.folder / "log.txt").read_text() for job in jobs) == ["a 1\n", "a 1\n", "b 1\n", "b 1\n"]
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -173,7 +187,7 @@ def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
-    saves = "trap 'echo saved; exit 0' TERM; touch ready; while :; do sleep 0.05; done"
+    saves = f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
     jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)
     view, before = Told(), signal.getsignal(number)
     thread = press(number, (jobs[0].folder / "ready").exists)
@@ -187,7 +201,7 @@ def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, numb
 
 
 def test_asked_twice_it_kills_them_with_all_that_they_started(tmp_path: Path) -> None:
-    asked = "trap 'touch asked' TERM; sleep 600 & echo $! > child; touch ready; while :; do sleep 0.05; done"
+    asked = f"trap 'touch asked' TERM; sleep 600 & echo $! > child; touch ready; {WAIT}"
     (job,) = listed(tmp_path, asked)
     thread = press(signal.SIGINT, (job.folder / "ready").exists, (job.folder / "asked").exists)
     run([job])

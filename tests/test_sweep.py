@@ -178,17 +178,22 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
 
 
-def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) -> None:
+def test_the_exit_code_is_the_number_of_failed_jobs(
+    pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
     assert result.exit_code == 3
     assert "6 jobs: 3 done, 3 failed" in result.stdout
+    monkeypatch.setattr(cli, "MOST_FAILED", 2)
+    assert grpo("train", "-m", "seed=13,13,13").exit_code == 2
 
 
 def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
     tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first job presses ctrl-C, and runs until it is told to stop."""
-    presses = ["sh", "-c", "trap 'exit 0' TERM; kill -INT $PPID; while :; do sleep 0.05; done"]
+    waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
+    presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
     finishes = launcher.ProcessLauncher._command_of
     monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", lambda self, job: presses)
     result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")

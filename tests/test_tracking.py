@@ -68,6 +68,12 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     tracker.close({})
 
 
+@pytest.mark.parametrize("beginning", ["hf_", "sk-", "ghp_", "wandb_v1_"])
+def test_what_begins_as_access_tokens_do_is_hidden_wherever_it_stands(beginning: str) -> None:
+    token = beginning + "a1B2_" * 4
+    assert without_secrets({"note": f"with {token}", "short": beginning}) == {"note": HIDDEN, "short": beginning}
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
 def test_every_number_can_be_read_back(tmp_path: Path, value: float) -> None:
     JsonlTracker(tmp_path).log(Record(1, {"x": value}))
@@ -368,12 +374,12 @@ def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lon
         service.kill()
         service.wait()
     assert services
-    for step in range(2, 100):
+    for step in range(2, 2000):  # W&B notices when it next looks; the limit is a guard against hanging
         tracker.log(Record(step, METRICS, (example(),)))
         if warnings:
             break
         time.sleep(0.05)
-    tracker.log(Record(100, METRICS))
+    tracker.log(Record(2000, METRICS))
     tracker.close({"status": "finished"})
     (warning,) = warnings
     assert "W&B failed" in warning and "metrics.jsonl" in warning

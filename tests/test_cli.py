@@ -129,6 +129,7 @@ def test_several_violations_come_together():
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
     assert "choose another folder with hydra.run.dir=<folder>" in refusal("train")
+    assert "choose another folder with hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
 
 
 def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:

@@ -204,6 +204,10 @@ def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group
     check(settings("n=2", "m=1", "downsample=random", "advantage.stats_over=group"))
 
 
+def test_every_rollout_may_be_a_minibatch_of_its_own():
+    check(settings("train.prompts=2", "n=2", "train.minibatches=4"))
+
+
 def test_eval_may_truncate_and_takes_all_problems():
     check_eval(parse_eval(compose("sampling.top_p=0.9", "eval.problems=-1", command="eval")))
 

@@ -298,6 +298,7 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
     assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
+    assert not any(tag.startswith("logger=") or tag.endswith("=none") for tag in started.tags)
     config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
     assert config["code"] == code
     assert (config["n"], config["choices"]["sampler"], config["optim"]["lr"]) == (2, "full", 5e-4)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from grpo_cli import __version__
+from grpo_cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
 from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.words import explained, offered
 
@@ -94,21 +95,23 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    arguments = _after_those_of_the_run("resume", _with_slots(overrides or []))
+    with _refusals():
+        arguments = after_those_of_the_run("resume", with_slots(overrides or []))
     _hand_over("train", arguments, _train, _checked, "final_accuracy")
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
-    arguments = _all_of_a_named_file(_after_those_of_the_run("checkpoint", overrides or []))
+    with _refusals():
+        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", overrides or []))
     _hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    arguments = _with_slots(overrides or [])
+    arguments = with_slots(overrides or [])
     sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
     _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
 
@@ -119,7 +122,7 @@ def _profile_each(arguments: Sequence[str]) -> None:
     from grpo_cli.profile.compare import compare
     from grpo_cli.profile.jobs import run_each
 
-    flags, words = _sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
+    flags, words = sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
     try:
         root, jobs, failed = run_each(words, flags, typer.echo)
         if jobs:
@@ -175,10 +178,8 @@ def report(
     """Compare runs: a table here, pictures and one HTML page in a folder."""
     from grpo_cli.report.make import make
 
-    try:
+    with _refusals():
         make(folders, out, target, metric)
-    except UserError as error:
-        _fail(error)
 
 
 def _checked(cfg: DictConfig) -> Any:
@@ -201,12 +202,12 @@ def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
 
-    with _memoryexplained(settings):
+    with _memory_explained(settings):
         return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
 
 
 @contextmanager
-def _memoryexplained(settings: RunSettings) -> Iterator[None]:
+def _memory_explained(settings: RunSettings) -> Iterator[None]:
     """A failed allocation becomes a message that says where, and what would make it fit."""
     try:
         yield
@@ -241,66 +242,6 @@ def _print_table(metrics: Mapping[str, float]) -> None:
     Console().print(table)
 
 
-def _all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and that all of a file is evaluated if `task.path=` names it here, and nothing else is said.
-
-    Training holds a share of its file out; that share alone is evaluated as long as the file is that of the run.
-    """
-    given = [word.partition("=") for word in arguments if "=" in word]
-    typed = {key: value for key, _, value in given}
-    of_the_run = {key.lstrip("+"): value.strip("'") for key, _, value in given if key.startswith("++")}
-    path = typed.get("task.path", "null")
-    said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
-    if path == "null" or said or path.strip("'\"") == of_the_run.get("task.path"):
-        return list(arguments)
-    from grpo_cli.config import config_dir
-
-    choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
-    if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
-        return list(arguments)  # a task of one's own, which may know nothing of shares
-    return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
-
-
-def _with_slots(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and `sampler=infinite` if slots are asked for and nothing says whose: `sampler=full` has none."""
-    typed = {word.partition("=")[0] for word in arguments if "=" in word}
-    slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
-    if not slots or typed & {"sampler", "resume", "experiment"}:
-        return list(arguments)
-    typer.echo(f"sampler=infinite, since {' and '.join(slots)} cannot be set for sampler=full", err=True)
-    flags, overrides = _sorted_out(arguments)
-    return [*flags, "sampler=infinite", *overrides]
-
-
-def _after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
-    flags, overrides = _sorted_out(arguments)
-    named = [word.split("=", 1)[1].strip("'\"") for word in overrides if word.startswith(f"{key}=")]
-    if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
-        return list(arguments)
-    from grpo_cli import experiment
-
-    try:
-        if key == "checkpoint":
-            # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
-            chosen = {word.partition("=")[0] for word in overrides} - {"model"}
-            of_the_run = experiment.checkpoint_overrides(named[-1])
-            taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
-            return [*flags, *taken, *overrides]
-        if {"-m", "--multirun"} & set(flags):
-            raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
-        own = [word for word in overrides if not word.startswith("resume=")]
-        return [*flags, *experiment.resume_overrides(named[-1]), *own]
-    except UserError as error:
-        _fail(error)
-
-
-def _sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place."""
-    overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    return [word for word in arguments if word not in overrides], overrides
-
-
 def _hand_over(
     command: str,
     arguments: Sequence[str],
@@ -312,47 +253,73 @@ def _hand_over(
 
     A sweeper optimises the `objective` in a run's `summary.json`.
     """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from grpo_cli.config import config_dir
     from grpo_cli.launcher import sweep_of
 
-    try:
-        arguments, sweep = sweep_of(command, *_sorted_out(arguments), check, objective)
-    except UserError as error:
-        _fail(error)
+    with _refusals():
+        arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
+    called = _Called(job, sweep)
+    with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
+        _hydra(command, called)
+    if called.refused:
+        _fail(called.refused)
+    if sweep.outcomes:
+        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
+
+
+def _hydra(command: str, task: _Called) -> None:
+    """Let Hydra read the command line, and compose a run or a sweep of it."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    from grpo_cli.config import config_dir
+
     # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
-    started: list[DictConfig] = []
-    refused: list[UserError] = []
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
 
-    def composed(cfg: DictConfig) -> Any:
-        started.append(cfg)
+
+class _Called:
+    """What Hydra calls: the job, with a word on which one it is in a sweep, and a note of what became of it.
+
+    Our launcher calls nothing but starts processes: it needs only the `sweep`.
+    """
+
+    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.started = False
+        self.refused: UserError | None = None
+        self._job = job
+
+    def __call__(self, cfg: DictConfig) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        self.started = True
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if in_sweep:
             typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
         try:
-            return job(cfg)
+            return self._job(cfg)
         except UserError as error:
             if in_sweep:
                 raise
-            refused.append(error)  # raised through Hydra, it would come with Hydra's own words
+            self.refused = error  # raised through Hydra, it would come with Hydra's own words
             return None
 
-    composed.sweep = sweep  # type: ignore[attr-defined]
-    main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(composed)
+
+@contextmanager
+def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
+    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    sweep = called.sweep
     try:
-        with _command_line(command, arguments):
-            main()
+        yield
     except UserError as error:
         _fail(error)
     except (HydraException, OmegaConfBaseException, OSError) as error:
-        if started or sweep.outcomes:
+        if called.started or sweep.outcomes:
             raise
         _fail(explained(error, command, arguments))
     except KeyboardInterrupt:
@@ -362,10 +329,6 @@ def _hand_over(
     except ValueError:
         if not sweep.outcomes or sweep.counts()["done"]:
             raise  # without a single result a sweeper has no best one, and says so in its own way
-    if refused:
-        _fail(refused[0])
-    if sweep.outcomes:
-        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
@@ -381,7 +344,7 @@ def _end(sweep: Sweep, code: int) -> NoReturn:
 def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
     argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
-    flags, overrides = _sorted_out(arguments)
+    flags, overrides = sorted_out(arguments)
     sys.argv = [f"grpo {command}", *flags, *overrides]
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
@@ -394,6 +357,14 @@ def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        _fail(error)
 
 
 def _fail(error: UserError | str) -> NoReturn:

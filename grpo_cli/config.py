@@ -7,9 +7,8 @@ it found at once. Nothing here touches a model: a run that cannot work is refuse
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.engine.sampler import parse_bytes
 from grpo_cli.errors import UserError
 from grpo_cli.settings import (
+    EvalRunSettings,
     EvalSettings,
     ModelSettings,
     OptimSettings,
@@ -45,39 +45,6 @@ _DEVICES = ("auto", "cpu", "cuda")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 Settings = TypeVar("Settings")
-
-
-@dataclass(frozen=True)
-class ExamSettings:
-    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
-
-    problems: int
-    k: int
-    temperature: float
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """What `grpo eval` may say of its samples; their temperature is the exam's."""
-
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class EvalRunSettings:
-    """A whole `grpo eval`. `parts` as in `RunSettings`, without what only training needs."""
-
-    checkpoint: str | None
-    seed: int
-    device: str
-    run_dir: str
-    model: ModelSettings
-    sampling: SampleSettings
-    eval: ExamSettings
-    parts: Mapping[str, Mapping[str, Any]]
 
 
 def config_dir() -> Path:
@@ -176,10 +143,7 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
             "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
         )
     if profile.fit is not None:
-        try:
-            parse_bytes(profile.fit, "profile.fit")
-        except UserError as error:
-            yield str(error)
+        yield from _size_problems("profile.fit", profile.fit)
 
 
 def check_eval(settings: EvalRunSettings) -> None:
@@ -220,6 +184,13 @@ def _above(key: str, value: float, bound: int = 0) -> Iterator[str]:
 def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
     if value not in known:
         yield f"{key}={value} must be one of {', '.join(known)}{closest(value, known)}"
+
+
+def _size_problems(key: str, value: Any) -> Iterator[str]:
+    try:
+        parse_bytes(shown(value), key)
+    except UserError as error:
+        yield str(error)
 
 
 def _group_problems(settings: RunSettings) -> Iterator[str]:
@@ -347,6 +318,9 @@ def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     slots = parts["sampler"].get("slots")
     if slots is not None and not (is_a(int, slots) and slots >= 1):
         yield f"sampler.slots={shown(slots)} must be a whole number of at least 1"
+    budget = parts["sampler"].get("kv_budget")
+    if budget is not None:
+        yield from _size_problems("sampler.kv_budget", budget)
 
 
 def _loss_problems(loss: Mapping[str, Any]) -> Iterator[str]:
@@ -356,55 +330,3 @@ def _loss_problems(loss: Mapping[str, Any]) -> Iterator[str]:
             yield f"loss.{key}={shown(value)} must be a number"
         elif not value >= 0:
             yield f"loss.{key}={value} must be at least 0"
-
-
-def overrides_of_run(run_dir: Path) -> list[str]:
-    """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
-
-    Choices and values are those of the composed config rather than of the command line, so that neither a named
-    experiment nor a default that has changed since makes a difference.
-    """
-    config, hydra = (run_dir / ".hydra" / name for name in ("config.yaml", "hydra.yaml"))
-    chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
-    assert isinstance(run, DictConfig), "Hydra writes a mapping"
-    groups = ("model", *EVAL_PARTS)
-    values = {"seed": run.seed}
-    drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
-    values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}
-    values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
-    shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
-    for group in groups:
-        values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
-    if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
-        values["model.eos_tokens"] = []
-    return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
-
-
-def overrides_to_resume(run_dir: Path) -> list[str]:
-    """What a run was started with, and its folder: the same command again, going on in the same place."""
-    kept = run_dir / ".hydra" / "overrides.yaml"
-    started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
-    assert isinstance(started_with, list), "Hydra keeps overrides in a list"
-    again = [str(word) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
-    return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
-
-
-def overrides(values: Mapping[str, Any]) -> list[str]:
-    """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
-    return [f"++{key}={_quoted(value)}" for key, value in values.items()]
-
-
-def _leaves(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    return {leaf: item for name, below in value.items() for leaf, item in _leaves(f"{key}.{name}", below).items()}
-
-
-def _quoted(value: Any) -> str:
-    if isinstance(value, str):  # backslashes count only before a quote or an interpolation
-        return "'" + re.sub(r"(\\*)('|\$\{|$)", lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), value) + "'"
-    if isinstance(value, list):
-        return f"[{','.join(_quoted(item) for item in value)}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_quoted(item)}" for name, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

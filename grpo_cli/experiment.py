@@ -18,7 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
-from grpo_cli.config import ENGINE_PARTS, EvalRunSettings, overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.config import ENGINE_PARTS
 from grpo_cli.console import ConsoleTracker
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
@@ -38,7 +38,9 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.optimizer import check_optimizer
-from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+from grpo_cli.overrides import overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.provenance import code_version
+from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.types import Record
@@ -215,7 +217,7 @@ def _logger(
     """The tracker besides the run's files and the console. `job_type` is the command."""
     offered = {
         "run_dir": Path(settings.run_dir),
-        "config": dataclasses.asdict(settings),
+        "config": dataclasses.asdict(settings) | {"code": dataclasses.asdict(code_version())},
         "choices": _choices(),
         "job_type": job_type,
         "say": say,
@@ -254,7 +256,9 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         tracker.log(Record(0, result.metrics, result.examples))
         asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
         problems = len({example.prompt_id for example in result.examples})
-        summary = {"status": "completed", **asked, "problems": problems, "seconds": seconds, **result.metrics}
+        code = dataclasses.asdict(code_version())
+        found = {"problems": problems, "seconds": seconds, **result.metrics}
+        summary = {"status": "completed", **asked, **found, "code": code}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)
@@ -274,7 +278,7 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
-    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
+    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
     return result, time.perf_counter() - start
 
 

@@ -17,9 +17,10 @@ def json_line(value: Any, indent: int | None = None) -> str:
 
     JSON has no NaN and no infinity: they become the strings "NaN", "Infinity" and "-Infinity", all of which Python's
     `float` reads back. (`null` would lose which of the three it was.) Numpy scalars become numbers, paths strings.
-    Raises TypeError for anything else that JSON cannot say.
+    A lone surrogate, which UTF-8 cannot say, is escaped. Raises TypeError for anything else that JSON cannot say.
     """
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace").decode()  # its backslash escape happens to be JSON's as well
 
 
 def _plain(value: Any) -> Any:

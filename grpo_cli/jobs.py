@@ -27,6 +27,7 @@ from grpo_cli.files import json_line, write_atomically
 
 POLL_SECONDS = 0.05
 TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
+COMPLETE = "COMPLETE"  # checkpoint.MARKER, without the torch that checkpoint.py loads
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,26 @@ def is_running(folder: Path) -> bool:
 
 
 def resumes_from(folder: Path, steps: int | None) -> Path | None:
-    """Where an unfinished run goes on: at its newest checkpoint, None if it has none.
+    """Where an unfinished run goes on: at its newest checkpoint, None if it has none that was saved to its end.
 
     A run that was killed after its last step, before it could say so, goes on at the one before, if that was kept.
     """
-    found = sorted((folder / "checkpoints").glob("step_*[0-9]"))
-    before_the_last = [path for path in found if steps is None or int(path.name.removeprefix("step_")) < steps]
-    return None if not found else folder if len(before_the_last) == len(found) else (before_the_last or found)[-1]
+    saved = [marker.parent for marker in (folder / "checkpoints").glob(f"step_*/{COMPLETE}")]
+    found = {int(path.stem.removeprefix("step_")): path for path in saved if path.suffix != ".tmp"}
+    if not found:
+        return None
+    left = [step for step in found if steps is None or step < steps]
+    return folder if len(left) == len(found) else found[max(left or found)]
 
 
 def last_record(folder: Path) -> dict[str, Any]:
     """The last whole line of `metrics.jsonl`, empty if there is none yet."""
     lines = _tail(folder / "metrics.jsonl")[:-1]
     try:
-        return dict(json.loads(lines[-1])) if lines else {}
+        record = json.loads(lines[-1]) if lines else {}
     except ValueError:  # longer than the tail, or damaged: this is for the screen only
         return {}
+    return record if isinstance(record, dict) and "step" in record else {}
 
 
 def _tail(path: Path) -> list[str]:
@@ -140,12 +145,19 @@ def _locked(log: Any) -> bool:
     return True
 
 
-def failure(code: int, folder: Path) -> str:
-    """Why a process ended with this code: the signal, or its last line."""
+def failure(code: int, folder: Path) -> str | None:
+    """Why a process that ended with this code did not complete its run: the run's own word, a signal, or its last line.
+    None if it did."""
+    if code == 0:
+        try:
+            ended = read_object(folder / "summary.json").get("status", "completed")
+        except UserError as error:
+            return str(error)
+        return None if ended == "completed" else f"it ended {ended}"
     if code < 0:
-        name = signal.Signals(-code).name
+        named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
         hint = ": often because the machine had no memory left" if -code == signal.SIGKILL else ""
-        return f"killed by {name}{hint}"
+        return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
     said = [line.strip() for line in _tail(folder / "log.txt") if line.strip()]
     start = next((i for i in reversed(range(len(said))) if said[i].startswith("error: ")), len(said) - 1)
     words = " ".join(said[start:]).removeprefix("error: ")
@@ -244,16 +256,12 @@ class Pool:
             self._free.append(running.place)
             code = running.process.returncode
             seconds = (running.status.seconds or 0.0) + time.monotonic() - running.began
-            status = replace(running.status, exit_code=code, seconds=round(seconds, 3))
-            ended = read_object(running.job.folder / "summary.json").get("status", "completed")
-            if code == 0 and ended == "completed":
-                status = replace(status, state="done")
-            elif self._stops:
-                status = replace(status, state="waiting", reason="the sweep was stopped while it ran")
-            else:
-                reason = f"it ended {ended}" if code == 0 else failure(code, running.job.folder)
-                status = replace(status, state="failed", reason=reason)
-            self._set(running.job, status)
+            reason = failure(code, running.job.folder)
+            state = "done" if reason is None else "failed"
+            if reason is not None and self._stops:
+                state, reason = "waiting", "the sweep was stopped while it ran"
+            ended = replace(running.status, state=state, reason=reason, exit_code=code, seconds=round(seconds, 3))
+            self._set(running.job, ended)
 
     def _set(self, job: Job, status: Status) -> None:
         write_status(job.folder, status)

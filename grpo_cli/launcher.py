@@ -29,7 +29,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import grpo_cli
 from grpo_cli.board import Board
-from grpo_cli.config import overrides
 from grpo_cli.errors import UserError
 from grpo_cli.files import json_line, write_atomically
 from grpo_cli.jobs import (
@@ -43,7 +42,9 @@ from grpo_cli.jobs import (
     resumes_from,
     write_status,
 )
+from grpo_cli.overrides import overrides
 from grpo_cli.typed import is_a, shown
+from grpo_cli.words import unquoted
 
 RESUME = "resume=sweep"
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
@@ -96,12 +97,12 @@ def sweep_of(
     own = [word for word in words if word != RESUME]
     began = started_with(command, own)
     sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
-    return [*flags, *began.flags, *began.words, *own], sweep
+    return [*flags, *began.flags, *began.words], sweep
 
 
 @dataclass(frozen=True)
 class Began:
-    """How a sweep was started: Hydra's flags, and all overrides with the sweep's folder."""
+    """How a sweep was started: Hydra's flags, and all overrides with what is new and the sweep's folder."""
 
     flags: list[str]
     words: list[str]
@@ -109,19 +110,26 @@ class Began:
 
 def started_with(command: str, own: Sequence[str]) -> Began:
     """For `resume=sweep`: the sweep in `hydra.sweep.dir`, or the last one there is. `own` are the overrides besides."""
-    changed = [word for word in own if not _is_of(word, ("sweep", "launcher"))]
+    changed = [word for word in own if not (_names_the_folder(word) or _is_of(word, ("launcher",)))]
     if changed:
         raise UserError(
             f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
         )
-    named = [word.partition("=")[2].strip("'\"") for word in own if word.lstrip("+").startswith("hydra.sweep.dir=")]
-    folder = Path(named[-1]).expanduser() if named else _last_sweep(Path("outputs") / "multirun")
+    named = [unquoted(word.partition("=")[2]) for word in own if _names_the_folder(word)]
+    new = [word for word in own if not _names_the_folder(word)]
+    folder = Path(named[-1]) if named else _last_sweep(Path("outputs") / "multirun")
+    if not folder.exists():
+        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
     asked = read_object(folder / "sweep.json")
     if not asked:
         raise UserError(f"hydra.sweep.dir={folder} holds no sweep: it has no sweep.json")
-    if asked["command"] != command:
-        raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
-    return Began(asked["flags"], [*asked["hydra"], *asked["overrides"], *overrides({"hydra.sweep.dir": str(folder)})])
+    try:
+        if asked["command"] != command:
+            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
+        words = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
+        return Began(asked["flags"], words)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'sweep.json'} lists no sweep ({error}); start a new sweep") from error
 
 
 # Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
@@ -158,7 +166,10 @@ class ProcessLauncher(Launcher):
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
         self._loader: ConfigLoader = hydra_context.config_loader
         self._config = config
-        self._of_hydra = [word for word in config.hydra.overrides.hydra if not _concerns_the_sweep(word)]
+        # Unresolved: `m=${n}` means each job's n.
+        typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+        self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
+        self._of_hydra = [word for word in self._typed_of_hydra if not _concerns_the_sweep(word)]
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._sweep.folder = Path(config.hydra.sweep.dir)
 
@@ -166,7 +177,7 @@ class ProcessLauncher(Launcher):
         setup_globals()
         self._folder.mkdir(parents=True, exist_ok=True)
         board = Board()
-        common = set(self._config.hydra.overrides.task)
+        common = set(self._typed)
         if len(job_overrides) > 1:
             common |= set.intersection(*map(set, job_overrides))
         jobs = [self._job(initial_job_idx + i, tuple(words), common) for i, words in enumerate(job_overrides)]
@@ -190,8 +201,8 @@ class ProcessLauncher(Launcher):
         return [self._returned(job) for job in jobs]
 
     def _job(self, number: int, words: tuple[str, ...], common: set[str]) -> Job:
-        """A job, called by what it has not in common with the others, with the reason if its config is refused."""
-        label = " ".join(word for word in words if word not in common)
+        """A job, called by what it has not in common with the others, if anything, with the reason if it is refused."""
+        label = " ".join([word for word in words if word not in common] or words)
         cfg = self._loader.load_sweep_config(self._config, list(words))
         with open_dict(cfg):
             cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
@@ -228,7 +239,14 @@ class ProcessLauncher(Launcher):
         return to_run
 
     def _refuse_what_is_there(self, jobs: Sequence[Job]) -> None:
+        first: dict[Path, Job] = {}
         for job in jobs:
+            other = first.setdefault(job.folder, job)
+            if other is not job:
+                raise UserError(
+                    f"jobs {other.number} and {job.number} would share {job.folder}; choose a hydra.sweep.subdir that "
+                    "differs, such as ${hydra.job.num}"
+                )
             before = read_status(job.folder)
             if before is None:
                 continue
@@ -262,10 +280,8 @@ class ProcessLauncher(Launcher):
         asked = {
             "command": self._sweep.command,
             "flags": list(self._sweep.flags),
-            "overrides": list(self._config.hydra.overrides.task),
-            "hydra": list(
-                dict.fromkeys(word for word in self._config.hydra.overrides.hydra if not _of_this_time(word))
-            ),
+            "overrides": self._typed,
+            "hydra": list(dict.fromkeys(word for word in self._typed_of_hydra if not _of_this_time(word))),
         }
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
@@ -309,9 +325,13 @@ def _is_of(word: str, parts: Sequence[str]) -> bool:
     return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)
 
 
+def _names_the_folder(word: str) -> bool:
+    return _is_of(word, ("sweep.dir",))
+
+
 def _of_this_time(word: str) -> bool:
     """Whether an override is given anew when the sweep is resumed."""
-    return _is_of(word, ("mode", "sweep"))
+    return _names_the_folder(word) or _is_of(word, ("mode",))
 
 
 def _concerns_the_sweep(word: str) -> bool:

@@ -155,3 +155,36 @@ class ProfileRunSettings(RunSettings):
     """A training run, and how it is to be looked at."""
 
     profile: ProfileSettings
+
+
+@dataclass(frozen=True)
+class ExamSettings:
+    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
+
+    problems: int
+    k: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What `grpo eval` may say of its samples; their temperature is the exam's."""
+
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EvalRunSettings:
+    """A whole `grpo eval`. `parts` as in `RunSettings`, without what only training needs."""
+
+    checkpoint: str | None
+    seed: int
+    device: str
+    run_dir: str
+    model: ModelSettings
+    sampling: SampleSettings
+    eval: ExamSettings
+    parts: Mapping[str, Mapping[str, Any]]

@@ -86,8 +86,7 @@ def _row(step: int, example: Example) -> dict[str, Any]:
 
 def _append(path: Path, lines: Sequence[str]) -> None:
     """All of the lines, or none: what a full disk cuts short is taken back."""
-    # A lone surrogate cannot be UTF-8; its backslash escape happens to be JSON's as well.
-    data = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    data = memoryview("".join(f"{line}\n" for line in lines).encode())
     with open(path, "ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
@@ -124,9 +123,9 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
         raise UserError(f"{path}, line {number}: no record ({error}). Repair or remove that line to resume.") from error
 
 
-# How long W&B may take to answer, before an automatic choice becomes offline and an explicit one an error; and how long
-# a finished run may go on sending.
-AUTO_SECONDS, EXPLICIT_SECONDS, FINISH_SECONDS = 15.0, 60.0, 60.0
+# How long W&B's server may take to answer, before an automatic choice becomes offline and an explicit one an error; how
+# long W&B's own process may take to start, which needs no network; and how long a finished run may go on sending.
+AUTO_SECONDS, EXPLICIT_SECONDS, OFFLINE_SECONDS, FINISH_SECONDS = 15.0, 60.0, 60.0, 60.0
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -217,7 +216,7 @@ class WandbTracker:
                 online = self._try_online(arguments, explicit)
             if not online:
                 self._folders = "offline-run-*"
-                self._run = self._init("offline", arguments, timeout=EXPLICIT_SECONDS)
+                self._run = self._init("offline", arguments, timeout=OFFLINE_SECONDS)
         except Exception as error:
             if not _is_wandb_failure(error):
                 raise

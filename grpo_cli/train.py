@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine,
 from grpo_cli.learner import Learner, Update
 from grpo_cli.meter import peak_bytes
 from grpo_cli.metrics import kept_metrics, rollout_metrics
+from grpo_cli.provenance import code_version
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.select import Selection, batch_rows, examples, select
 from grpo_cli.settings import RunSettings
@@ -378,9 +379,9 @@ class Trainer:
             )
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
-        progress = vars(self._progress)
         device = next(self._parts.model.parameters()).device
-        return {"status": status, "error": fault, **progress, "peak_memory_bytes": peak_bytes(device)}
+        measured = {**vars(self._progress), "peak_memory_bytes": peak_bytes(device)}
+        return {"status": status, "error": fault, **measured, "code": asdict(code_version())}
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -61,7 +61,9 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
     elif typing.get_origin(kind) is tuple:
         return _read_tuple(typing.get_args(kind), value, key, problems)
     elif typing.get_origin(kind) is Mapping:
-        return value
+        if isinstance(value, dict):
+            return value
+        problems.append(f"{key}={shown(value)} must be a group of settings")
     elif isinstance(kind, types.UnionType):
         return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):

@@ -35,6 +35,19 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     return str(error).split("\n\n")[0].strip()
 
 
+def unquoted(value: str) -> str:
+    """A value as Hydra reads it if it is one quoted text: `'it\\'s'` is it's. Anything else stays as it is."""
+    if not value.startswith(("'", '"')):
+        return value
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return str(OverridesParser.create().parse_override(f"value={value}").value())
+    except HydraException:
+        return value
+
+
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
     from grpo_cli.config import choices, config_dir

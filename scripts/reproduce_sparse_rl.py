@@ -41,7 +41,8 @@ from study import (
     write_results,
 )
 
-from grpo_cli.config import choices, overrides
+from grpo_cli.config import choices
+from grpo_cli.overrides import overrides
 
 POLICIES = [name for name in choices("sparsity") if name != "dense"]
 CORRECTIONS = {"sparse": "none", "sparse_rl": "sparse_rl"}

@@ -12,7 +12,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text hiding
+errors settings typed files text hiding provenance
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
@@ -34,19 +34,19 @@ health evaluate learner select report/
 profile/
 train
 config jobs
-board
+board overrides
 words
 launcher
 making
 experiment
-profiling
+profiling arguments
 cli
 __main__
 """
 
 DOORS = {
     "hydra": {"cli", "experiment", "launcher", "making", "profile/", "words"},
-    "omegaconf": {"cli", "config", "launcher", "words"},
+    "omegaconf": {"cli", "config", "launcher", "overrides", "words"},
     "wandb": {"tracking"},
     "vllm": {"engine/vllm", "engine/vllm_options", "engine/vllm_process"},
     "transformers": {"model/"},

@@ -15,7 +15,9 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__, cli
 from grpo_cli.errors import UserError
+from grpo_cli.overrides import overrides
 from grpo_cli.words import offered as offers
+from grpo_cli.words import unquoted
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +43,24 @@ def test_help_lists_the_commands_and_the_version_is_the_package_s():
     assert grpo("--version").stdout == f"grpo {__version__}\n"
 
 
-def test_help_and_completion_import_neither_torch_nor_hydra():
-    """That is why `grpo --help` answers at once."""
-    heavy = ("torch", "transformers", "hydra", "omegaconf", "wandb", "rich")
+COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampler=in", "COMP_CWORD": "2"}
+
+
+@pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
+def test_help_and_completion_import_neither_torch_nor_hydra(environment):
+    """That is why both answer at once. What does load torch finds that its idle threads are to sleep."""
+    heavy = ("torch", "transformers", "hydra", "wandb", "rich")
     program = (
-        "import sys, contextlib, io\n"
+        "import os, sys, contextlib, io\n"
         "from grpo_cli.cli import main\n"
         "sys.argv = ['grpo', '--help']\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-        f"print([name for name in {heavy} if name in sys.modules])"
+        f"print([name for name in {heavy} if name in sys.modules], os.environ['OMP_WAIT_POLICY'])"
     )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    words = [sys.executable, "-c", program]
+    shown = subprocess.run(words, env=clean | environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[] PASSIVE\n"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "profile"])
@@ -143,6 +151,7 @@ def test_several_violations_come_together():
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
     (elsewhere / "outputs").write_text("in the way")
     assert "choose another folder with hydra.run.dir=<folder>" in refusal("train")
+    assert "choose another folder with hydra.sweep.dir=<folder>" in refusal("train", "-m", "seed=1,2")
 
 
 def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
@@ -240,6 +249,22 @@ def test_completion_offers_only_the_groups_of_the_command():
     assert "loss=" not in offers("eval", [], "")
 
 
+@pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'", "~/x"])
+def test_a_text_that_was_quoted_for_hydra_is_read_back(text):
+    (word,) = overrides({"resume": text})
+    assert unquoted(word.partition("=")[2]) == text
+
+
+def test_a_text_without_quotes_or_with_only_one_is_left_alone():
+    assert [unquoted(text) for text in ("", "it's", "'half", "a/b-c,d", "null")] == [
+        "",
+        "it's",
+        "'half",
+        "a/b-c,d",
+        "null",
+    ]
+
+
 @pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])
 def test_completion_works_through_the_shell_s_protocol(line):
     words = line.split()
@@ -323,6 +348,7 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
         (["train", "resume=auto"], "resume=auto found no run with a complete checkpoint"),
         (["train", "resume=nowhere"], "resume=nowhere does not exist"),
         (["train", "resume=empty"], "resume=empty is no run folder"),
+        (["train", "resume='it\\'s'"], "resume=it's is no run folder"),
         (["train", "-m", "resume=empty", "seed=1,2"], "resume=empty continues one run; leave out -m"),
         (["train", "resume=sweep"], "resume=sweep goes on with a sweep: add -m"),
         (["train", "-m", "resume=sweep"], "resume=sweep found no sweep below outputs/multirun"),
@@ -335,5 +361,6 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(elsewhere, arguments, message):
-    (elsewhere / "empty").mkdir()
+    for name in ("empty", "it's"):
+        (elsewhere / name).mkdir()
     assert message in refusal(*arguments)

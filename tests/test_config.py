@@ -21,12 +21,11 @@ from grpo_cli.config import (
     check_eval,
     choices,
     config_dir,
-    overrides_of_run,
-    overrides_to_resume,
     parse,
     parse_eval,
 )
 from grpo_cli.errors import UserError
+from grpo_cli.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.settings import RunSettings
 
 CONF = config_dir()
@@ -125,6 +124,7 @@ def test_every_key_has_a_comment_above_it(file):
         ("optim.lr=fast", "optim.lr=fast must be a number"),
         ("optim.lr=null", "optim.lr=null must be a number"),
         ("model.random_init=1", "model.random_init=1 must be true or false"),
+        ("model.architecture=3", "model.architecture=3 must be a group of settings"),
         ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of 2 values"),
         ("optim.betas=[0.9,x]", "optim.betas[1]=x must be a number"),
         ("optim=3", "optim=3 must be a group of settings"),
@@ -184,6 +184,8 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
             "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean",
         ),
         (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be a whole number of at least 1"),
+        (["sampler=infinite", "sampler.kv_budget=lots"], "sampler.kv_budget=lots is no size"),
+        (["sampler=infinite", "sampler.kv_budget=true", "n=0"], "sampler.kv_budget=true is no size"),
         (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
         (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
         (["loss.kl_coef=-1"], "loss.kl_coef=-1 must be at least 0"),
@@ -203,6 +205,10 @@ def test_all_violations_are_said_at_once():
 
 def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group():
     check(settings("n=2", "m=1", "downsample=random", "advantage.stats_over=group"))
+
+
+def test_every_rollout_may_be_a_minibatch_of_its_own():
+    check(settings("train.prompts=2", "n=2", "train.minibatches=4"))
 
 
 def test_eval_may_truncate_and_takes_all_problems():

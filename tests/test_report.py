@@ -17,6 +17,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.report.compare import compare, estimate, student_95
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
+from grpo_cli.report.tables import footnotes
 
 
 def rows_of(accuracies: Mapping[int, float], steps: int, seconds_per_step: float = 1.0) -> list[dict[str, Any]]:
@@ -84,6 +85,30 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert (run.steps, run.seconds, run.generated_tokens, run.trained_tokens) == (20, 40.0, 2000.0, 500.0)
     assert run.peak_bytes == 20 * 2**20
     assert run.step_seconds == {"rollout": 1.0, "update": 0.5, "other": 0.5}
+
+
+def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
+    def left(name: str, code: object) -> None:
+        summary = leave(tmp_path / name, settings={"n": 4, "seed": int(name)}) / "summary.json"
+        summary.write_text(json.dumps({"status": "completed", **({} if code is None else {"code": code})}))
+
+    def said() -> list[str]:
+        return [note for note in footnotes(compare(runs_in(tmp_path))) if "code" in note]
+
+    same = {"grpo_cli": "0.1.0", "commit": "aa", "modified": False, "torch": "2.13"}
+    left("0", same)
+    left("1", same)
+    assert said() == []
+    left("2", {**same, "modified": True})
+    left("3", {**same, "commit": None, "modified": None})
+    assert said() == [
+        "These runs are of different code, and compared all the same: "
+        "commit aa (2 runs), aa (modified) (1 run), not recorded (1 run)."
+    ]
+    left("4", None)
+    left("5", "\x1b[31m")
+    (note,) = said()
+    assert "grpo_cli 0.1.0 (4 runs), not recorded (2 runs); commit" in note and "torch 2.13 (4 runs)" in note
 
 
 # Files that are damaged

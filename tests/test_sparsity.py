@@ -14,7 +14,7 @@ from small import contents, make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli import cli, experiment, making
+from grpo_cli import arguments, experiment, making
 from grpo_cli.config import choices, config_dir
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.keeper import Keeper, Tally
@@ -322,7 +322,10 @@ def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pyt
     rest = ["sparsity=rkv", "++model.path='/run'", "++seed=3"]
     of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
     monkeypatch.setattr(experiment, "checkpoint_overrides", lambda place: of_the_run)
-    after = cli._after_those_of_the_run
+    after = arguments.after_those_of_the_run
     assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "checkpoint=r", "sparsity=dense"]
+    assert after("checkpoint", ["checkpoint=r", "model=hf"])[:3] == rest, (
+        "the model is the checkpoint's, whatever is said"
+    )
     kept = ["checkpoint=r", "sparsity.budget=9"]
     assert after("checkpoint", kept) == [*of_the_run, *kept]

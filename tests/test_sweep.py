@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -27,13 +28,26 @@ SMALL = [
     "m=2,4",
     "sampling.max_new_tokens=4",
     "eval.every=0",
-    "train.steps=24",
+    "train.steps=6",
     "train.checkpoint_every=1",
+    "advantage._target_=held.advantage",
     "logger=jsonl",
     "device=cpu",
     "hydra.sweep.dir=sweep",
     "hydra.launcher.jobs=2",
 ]
+# The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
+HELD = """
+import itertools, pathlib, time
+from grpo_cli.advantage import grpo
+
+calls = itertools.count(1)
+
+def advantage(kept_rewards, group_rewards, **settings):
+    while len(group_rewards) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
+        time.sleep(0.05)
+    return grpo(kept_rewards, group_rewards, **settings)
+"""
 
 
 def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -72,6 +86,8 @@ def steps(folder: Path) -> list[int]:
 def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     folders = [sweep / str(number) for number in range(4)]
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
     process = start(tmp_path, *SMALL)
     wait_until(lambda: len(steps(folders[0])) > 2, process)
     job_process(process, folders[0]).kill()
@@ -91,15 +107,16 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
         (3, "3", ["train.prompts=1", "n=4", "m=4"]),
     ]
     before = [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]]
-    done = len(steps(folders[0]))
+    assert steps(folders[0]) == [0, 1, 2]
 
+    (tmp_path / "hold").unlink()
     process = start(tmp_path, "resume=sweep", "hydra.sweep.dir=sweep")
     output, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
     assert "4 jobs: 3 done, 1 skipped" in output
     assert output.count("running") == 1, "finished jobs are not run again"
     assert [(folder / "metrics.jsonl").read_bytes() for folder in folders[2:]] == before
-    assert 2 < done <= 25 and steps(folders[0]) == list(range(25))
+    assert steps(folders[0]) == list(range(7))
     assert "resumed at step" in (folders[0] / "log.txt").read_text()
     assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
     for folder in folders:
@@ -109,6 +126,14 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     assert reported.exit_code == 0, reported.output
     assert "Means over the 3 completed of 4 runs" in " ".join(reported.output.split())
     assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
+    """It would take seconds, and memory for as long as the sweep runs."""
+    program = "import sys, hydra_plugins.grpo_processes; print({'torch', 'wandb'} & {*sys.modules})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"
 
 
 def grpo(*arguments: str) -> Any:
@@ -124,7 +149,9 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     def command(self: launcher.ProcessLauncher, job: Any) -> list[str]:
         started.append(real(self, job)[4:])
         ends = "exit 5" if "seed=13" in job.overrides else "exit 0"
-        write = f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {job.folder}/summary.json"""
+        write = (
+            f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {shlex.quote(str(job.folder))}/summary.json"""
+        )
         return ["sh", "-c", f"[ '{ends}' = 'exit 0' ] && {write}; {ends}"]
 
     real = launcher.ProcessLauncher._command_of
@@ -151,25 +178,88 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
 
 
-def test_the_exit_code_is_the_number_of_failed_jobs(pretended: list[list[str]]) -> None:
+def test_the_exit_code_is_the_number_of_failed_jobs(
+    pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
     assert result.exit_code == 3
     assert "6 jobs: 3 done, 3 failed" in result.stdout
+    monkeypatch.setattr(cli, "MOST_FAILED", 2)
+    assert grpo("train", "-m", "seed=13,13,13").exit_code == 2
+
+
+def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
+    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job presses ctrl-C, and runs until it is told to stop."""
+    waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
+    presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
+    finishes = launcher.ProcessLauncher._command_of
+    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", lambda self, job: presses)
+    result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
+    assert result.exit_code == 130
+    assert "stopping: each job ends its step and saves" in result.stdout
+    assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
+    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", finishes)
+    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
+    assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
 
 
 def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, pretended: list[list[str]]) -> None:
-    assert grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").exit_code == 1
+    first = grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s")
+    assert first.exit_code == 1
+    assert [line for line in first.stdout.splitlines() if line.startswith("job 1 ")][-1] == "job 1  seed=1: done"
     pretended.clear()
     assert "s already holds a sweep" in grpo("train", "-m", "seed=13,1,2", "hydra.sweep.dir=s").stderr
     (tmp_path / "s" / "2" / "status.json").unlink()
     (tmp_path / "s" / "2" / "summary.json").unlink()
-    (tmp_path / "s" / "0" / "checkpoints" / "step_000003").mkdir(parents=True)
+    saved = tmp_path / "s" / "0" / "checkpoints" / "step_000003"
+    saved.mkdir(parents=True)
+    (saved / "COMPLETE").touch()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
     assert [command[-1] for command in pretended] == [
         f"resume='{tmp_path}/s/0'",
         f"++hydra.run.dir='{tmp_path}/s/2'",
     ]
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
+
+
+def test_a_sweep_is_resumed_in_the_folder_that_was_named_however_it_is_written(
+    tmp_path: Path, pretended: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`~` was read as the home folder, and then written to as a folder of that name; so were quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    words = ["seed=13,1", "hydra.sweep.subdir=job_${seed}", "hydra.sweep.dir='home/it\\'s'"]
+    assert grpo("train", "-m", *words).exit_code == 1
+    pretended.clear()
+    for number in (1, 2):  # what is noted of a sweep is the same after it was resumed
+        result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir='~/it\\'s'")
+        assert (result.exit_code, len(pretended)) == (1, number), result.output
+    assert not (tmp_path / "~").exists()
+    sweep = tmp_path / "home" / "it's"
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["job_1", "job_13"]
+
+
+def test_what_refers_to_another_setting_means_that_of_each_job(tmp_path: Path, pretended: list[list[str]]) -> None:
+    """It was noted with the value of the default config, so that the sweep was not taken for the same again."""
+    assert grpo("train", "-m", "n=4,13", "seed=13", "m=${n}", "hydra.sweep.dir=s").exit_code == 2
+    again = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert again.exit_code == 2, again.output
+    assert pretended[2:] == pretended[:2] and len(pretended) == 4
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == ["n=4,13", "seed=13", "m=${n}"]
+
+
+def test_jobs_that_would_share_a_folder_are_refused(pretended: list[list[str]]) -> None:
+    result = grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s", "hydra.sweep.subdir=x")
+    assert result.exit_code == 2 and pretended == []
+    assert "jobs 0 and 1 would share" in result.stderr
+
+
+def test_a_file_that_lists_no_sweep_is_named(tmp_path: Path) -> None:
+    for text in ('{"flags": []}', '{"command": "train", "flags": [], "hydra": 3, "overrides": []}'):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(UserError, match=r"sweep\.json lists no sweep"):
+            launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -292,5 +382,5 @@ def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_pa
     (tmp_path / "sweep.json").write_text('{"command": "eval"}')
     with pytest.raises(UserError, match="is a sweep of grpo eval"):
         launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
-    with pytest.raises(UserError, match="leave out n=4"):
-        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2"])
+    with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
+        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

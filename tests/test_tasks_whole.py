@@ -10,6 +10,7 @@ from tiny_hf import make_folder
 from typer.testing import CliRunner, Result
 
 from grpo_cli import cli
+from grpo_cli.arguments import all_of_a_named_file
 
 SMALL = ["n=2", "m=2", "train.steps=1", "train.prompts=2", "eval.problems=2", "eval.k=1", "logger=jsonl", "device=cpu"]
 FUNCTION = """
@@ -71,12 +72,12 @@ def test_but_of_the_file_that_a_run_was_trained_on_only_what_was_held_out() -> N
     run = ["++task.path='mine.jsonl'", "++task.eval_path=null"]
     whole = ["++task.eval_path=null", "++task.eval_fraction=1.0"]
     chosen = ["task=jsonl", "task.path=mine.jsonl"]
-    assert cli._all_of_a_named_file([*run, *chosen]) == [*run, *chosen]
-    assert cli._all_of_a_named_file([*run, "task=jsonl"]) == [*run, "task=jsonl"]
+    assert all_of_a_named_file([*run, *chosen]) == [*run, *chosen]
+    assert all_of_a_named_file([*run, "task=jsonl"]) == [*run, "task=jsonl"]
     other = [*run, "task=jsonl", "task.path=other.jsonl"]
-    assert cli._all_of_a_named_file(other) == [*other, *whole]
-    assert cli._all_of_a_named_file([*chosen, "task.eval_path=e"]) == [*chosen, "task.eval_path=e"]
-    assert cli._all_of_a_named_file(["task=mine_own", "task.path=x"]) == ["task=mine_own", "task.path=x"]
+    assert all_of_a_named_file(other) == [*other, *whole]
+    assert all_of_a_named_file([*chosen, "task.eval_path=e"]) == [*chosen, "task.eval_path=e"]
+    assert all_of_a_named_file(["task=mine_own", "task.path=x"]) == ["task=mine_own", "task.path=x"]
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_cli import cli, tracking
 from grpo_cli.errors import UserError
 from grpo_cli.hiding import HIDDEN, without_secrets, words_without_secrets
 from grpo_cli.interfaces import Tracker
+from grpo_cli.provenance import code_version
 from grpo_cli.tracking import JsonlTracker, NoTracker, WandbTracker
 from grpo_cli.types import Example, Record
 
@@ -64,6 +66,12 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     }
     assert second["advantage"] is None
     tracker.close({})
+
+
+@pytest.mark.parametrize("beginning", ["hf_", "sk-", "ghp_", "wandb_v1_"])
+def test_what_begins_as_access_tokens_do_is_hidden_wherever_it_stands(beginning: str) -> None:
+    token = beginning + "a1B2_" * 4
+    assert without_secrets({"note": f"with {token}", "short": beginning}) == {"note": HIDDEN, "short": beginning}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
@@ -285,11 +293,14 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert len(logged) == 3
     told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
-    assert summary.items() <= told.items()
+    code = summary.pop("code")
+    assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
     assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)
+    assert not any(tag.startswith("logger=") or tag.endswith("=none") for tag in started.tags)
     config = {item.key: json.loads(item.value_json) for record in records for item in record.run.config.update}
+    assert config["code"] == code
     assert (config["n"], config["choices"]["sampler"], config["optim"]["lr"]) == (2, "full", 5e-4)
     tables = [json.loads(path.read_text()) for path in run.rglob("*.table.json")]
     assert sum(len(table["data"]) for table in tables) == len(read(run / "rollouts.jsonl"))
@@ -364,12 +375,12 @@ def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lon
         service.kill()
         service.wait()
     assert services
-    for step in range(2, 100):
+    for step in range(2, 2000):  # W&B notices when it next looks; the limit is a guard against hanging
         tracker.log(Record(step, METRICS, (example(),)))
         if warnings:
             break
         time.sleep(0.05)
-    tracker.log(Record(100, METRICS))
+    tracker.log(Record(2000, METRICS))
     tracker.close({"status": "finished"})
     (warning,) = warnings
     assert "W&B failed" in warning and "metrics.jsonl" in warning

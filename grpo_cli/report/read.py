@@ -66,6 +66,7 @@ class Run:
     generated_tokens: float | None = None
     trained_tokens: float | None = None
     peak_bytes: float | None = None
+    code: Mapping[str, str] = field(default_factory=dict)  # versions of what it was run with, by their names
     notes: tuple[str, ...] = ()
 
     @property
@@ -187,6 +188,7 @@ def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any])
         seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),
         generated_tokens=last.get("tokens/generated", _number(summary.get("generated_tokens"))),
         trained_tokens=last.get("tokens/trained", _number(summary.get("trained_tokens"))),
+        code=_code_of(summary.get("code")),
         peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
     )
 
@@ -222,6 +224,12 @@ def _last_sign(folder: Path) -> str:
         return f"last record {duration(time.time() - (folder / 'metrics.jsonl').stat().st_mtime)} ago"
     except OSError:
         return "no record yet"
+
+
+def _code_of(told: Any) -> dict[str, str]:
+    code = {plain(name): value for name, value in told.items()} if isinstance(told, dict) else {}
+    modified = " (modified)" if code.pop("modified", None) else ""
+    return {name: plain(value) + modified * (name == "commit") for name, value in code.items() if value is not None}
 
 
 def _number(value: Any) -> float | None:

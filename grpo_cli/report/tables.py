@@ -133,6 +133,9 @@ def footnotes(comparison: Comparison) -> list[str]:
         )
     else:
         said.append("No run was evaluated, so there is no accuracy (eval.every).")
+    differing = _code_differences([run.code for arm in arms for run in arm.runs])
+    if differing:
+        said.append(f"These runs are of different code, and compared all the same: {'; '.join(differing)}.")
     of_source: dict[str, list[str]] = {}
     for key, source in comparison.implied.items():
         if key != f"{source}._target_":  # that is what the choice is
@@ -141,6 +144,17 @@ def footnotes(comparison: Comparison) -> list[str]:
         lists = "; ".join(f"with {source}: {', '.join(keys)}" for source, keys in of_source.items())
         said.append(f"Also different, but only along with another setting: {lists}.")
     return said
+
+
+def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
+    """What the runs were not all run with, and how many with which version of it."""
+    differing = []
+    for name in dict.fromkeys(name for code in codes for name in code):
+        counts = Counter(code.get(name, "not recorded") for code in codes)
+        if len(counts) > 1:
+            told = (f"{version} ({number} {'run' if number == 1 else 'runs'})" for version, number in counts.items())
+            differing.append(f"{name} {', '.join(told)}")
+    return differing
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
@@ -182,6 +196,7 @@ def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
         "trained_tokens": run.trained_tokens,
         "peak_bytes": run.peak_bytes,
         "step_seconds": run.step_seconds,
+        "code": run.code,
         "curve": asdict(run.curve),
     }
 

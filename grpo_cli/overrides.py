@@ -1,0 +1,66 @@
+"""A run's settings as Hydra overrides: what starts it again, evaluates it, or says any value in Hydra's grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_cli.config import EVAL_PARTS
+from grpo_cli.settings import ModelSettings
+from grpo_cli.typed import read
+
+
+def overrides_of_run(run_dir: Path) -> list[str]:
+    """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
+
+    Choices and values are those of the composed config rather than of the command line, so that neither a named
+    experiment nor a default that has changed since makes a difference.
+    """
+    config, hydra = (run_dir / ".hydra" / name for name in ("config.yaml", "hydra.yaml"))
+    chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
+    assert isinstance(run, DictConfig), "Hydra writes a mapping"
+    groups = ("model", *EVAL_PARTS)
+    values = {"seed": run.seed}
+    drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
+    values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}
+    values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
+    shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
+    for group in groups:
+        values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+    if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
+        values["model.eos_tokens"] = []
+    return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
+
+
+def overrides_to_resume(run_dir: Path) -> list[str]:
+    """What a run was started with, and its folder: the same command again, going on in the same place."""
+    kept = run_dir / ".hydra" / "overrides.yaml"
+    started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
+    assert isinstance(started_with, list), "Hydra keeps overrides in a list"
+    again = [str(word) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
+
+
+def overrides(values: Mapping[str, Any]) -> list[str]:
+    """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
+    return [f"++{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _leaves(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {key: value}
+    return {leaf: item for name, below in value.items() for leaf, item in _leaves(f"{key}.{name}", below).items()}
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, str):  # backslashes count only before a quote or an interpolation
+        return "'" + re.sub(r"(\\*)('|\$\{|$)", lambda end: 2 * end[1] + (f"\\{end[2]}" if end[2] else ""), value) + "'"
+    if isinstance(value, list):
+        return f"[{','.join(_quoted(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_quoted(item)}" for name, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

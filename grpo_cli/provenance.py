@@ -1,0 +1,68 @@
+"""Which code a process runs: what its results depend on besides its settings."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from grpo_cli import __version__
+
+SOURCE = Path(__file__).resolve().parents[1]
+GIT_SECONDS = 3.0  # a run does not wait longer for git; asking takes some hundredths of a second
+
+
+@dataclass(frozen=True)
+class CodeVersion:
+    """`commit` is None unless the package is run from a git checkout, and git answers; `modified` says whether a
+    tracked file of the checkout differed from that commit."""
+
+    grpo_cli: str
+    commit: str | None
+    modified: bool | None
+    python: str
+    torch: str
+    transformers: str | None
+
+
+@functools.cache
+def code_version() -> CodeVersion:
+    """As it was when this process first asked: who edits the checkout later does not change what runs."""
+    commit, modified = checkout_state(SOURCE)
+    try:
+        transformers = version("transformers")
+    except PackageNotFoundError:  # a source tree of its own
+        transformers = None
+    python = platform.python_version()
+    return CodeVersion(__version__, commit, modified, python, str(torch.__version__), transformers)
+
+
+def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
+    """The commit of the git checkout whose top this folder is, and whether it was modified; (None, None) if it is none.
+
+    Neither the current folder nor the environment can make git speak of another repository, nor does it look above.
+    """
+    if not (folder / ".git").exists():
+        return None, None
+    where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        told = subprocess.run(
+            ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=folder,
+            env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, None
+    commit, _, dirty = told.stdout.strip().partition("-")
+    return (commit, bool(dirty)) if told.returncode == 0 else (None, None)

@@ -1,0 +1,80 @@
+"""A run says which code it was; nothing that lies around makes it say another, or fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from grpo_cli import __version__, provenance
+from grpo_cli.provenance import checkout_state, code_version
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of one commit, made with nobody's own settings."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / "code.py").write_text("one")
+    git(folder, "init", "-q")
+    git(folder, "add", "code.py")
+    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    git(folder, "-c", "user.name=a", "-c", "user.email=a@b", "tag", "-am", "v", "v1-2")
+    return folder
+
+
+def git(folder: Path, *words: str) -> str:
+    try:
+        return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+
+
+def test_a_checkout_is_its_commit_and_whether_a_tracked_file_differs(repository: Path) -> None:
+    commit = git(repository, "rev-parse", "HEAD")
+    (repository / "untracked.py").write_text("not part of it")
+    assert checkout_state(repository) == (commit, False)
+    (repository / "code.py").write_text("two")
+    assert checkout_state(repository) == (commit, True)
+    git(repository, "worktree", "add", "-q", "--detach", "../other")
+    assert checkout_state(repository.parent / "other") == (commit, False)
+
+
+def test_neither_the_current_folder_nor_the_environment_names_another_repository(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
+    installed = repository / "site-packages"
+    installed.mkdir()
+    assert checkout_state(installed) == (None, None)
+    (installed / ".git").mkdir()  # damaged: git would look for the next one above
+    assert checkout_state(installed) == (None, None)
+
+
+def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commit(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "-q")
+    assert checkout_state(tmp_path) == (None, None)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    assert checkout_state(repository) == (None, None)
+    (programs / "git").write_text("#!/bin/sh\nexec /bin/sleep 600\n")
+    (programs / "git").chmod(0o755)
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 0.1)
+    assert checkout_state(repository) == (None, None)
+
+
+def test_versions_are_those_of_the_libraries_that_are_loaded() -> None:
+    code = code_version()
+    assert (code.grpo_cli, code.torch, code.transformers) == (__version__, torch.__version__, transformers.__version__)
+    assert code is code_version(), "asked once"

@@ -14,6 +14,7 @@ import pytest
 from grpo_cli.tasks import math_worker
 
 LIBRARY = """
+import resource
 import sys
 from functools import lru_cache
 from types import SimpleNamespace
@@ -40,6 +41,8 @@ def verify(gold, answer, **words):
     print("a library that talks")  # no reply
     if "huge" in answer[0]:
         raise MemoryError
+    if "limits" in answer[0]:
+        note([resource.getrlimit(what)[0] for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU)])
     if "deep" in answer[0]:
         raise RecursionError
     return gold == answer
@@ -100,6 +103,12 @@ def test_the_library_keeps_nothing_of_an_answer(library: Path) -> None:
         r"parse \boxed{b}",
         r"reduce \boxed{a}",
     ]
+
+
+def test_memory_and_processor_time_have_an_end_even_if_the_asker_has_gone(library: Path) -> None:
+    memory, core, seconds = json.loads(asked(library, ("a", "limits"))[1][-1])
+    assert 0 < memory <= math_worker.MEMORY and core == 0
+    assert 30 < seconds < 120  # the comparison's thirty, and what the start took
 
 
 def test_an_error_of_another_kind_ends_the_worker_with_its_name(library: Path) -> None:

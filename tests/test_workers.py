@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_cli.tasks.workers import WorkerDied, Workers
+from grpo_cli.tasks.workers import WorkerDied, Workers, _end_own
 
 SCRIPT = """
 import json, os, sys, time
@@ -69,9 +69,10 @@ def test_who_hangs_is_killed_reaped_and_replaced(script: Path) -> None:
 
 
 def test_who_dies_is_named_with_its_last_words(script: Path) -> None:
-    workers = Workers(script, 1, 30.0)
+    workers, before = Workers(script, 2, 30.0), children()
     with pytest.raises(WorkerDied) as caught:
         workers.ask([{"x": 1}, {"die": 1}, {"x": 3}])
+    assert children() == before  # nor is anybody left who still answers questions of that call
     assert (caught.value.question, caught.value.reason) == (1, "exit code 3 (I cannot go on)")
     assert workers.ask([{"x": 4}])[0]["twice"] == 8  # type: ignore[index]
     workers.close()
@@ -95,6 +96,15 @@ def test_a_script_that_does_not_start_is_no_questions_fault(tmp_path: Path) -> N
     with pytest.raises(WorkerDied, match="nothing_of_that_name") as caught:
         Workers(path, 1, 30.0).ask([{"x": 1}])
     assert caught.value.question is None
+
+
+def test_neither_ctrl_c_nor_a_forks_end_reaches_a_worker(script: Path) -> None:
+    workers = Workers(script, 1, 30.0)
+    (reply,) = workers.ask([{"x": 1}])
+    assert reply is not None and os.getsid(reply["pid"]) == reply["pid"]  # not the terminal's session
+    _end_own(workers._workers, os.getpid() + 1)  # as in a fork, whose number is not that of the owner
+    assert workers.ask([{"x": 2}]) == [{"twice": 4, "pid": reply["pid"]}]
+    workers.close()
 
 
 def test_nothing_is_left_when_the_program_ends(script: Path, tmp_path: Path) -> None:

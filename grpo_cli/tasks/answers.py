@@ -107,7 +107,8 @@ def _marked(text: str) -> Extracted | None:
     if hashes == box:  # both -1
         return None
     if box > hashes:
-        given = _braced(text, box + len("\\boxed"))
+        start = box + len("\\boxed")
+        given = braced(text[start : start + MAX_ANSWER].lstrip())
         found, is_answer = _only(given, strict=True), _ANOTHER_NUMBER.search(given)
     else:
         given = _line(text, hashes + 4)
@@ -117,7 +118,7 @@ def _marked(text: str) -> Extracted | None:
 
 def _stated(text: str) -> Extracted | None:
     """The last "the answer is x", or the last line "A: x" when x is all there is on it."""
-    last = _last_match(_STATED, text)
+    last = last_match(_STATED, text)
     if last is None:
         return None
     if last["a"]:
@@ -127,7 +128,7 @@ def _stated(text: str) -> Extracted | None:
 
 def _last_number(text: str) -> Extracted | None:
     """The last number of the text. A run such as `1,2,3` that is no number is a list, and its end is meant."""
-    last = _last_match(_ANYWHERE, _plain(text))
+    last = last_match(_ANYWHERE, _plain(text))
     if last is None:
         return None
     value, shown = _value(last), last[0]
@@ -137,7 +138,8 @@ def _last_number(text: str) -> Extracted | None:
     return None if value is None else Extracted(value, shown.strip().rstrip(".,"), False)
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last of all matches from the left."""
     matches = deque(pattern.finditer(text), maxlen=1)
     return matches[0] if matches else None
 
@@ -152,9 +154,8 @@ def _line(text: str, start: int) -> str:
     return _window(text, start).partition("\n")[0]
 
 
-def _braced(text: str, start: int) -> str:
-    """What is between the brace at `start` and the one that closes it; nothing if that is missing or too far away."""
-    window = text[start : start + MAX_ANSWER].lstrip()
+def braced(window: str) -> str:
+    """What is between the brace that the text begins with and the one that closes it; nothing if either is missing."""
     depth = 0
     for i, character in enumerate(window):
         depth += (character == "{") - (character == "}")

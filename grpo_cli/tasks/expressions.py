@@ -7,11 +7,10 @@ pattern takes linear time, nothing is evaluated, and what is longer than `MAX_EX
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-from grpo_cli.tasks.answers import extract_answer
+from grpo_cli.tasks.answers import braced, extract_answer, last_match
 
 MAX_EXPRESSION = 512
 _TAIL = 2048  # characters from the end in which an answer that is not marked is looked for
@@ -46,10 +45,10 @@ def final_expression(text: str) -> Found | None:
 
 def boxed(text: str) -> str | None:
     """What is in the last box or answer tag of a text, if that is an answer."""
-    box = deque(_BOX.finditer(text), maxlen=1)
-    found = _argument(text, box[0].end()) if box else ""
+    box = last_match(_BOX, text)
+    found = _argument(text, box.end()) if box else ""
     opened = text.rfind("<answer>")
-    if opened >= 0 and not (found and box[0].start() > opened):
+    if opened >= 0 and not (box and found and box.start() > opened):
         inside = text[opened + len("<answer>") :].partition("</answer>")[0].strip()
         found = inside.removeprefix("$").removesuffix("$") if _is_answer(inside) else found
     return found.strip() if _is_answer(found) else None
@@ -62,14 +61,7 @@ def _is_answer(text: str) -> bool:
 def _argument(text: str, start: int) -> str:
     """LaTeX's argument at `start`: a group in braces without them, or one character; nothing if it does not close."""
     window = text[start : start + MAX_EXPRESSION + 2]
-    if not window.startswith("{"):
-        return window[:1]
-    depth = 0
-    for i, character in enumerate(window):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return window[1:i]
-    return ""
+    return braced(window) if window.startswith("{") else window[:1]
 
 
 def _after_hashes(text: str) -> str | None:
@@ -80,10 +72,10 @@ def _after_hashes(text: str) -> str | None:
 
 def _stated(tail: str) -> str:
     """What follows the last "answer is", to the end of its sentence; the formula alone if it begins with one."""
-    last = deque(_STATED.finditer(tail), maxlen=1)
+    last = last_match(_STATED, tail)
     if not last:
         return ""
-    rest = tail[last[0].end() :]
+    rest = tail[last.end() :]
     formula = _INLINE.match(rest)
     if formula:
         return _inside(formula)
@@ -91,8 +83,8 @@ def _stated(tail: str) -> str:
 
 
 def _last_formula(tail: str) -> str:
-    last = deque(_INLINE.finditer(tail), maxlen=1)
-    return _inside(last[0]) if last else ""
+    last = last_match(_INLINE, tail)
+    return _inside(last) if last else ""
 
 
 def _inside(match: re.Match[str]) -> str:

@@ -1,0 +1,117 @@
+"""The process that compares expressions, with a stand-in for math-verify that writes down what is asked of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_cli.tasks import math_worker
+
+LIBRARY = """
+import resource
+import sys
+from functools import lru_cache
+from types import SimpleNamespace
+
+LatexExtractionConfig = SimpleNamespace
+
+def note(event):
+    print(event, file=sys.stderr)
+
+def parse(text, **words):
+    note(f"parse {text}")
+    if "odd" in text:
+        raise ZeroDivisionError("of nothing")
+    if "broken" in text:
+        raise OSError("no such file")
+    return [] if "unread" in text else [text]
+
+@lru_cache
+def reduced(text):
+    note(f"reduce {text}")
+
+def verify(gold, answer, **words):
+    reduced(gold[0])
+    print("a library that talks")  # no reply
+    if "huge" in answer[0]:
+        raise MemoryError
+    if "limits" in answer[0]:
+        note([resource.getrlimit(what)[0] for what in (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_CPU)])
+    if "deep" in answer[0]:
+        raise RecursionError
+    return gold == answer
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    (tmp_path / "math_verify.py").write_text(LIBRARY)
+    return tmp_path
+
+
+def asked(library: Path, *questions: tuple[str, str]) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The replies to pairs of a gold answer and an answer, what the library was asked to do, and the exit code."""
+    done = subprocess.run(
+        [sys.executable, "-P", math_worker.__file__, "30"],
+        input="".join(json.dumps({"gold": gold, "answer": answer}) + "\n" for gold, answer in questions),
+        env={**os.environ, "PYTHONPATH": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr.splitlines(), done.returncode
+
+
+def test_the_first_comparison_is_made_before_anybody_waits_for_one(library: Path) -> None:
+    """A worker that loads its grammar on the first question's time never answers within a short limit."""
+    replies, events, code = asked(library)
+    assert replies == [{"ready": True}] and code == 0
+    assert events == [r"parse \boxed{x+1}", r"parse \boxed{1+x}", r"reduce \boxed{x+1}", "a library that talks"]
+
+
+def test_each_answer_is_compared_with_the_gold_one_and_what_fails_has_a_name(library: Path) -> None:
+    pairs = [("a", "a"), ("a", "b"), ("a", "unread"), ("unread", "a"), ("a", "odd"), ("a", "huge"), ("a", "deep")]
+    replies, _, code = asked(library, *pairs, ("a", "a"))
+    assert code == 0 and replies[1:] == [
+        {"equal": True},
+        {"equal": False},
+        {"equal": False},
+        {"equal": False},
+        {"incomparable": "ZeroDivisionError: of nothing"},
+        {"limit": "MemoryError"},
+        {"limit": "RecursionError"},
+        {"equal": True},
+    ]
+
+
+def test_the_library_keeps_nothing_of_an_answer(library: Path) -> None:
+    """Its caches kept numbers of many megabytes, until there was no memory for the comparisons that came after."""
+    events = asked(library, ("a", "b"), ("a", "huge"), ("a", "odd"), ("a", "b"))[1][4:]
+    assert [event for event in events if event != "a library that talks"] == [
+        r"parse \boxed{a}",  # the gold answer, which is the worker's own to remember
+        r"parse \boxed{b}",
+        r"reduce \boxed{a}",
+        r"parse \boxed{huge}",
+        r"reduce \boxed{a}",
+        r"parse \boxed{odd}",
+        r"parse \boxed{b}",
+        r"reduce \boxed{a}",
+    ]
+
+
+def test_memory_and_processor_time_have_an_end_even_if_the_asker_has_gone(library: Path) -> None:
+    memory, core, seconds = json.loads(asked(library, ("a", "limits"))[1][-1])
+    assert 0 < memory <= math_worker.MEMORY and core == 0
+    assert 30 < seconds < 120  # the comparison's thirty, and what the start took
+
+
+def test_an_error_of_another_kind_ends_the_worker_with_its_name(library: Path) -> None:
+    replies, events, code = asked(library, ("a", "broken"), ("a", "a"))
+    assert replies == [{"ready": True}] and code == 1
+    assert events[-1] == "OSError: no such file"

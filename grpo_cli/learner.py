@@ -52,7 +52,7 @@ class Learner:
         self._compared = self._pass.plain
         self._span = meter.span
         self._autocast_word = model_settings.autocast
-        self.updates = 0  # optimizer steps made by this process
+        self.updates = 0  # optimizer steps begun by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._optimizer = make_optimizer(self._parameters, optim)
@@ -108,8 +108,8 @@ class Learner:
             metrics["optim/lr"] = rate
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
+            self.updates += 1  # first: a step that is cut short has moved some of the weights
             self._optimizer.step()
-            self.updates += 1
         return fault
 
     def _compare_with_padded(self, batch: Batch, divisors: Totals, temperature: float) -> None:

@@ -106,6 +106,7 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until a signal asks to stop; returns what `summary.json` says."""
         status, fault = "failed", None
+        (self._run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
         try:
             with self._signals():
                 self._loop()
@@ -116,9 +117,11 @@ class Trainer:
             raise
         finally:
             summary = self._summary(status, fault)
-            write_summary(self._run_dir, summary)
-            for tracker in self._parts.trackers:
-                tracker.close(summary)
+            try:
+                write_summary(self._run_dir, summary)
+            finally:  # a full disk is no reason to leave a tracker open
+                for tracker in self._parts.trackers:
+                    tracker.close(summary)
         return summary
 
     def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
@@ -200,7 +203,7 @@ class Trainer:
         with span("logprobs"):
             batch, corrections = self._logprobs(batch, selected, judged)
         mismatch = mismatch or corrections
-        if not batch.loss_mask.any():
+        if not batch.weights.any():  # the optimizer's averages would move the weights even without a gradient
             return self._nothing_to_train_on(mismatch, step)
         with span("update"):
             updates = self._update(batch, step)
@@ -212,7 +215,8 @@ class Trainer:
         self._progress.empty_steps += 1
         self._parts.warn(
             f"step {step + 1}: every rollout was rejected by the correction, so there was no update; look at "
-            "mismatch/log_ratio_q001, then raise sparsity.budget or lower correction.veto"
+            "mismatch/log_ratio_q001, then raise sparsity.budget, lower correction.veto, or widen "
+            "correction.is_threshold_low and correction.is_threshold or correction.mask_low and correction.mask_high"
         )
         return Trained((), 0, 0, mismatch or {})
 

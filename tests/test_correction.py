@@ -119,6 +119,12 @@ def test_the_release_normalises_before_it_rejects():
     assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/weight_mean"] == close(1.3 / mean)
 
 
+def test_the_mean_of_batch_normalised_weights_counts_those_masked_to_zero():
+    """xi 9 is masked: weights 1, 3, 0 have the mean 4 / 3."""
+    part = Correct(importance="token", is_mode="mask", is_threshold=5.0, batch_normalise=True)
+    assert apply(part, [[1.0, 3.0, 9.0]])[0] == [close([0.75, 2.25, 0.0])]
+
+
 def test_batch_normalised_weights_have_mean_one():
     part = Correct(importance="token", is_threshold=2.0, batch_normalise=True)
     metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]

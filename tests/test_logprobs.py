@@ -80,3 +80,14 @@ def test_no_more_than_a_chunk_of_logits_exists_forward_or_backward() -> None:
     with LargestLogits() as seen:
         plain(model, ids, mask, 1.0).sum().backward()
     assert seen.most == 3 * 12 * 97
+
+
+def test_logits_in_half_precision_are_normalised_in_float32() -> None:
+    """Log-probabilities of 1000 equal tokens: bfloat16 would give -6.90625, float32 -6.907755."""
+    model = small_model(vocab_size=1000, tie_word_embeddings=False).bfloat16()
+    model.lm_head.weight.data.zero_()
+    ids, mask = some_rows()
+    with torch.no_grad():
+        values = token_logprobs(model, ids, mask, 1.0, 5)
+    assert values.dtype == torch.float32
+    assert values[mask].tolist() == pytest.approx([-6.907755] * int(mask.sum()), abs=1e-6)

@@ -273,12 +273,18 @@ def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int
         assert not (e.kept and e.sample == 1)
 
 
-def test_a_step_in_which_all_are_rejected_updates_nothing_and_says_so(tmp_path: Path) -> None:
+SEQUENCE_MASK = Correct(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
+
+
+@pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
+def test_a_step_in_which_all_are_rejected_updates_nothing_and_says_so(tmp_path: Path, correction: Correct) -> None:
+    """Also where weights of 0 reject, and the tokens stay in the mask: weight decay would move the weights."""
     model, warnings, recorder = small_model(), list[str](), Recorder()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     engine = with_sampler_off_by(model, lambda rollout: 20.0)
     settings = replace(settings_for(tmp_path, steps=2), eval=EvalSettings(0, 1, 1, 1.0))
-    parts: dict[str, Any] = dict(engine=engine, correction=SPARSE_RL, warn=warnings.append, trackers=(recorder,))
+    settings = replace(settings, optim=replace(settings.optim, weight_decay=0.1))
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, warn=warnings.append, trackers=(recorder,))
     summary = make_trainer(settings, model=model, **parts).fit()
     assert same(before, model.state_dict()) and summary["empty_steps"] == 2 and summary["status"] == "completed"
     assert "every rollout was rejected" in warnings[0] and "sparsity.budget" in warnings[0]
@@ -365,6 +371,49 @@ def test_a_run_that_dies_leaves_its_last_finished_step_and_says_why(tmp_path: Pa
     assert recorder.summary["error"] == "ZeroDivisionError: in the judge" and recorder.summary["step"] == 1
     found = find_checkpoint(tmp_path).path
     assert found is not None and found.name == "step_000001"
+
+
+def test_a_step_that_dies_half_way_through_the_weights_is_not_saved(tmp_path: Path) -> None:
+    """As out of memory in the optimizer, or a second ctrl-C there: some weights are moved and others not."""
+    trainer = make_trainer(settings_for(tmp_path))
+    optimizer = trainer._learner._optimizer
+    step, calls = optimizer.step, list[int]()
+
+    def dies() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        step()
+
+    optimizer.step = dies
+    with pytest.raises(MemoryError):
+        trainer.fit()
+    found = find_checkpoint(tmp_path).path
+    assert found is not None and found.name == "step_000000"
+    assert json.loads((tmp_path / "summary.json").read_text())["step"] == 1
+
+
+def test_a_resumed_run_that_is_killed_does_not_go_by_its_old_summary(tmp_path: Path) -> None:
+    make_trainer(settings_for(tmp_path, steps=2)).fit()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
+    there: list[bool] = []
+    recorder = Recorder(lambda record: there.append((tmp_path / "summary.json").exists()))
+    checkpoint = find_checkpoint(tmp_path).path
+    make_trainer(settings_for(tmp_path), checkpoint=checkpoint, trackers=(recorder,)).fit()
+    assert there == [False, False] and json.loads((tmp_path / "summary.json").read_text())["step"] == 4
+
+
+def test_trackers_are_closed_when_the_summary_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, summary: Mapping[str, Any]) -> None:
+        raise UserError("summary.json cannot be written (No space left on device).")
+
+    monkeypatch.setattr("grpo_cli.train.write_summary", full)
+    recorder = Recorder()
+    with pytest.raises(UserError, match="No space left"):
+        make_trainer(settings_for(tmp_path, steps=1), trackers=(recorder,)).fit()
+    assert recorder.summary is not None and recorder.summary["status"] == "completed"
 
 
 def test_more_prompts_a_step_than_the_task_has_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""One optimizer step: its rate, its gradient's bound, and the mode that the model is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small import small_model
+
+from grpo_cli.learner import Learner
+from grpo_cli.meter import NullMeter
+from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.types import Batch, LossOutput, Totals
+
+
+def make_batch() -> Batch:
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    mask = torch.tensor([[False, False, True, True], [False, False, True, False]])
+    zeros = torch.zeros(ids.shape)
+    return Batch(ids, mask, mask, mask.float(), zeros, None, None, torch.tensor([1.0, -1.0]), torch.tensor([4, 3]))
+
+
+def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+    return LossOutput(-1000.0 * logprobs.sum(), {})
+
+
+def make_learner(model: Any, loss: Any = steep, **optim: Any) -> Learner:
+    words: dict[str, Any] = dict(
+        lr=0.25, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, warmup_steps=0, schedule="constant", max_grad_norm=1.0
+    )
+    train = TrainSettings(4, 1, 10_000, 1, 1, 64, 3, 1, 1)
+    model_settings = ModelSettings("", "float32", "none", False, False, False)
+    return Learner(model, loss, model_settings, train, OptimSettings(**(words | optim)), NullMeter())
+
+
+@pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)
+def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(
+    words: dict[str, Any], step: int, rate: float
+) -> None:
+    """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
+    model = small_model()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    update = make_learner(model, **words).update(make_batch(), 1.0, 4, step)
+    farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
+    assert update.metrics["optim/lr"] == rate and farthest == pytest.approx(rate, rel=1e-3)
+
+
+def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not() -> None:
+    model = small_model()
+    learner = make_learner(model, max_grad_norm=0.5)
+    norms: list[float] = []
+
+    def watch() -> None:
+        gradients = [w.grad for w in model.parameters() if w.grad is not None]
+        norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+
+    learner._optimizer.step = watch
+    update = learner.update(make_batch(), 1.0, 4, 0)
+    assert norms == pytest.approx([0.5], rel=1e-3) and update.metrics["optim/grad_norm"] > 1.0
+
+
+def test_no_gradient_is_left_over_for_the_next_update() -> None:
+    """The same batch twice, without a step between, has the same gradient; a left-over one would double it."""
+    learner = make_learner(small_model())
+    learner._optimizer.step = lambda: None
+    first, second = (learner.update(make_batch(), 1.0, 4, 0).metrics["optim/grad_norm"] for _ in range(2))
+    assert first == second
+
+
+def test_the_model_trains_in_training_mode_and_samples_in_evaluation_mode() -> None:
+    model, modes = small_model(), list[bool]()
+
+    def watched(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        modes.append(model.training)
+        return steep(logprobs, batch, totals)
+
+    make_learner(model, watched).update(make_batch(), 1.0, 4, 0)
+    assert modes == [True] and not model.training

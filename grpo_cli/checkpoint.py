@@ -333,6 +333,15 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
         raise UserError(f"{run_dir / 'summary.json'} cannot be written ({error.strerror or error}).") from error
 
 
+def is_completed(run_dir: Path) -> bool:
+    """Whether a run's `summary.json` says that it took its last step; a missing or damaged one says nothing."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "completed"
+
+
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 

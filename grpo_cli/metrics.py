@@ -63,7 +63,7 @@ METRICS: Mapping[str, str] = {
     "time/backward": "Of time/update, what the passes backward took.",
     "time/optimizer": "Of time/update, what clipping and the optimizer's step took.",
     "time/eval": "Seconds of this step spent on evaluation.",
-    "time/checkpoint": "Seconds of this step spent saving.",
+    "time/checkpoint": "Seconds spent saving since the record before (a checkpoint comes after its step's record).",
     "time/step": "Seconds of the whole step.",
     "time/<phase>": "Seconds of this step spent in this phase.",
     "clock/train_seconds": "Seconds of training since the run began, evaluation left out.",

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from grpo_cli.batch import collate, corrected, minibatches
-from grpo_cli.checkpoint import MARKER, load_state, rng_state, save_checkpoint, set_rng_state, write_summary
+from grpo_cli.checkpoint import (
+    MARKER,
+    is_completed,
+    load_state,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    write_summary,
+)
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
 from grpo_cli.health import HealthCheck
@@ -134,9 +142,8 @@ class Trainer:
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
         if progress.step == 0:
-            evaluated = self._evaluate()
+            self._log(Record(0, self._evaluate()))
             self._save()
-            self._log(Record(0, evaluated))
         while progress.step < settings.train.steps and not self._stop_asked:
             record = self._step(progress.step)
             progress.step += 1
@@ -144,9 +151,10 @@ class Trainer:
             last = progress.step == settings.train.steps or self._stop_asked
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
                 record = replace(record, metrics={**record.metrics, **self._evaluate()})
+            # First the record: a resumed run cuts off those of steps that it makes again, and cannot make up any.
+            self._log(replace(record, step=progress.step))
             if last or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
-            self._log(replace(record, step=progress.step))
         if not self._saved():  # the signal came after the last look at it
             self._save()
 
@@ -246,12 +254,15 @@ class Trainer:
             return self._learner.logprobs(model, batch, self._settings.sampling.temperature)
 
     def _update(self, batch: Batch, step: int) -> list[Update]:
-        """Every epoch's minibatches in turn; a faulty one changes nothing, is dumped, and counts."""
+        """Every epoch's minibatches in turn, but those of which all was rejected; a faulty one changes nothing, is dumped,
+        and counts."""
         settings, progress = self._settings, self._progress
         updates = []
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
+                if not part.weights.any():
+                    continue
                 update = self._learner.update(
                     part, settings.sampling.temperature, settings.sampling.max_new_tokens, step
                 )
@@ -376,7 +387,7 @@ class Trainer:
         set_rng_state(state["rng"])
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
-        if self._progress.step >= self._settings.train.steps:
+        if self._progress.step >= self._settings.train.steps and is_completed(self._run_dir):
             raise UserError(
                 f"this run has done its {self._progress.step} steps already "
                 f"(train.steps={self._settings.train.steps}): raise train.steps to go on"

@@ -42,19 +42,37 @@ def wait_for(folder: Path, what: str, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{what} did not appear in {folder}")
 
 
+# The run that is to be killed waits in its third step (the first call is the rehearsal's) for as long as there is a file
+# `hold`, so that it cannot end before.
+HELD = """
+import itertools, pathlib, time
+from grpo_cli.advantage import grpo
+
+calls = itertools.count(1)
+
+def advantage(kept_rewards, group_rewards, **settings):
+    while next(calls) > 5 and pathlib.Path("hold").exists():
+        time.sleep(0.05)
+    return grpo(kept_rewards, group_rewards, **settings)
+"""
+
+
 @pytest.mark.slow
 def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path) -> None:
     alone = start(tmp_path, *WORDS, "hydra.run.dir=alone")
-    killed = start(tmp_path, *WORDS, "hydra.run.dir=outputs/train/killed")
+    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "hold").touch()
+    killed = start(tmp_path, *WORDS, "hydra.run.dir=outputs/train/killed", "advantage._target_=held.advantage")
     wait_for(tmp_path, "outputs/train/killed/checkpoints/step_000002/COMPLETE", killed)
     killed.kill()
     killed.communicate()
+    (tmp_path / "hold").unlink()
     said, _ = alone.communicate()
     assert alone.returncode == 0, said
     resumed = start(tmp_path, "resume=auto")
     said, _ = resumed.communicate()
     assert resumed.returncode == 0, said
-    assert "resumed at step" in said
+    assert "resumed at step 2," in said
     last = "checkpoints/step_000006"
     weights = load_file(tmp_path / "alone" / last / "model.safetensors")
     again = load_file(tmp_path / "outputs/train/killed" / last / "model.safetensors")

@@ -205,6 +205,30 @@ def test_a_finished_run_is_not_resumed_into_nothing(tmp_path: Path) -> None:
         make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path)
 
 
+@pytest.mark.parametrize("summary", [None, "{", '{"status": "failed"}'])
+def test_a_run_that_died_after_its_last_checkpoint_is_finished(tmp_path: Path, summary: str | None) -> None:
+    settings = settings_for(tmp_path, steps=2)
+    before = make_trainer(settings).fit()
+    (tmp_path / "summary.json").unlink()
+    if summary is not None:
+        (tmp_path / "summary.json").write_text(summary)
+    recorder = Recorder()
+    after = make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path, trackers=(recorder,)).fit()
+    assert (after["status"], after["step"], recorder.records) == ("completed", 2, [])
+    assert after["final_accuracy"] == before["final_accuracy"]
+
+
+def test_a_checkpoint_follows_the_record_of_its_step(tmp_path: Path) -> None:
+    """A resumed run cuts off records of later steps, but could not make up one that was never written."""
+    saved: list[list[str]] = []
+
+    def look(record: Record) -> None:
+        saved.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("step_??????")))
+
+    make_trainer(settings_for(tmp_path, steps=2), trackers=(Recorder(look),)).fit()
+    assert saved == [[], ["step_000000"], ["step_000000"]]
+
+
 def test_sampler_and_policy_agree_in_a_dense_run(tmp_path: Path) -> None:
     recorder = Recorder()
     make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()
@@ -289,6 +313,15 @@ def test_a_step_in_which_all_are_rejected_updates_nothing_and_says_so(tmp_path: 
     assert same(before, model.state_dict()) and summary["empty_steps"] == 2 and summary["status"] == "completed"
     assert "every rollout was rejected" in warnings[0] and "sparsity.budget" in warnings[0]
     assert recorder.records[-1].metrics["optim/empty_steps"] == 2
+
+
+def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) -> None:
+    """Of 3 prompts' 4 rollouts each, a minibatch each, the first ones alone are trained on."""
+    model = small_model()
+    engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample else 0.0)
+    settings = replace(settings_for(tmp_path, steps=1, minibatches=12), eval=EvalSettings(0, 1, 1, 1.0))
+    summary = make_trainer(settings, model=model, engine=engine, correction=SEQUENCE_MASK).fit()
+    assert (summary["updates"], summary["skipped_steps"], summary["empty_steps"]) == (3, 0, 0)
 
 
 def test_a_correction_that_changes_nothing_changes_nothing(tmp_path: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import IO, Any, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from grpo_cli import screen
 from grpo_cli.jobs import Job, Status, last_record
 from grpo_cli.text import duration
 
@@ -23,30 +21,11 @@ URGENCY = ("running", "failed", "skipped", "done", "waiting")
 OTHER_LINES = 6  # of the terminal, besides the jobs': frame, heading, counts, prompt
 
 
-class Screen:
-    """Where a console writes. If its terminal or pipe is closed, what is written is lost: jobs go on without it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._file.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 class Board:
     """Shows jobs as they change. `clock` is in seconds."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(file=cast(IO[str], Screen(sys.stdout)))
+        self._console = console or screen.console()
         self._clock = clock
         self._jobs: dict[int, tuple[Job, Status]] = {}
         self._since: dict[int, float] = {}

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_cli import screen
 from grpo_cli.text import duration, short, size, sparkline
 from grpo_cli.types import Record
 
@@ -39,7 +40,7 @@ class ConsoleTracker:
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console()
+        self._console = console or screen.console()
         self._total = total_steps
         self._clock = clock
         self._live: Live | None = None

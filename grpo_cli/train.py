@@ -30,7 +30,7 @@ from grpo_cli.health import HealthCheck
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
 from grpo_cli.learner import Learner, Update
 from grpo_cli.meter import peak_bytes
-from grpo_cli.metrics import kept_metrics, rollout_metrics
+from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.provenance import code_version
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.select import Selection, batch_rows, examples, select
@@ -58,24 +58,6 @@ class Parts:
     warn: Callable[[str], None]
 
 
-@dataclass
-class Progress:
-    """What a run has done so far: the part of a checkpoint that is neither weights nor optimizer."""
-
-    step: int = 0
-    updates: int = 0
-    train_seconds: float = 0.0
-    generated_tokens: int = 0
-    trained_tokens: int = 0
-    generated_rollouts: int = 0
-    trained_rollouts: int = 0
-    skipped_steps: int = 0
-    empty_steps: int = 0
-    bad_in_a_row: int = 0
-    best_accuracy: float = -1.0
-    final_accuracy: float = -1.0
-
-
 @dataclass(frozen=True)
 class Judged:
     """What the correction says of all rollouts of a step; the rest is None if it never rejects."""
@@ -83,16 +65,6 @@ class Judged:
     rejections: Sequence[Sequence[str]]
     policy_logprobs: Tensor | None
     metrics: Mapping[str, float] | None
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a step's updates were made from, and what came of them."""
-
-    updates: tuple[Update, ...]
-    rollouts: int
-    tokens: int
-    mismatch: Mapping[str, float]
 
 
 class Trainer:
@@ -174,7 +146,8 @@ class Trainer:
             selected = [self._select(group, why, step) for group, why in zip(scored, judged.rejections, strict=True)]
             trained = self._train_on(selected, judged, step)
         self._progress.train_seconds += time.perf_counter() - start
-        metrics = self._metrics(scored, selected, stats, trained)
+        metrics = step_metrics(self._progress, scored, selected, stats, trained)
+        metrics["memory/peak_bytes"] = float(self._peak_bytes())
         metrics["speed/tokens_per_second"] = stats.generated_tokens / rollout_seconds
         return Record(step, metrics, examples(self._parts.task, selected, self._settings.record.rollouts))
 
@@ -254,8 +227,8 @@ class Trainer:
             return self._learner.logprobs(model, batch, self._settings.sampling.temperature)
 
     def _update(self, batch: Batch, step: int) -> list[Update]:
-        """Every epoch's minibatches in turn, but those of which all was rejected; a faulty one changes nothing, is dumped,
-        and counts."""
+        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and counts; one of which all was
+        rejected is passed over."""
         settings, progress = self._settings, self._progress
         updates = []
         for epoch in range(settings.train.epochs):
@@ -302,45 +275,10 @@ class Trainer:
             sampling = replace(settings.sampling, temperature=settings.eval.temperature)
             result = evaluate(parts.engine, parts.task, prompts, sampling, settings.eval.k, settings.seed)
         accuracy = result.metrics["eval/accuracy"]
+        best = self._progress.best_accuracy
         self._progress.final_accuracy = accuracy
-        self._progress.best_accuracy = max(self._progress.best_accuracy, accuracy)
+        self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
-
-    def _metrics(
-        self,
-        scored: Sequence[ScoredGroup],
-        selected: Sequence[Selection],
-        stats: EngineStats,
-        trained: Trained,
-    ) -> dict[str, float]:
-        progress = self._progress
-        progress.generated_tokens += stats.generated_tokens
-        progress.trained_tokens += trained.tokens
-        progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
-        progress.trained_rollouts += trained.rollouts
-        good = [update.metrics for update in trained.updates if update.fault is None]
-        losses = {name: float(np.mean([metrics[name] for metrics in good])) for name in (good[0] if good else ())}
-        metrics = {
-            **rollout_metrics(scored),
-            **kept_metrics([selection.kept for selection in selected if selection.indices]),
-            **losses,
-            **trained.mismatch,
-            **stats.details,
-            "optim/skipped_steps": progress.skipped_steps,
-            "optim/empty_steps": progress.empty_steps,
-            "tokens/generated": progress.generated_tokens,
-            "tokens/trained": progress.trained_tokens,
-            "rollouts/generated": progress.generated_rollouts,
-            "rollouts/trained": progress.trained_rollouts,
-            "engine/decode_steps": stats.decode_steps,
-            "engine/slots": stats.slots,
-            "engine/slot_utilisation": stats.slot_utilisation,
-            "engine/kv_peak_bytes": stats.kv_peak_bytes,
-            "engine/prefill_tokens": stats.prefill_tokens,
-            "clock/train_seconds": progress.train_seconds,
-            "memory/peak_bytes": peak_bytes(next(self._parts.model.parameters()).device),
-        }
-        return {name: float(value) for name, value in metrics.items()}
 
     def _log(self, record: Record) -> None:
         times = self._parts.meter.take()
@@ -394,9 +332,11 @@ class Trainer:
             )
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
-        device = next(self._parts.model.parameters()).device
-        measured = {**vars(self._progress), "peak_memory_bytes": peak_bytes(device)}
+        measured = {**vars(self._progress), "peak_memory_bytes": self._peak_bytes()}
         return {"status": status, "error": fault, **measured, "code": asdict(code_version())}
+
+    def _peak_bytes(self) -> int:
+        return peak_bytes(next(self._parts.model.parameters()).device)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

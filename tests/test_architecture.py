@@ -12,7 +12,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text hiding provenance
+errors settings typed files text hiding provenance screen
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
@@ -31,6 +31,7 @@ engine/vllm_options
 engine/engine engine/vllm
 rollout
 health evaluate learner select report/
+progress
 profile/
 train
 config jobs
@@ -57,7 +58,7 @@ DOORS = {
     "datasets": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli"},
-    "rich": {"board", "cli", "console", "profile/", "report/"},
+    "rich": {"board", "cli", "console", "profile/", "report/", "screen"},
     "matplotlib": {"profile/", "report/"},
 }
 

@@ -42,8 +42,8 @@ def wait_for(folder: Path, what: str, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{what} did not appear in {folder}")
 
 
-# The run that is to be killed waits in its third step (the first call is the rehearsal's) for as long as there is a file
-# `hold`, so that it cannot end before.
+# The run that is to be killed waits in its third step (the first call is the rehearsal's) while there is a file `hold`,
+# so that it cannot end before.
 HELD = """
 import itertools, pathlib, time
 from grpo_cli.advantage import grpo

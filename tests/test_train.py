@@ -229,6 +229,13 @@ def test_a_checkpoint_follows_the_record_of_its_step(tmp_path: Path) -> None:
     assert saved == [[], ["step_000000"], ["step_000000"]]
 
 
+def test_a_run_that_evaluates_nothing_claims_no_accuracy(tmp_path: Path) -> None:
+    settings = replace(settings_for(tmp_path, steps=1), eval=EvalSettings(0, 1, 1, 1.0))
+    summary = make_trainer(settings).fit()
+    assert (summary["best_accuracy"], summary["final_accuracy"]) == (None, None)
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+
+
 def test_sampler_and_policy_agree_in_a_dense_run(tmp_path: Path) -> None:
     recorder = Recorder()
     make_trainer(settings_for(tmp_path), trackers=(recorder,)).fit()

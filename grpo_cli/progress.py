@@ -1,0 +1,77 @@
+"""What a run has done so far, and the numbers of one of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_cli.learner import Update
+from grpo_cli.metrics import kept_metrics, rollout_metrics
+from grpo_cli.select import Selection
+from grpo_cli.types import EngineStats, ScoredGroup
+
+
+@dataclass
+class Progress:
+    """All that a run counts: the part of a checkpoint that is neither weights nor optimizer."""
+
+    step: int = 0
+    updates: int = 0
+    train_seconds: float = 0.0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    generated_rollouts: int = 0
+    trained_rollouts: int = 0
+    skipped_steps: int = 0
+    empty_steps: int = 0
+    bad_in_a_row: int = 0
+    best_accuracy: float | None = None  # None before the first evaluation
+    final_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step's updates were made from, and what came of them."""
+
+    updates: tuple[Update, ...]
+    rollouts: int
+    tokens: int
+    mismatch: Mapping[str, float]
+
+
+def step_metrics(
+    progress: Progress,
+    scored: Sequence[ScoredGroup],
+    selected: Sequence[Selection],
+    stats: EngineStats,
+    trained: Trained,
+) -> dict[str, float]:
+    """Add a step to what was done so far, and tell both by their names in `metrics.py`."""
+    progress.generated_tokens += stats.generated_tokens
+    progress.trained_tokens += trained.tokens
+    progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
+    progress.trained_rollouts += trained.rollouts
+    good = [update.metrics for update in trained.updates if update.fault is None]
+    losses = {name: float(np.mean([metrics[name] for metrics in good])) for name in (good[0] if good else ())}
+    metrics = {
+        **rollout_metrics(scored),
+        **kept_metrics([selection.kept for selection in selected if selection.indices]),
+        **losses,
+        **trained.mismatch,
+        **stats.details,
+        "optim/skipped_steps": progress.skipped_steps,
+        "optim/empty_steps": progress.empty_steps,
+        "tokens/generated": progress.generated_tokens,
+        "tokens/trained": progress.trained_tokens,
+        "rollouts/generated": progress.generated_rollouts,
+        "rollouts/trained": progress.trained_rollouts,
+        "engine/decode_steps": stats.decode_steps,
+        "engine/slots": stats.slots,
+        "engine/slot_utilisation": stats.slot_utilisation,
+        "engine/kv_peak_bytes": stats.kv_peak_bytes,
+        "engine/prefill_tokens": stats.prefill_tokens,
+        "clock/train_seconds": progress.train_seconds,
+    }
+    return {name: float(value) for name, value in metrics.items()}

@@ -299,12 +299,16 @@ class ProcessLauncher(Launcher):
         """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""
         status = self._sweep.outcomes[job.number]
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
-        if status.state != "done" and not self._config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+        optimises = not self._config.hydra.sweeper._target_.endswith(".BasicSweeper")
+        if status.state != "done" and optimises:
             returned.status = JobStatus.FAILED
             returned.return_value = UserError(f"job {job.number} {status.state}: {status.reason}")
             return returned
         returned.status = JobStatus.COMPLETED
         returned.return_value = read_object(job.folder / "summary.json").get(self._sweep.objective)
+        if returned.return_value is None and optimises:
+            objective = self._sweep.objective
+            raise UserError(f"job {job.number} has no {objective} to be optimised; let it evaluate: eval.every=1")
         return returned
 
 

@@ -149,9 +149,9 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     def command(self: launcher.ProcessLauncher, job: Any) -> list[str]:
         started.append(real(self, job)[4:])
         ends = "exit 5" if "seed=13" in job.overrides else "exit 0"
-        write = (
-            f"""echo '{{"status": "completed", "final_accuracy": 0.5}}' > {shlex.quote(str(job.folder))}/summary.json"""
-        )
+        accuracy = "null" if "eval.every=0" in job.overrides else "0.5"
+        summary = f'{{"status": "completed", "final_accuracy": {accuracy}}}'
+        write = f"echo {shlex.quote(summary)} > {shlex.quote(str(job.folder))}/summary.json"
         return ["sh", "-c", f"[ '{ends}' = 'exit 0' ] && {write}; {ends}"]
 
     real = launcher.ProcessLauncher._command_of
@@ -322,6 +322,14 @@ def test_optuna_s_best_run_is_that_of_the_greatest_accuracy(
     assert "4 jobs" in result.stdout
     best = yaml.safe_load((tmp_path / "s" / "optimization_results.yaml").read_text())
     assert (best["best_params"], best["best_value"]) == ({"seed": 1}, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
+def test_optuna_is_not_left_without_an_accuracy(pretended: list[list[str]]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    result = grpo("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)", "hydra.sweeper.n_trials=2", "eval.every=0")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("error: job 0 has no final_accuracy to be optimised; let it evaluate: eval.every=1\n")
 
 
 LISTED = """GPU 0: NVIDIA X (UUID: GPU-aa)

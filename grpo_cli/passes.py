@@ -5,35 +5,60 @@ All ways give the same log-probabilities and gradients to rounding; they differ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_cli.batch import micro_batches
+from grpo_cli.batch import micro_batch_rows, micro_batches
 from grpo_cli.errors import UserError
-from grpo_cli.logprobs import chosen_logprobs, token_logprobs
+from grpo_cli.logprobs import chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.settings import TrainSettings
 from grpo_cli.types import Batch
 
 
+class Row(NamedTuple):
+    """All of a row that its shape in a pass depends on: its tokens, and with whom it has its prompt in common."""
+
+    prompt: int
+    reply: int
+    group: Hashable = None
+
+
 @runtime_checkable
 class Pass(Protocol):
-    """Cuts a batch into micro-batches, and computes one of them."""
+    """Cuts a batch into micro-batches, and computes one of them. Both can be had from lengths alone as well, so that
+    what a pass would take can be told without a batch."""
+
+    def __hash__(self) -> int:
+        """A pass is a value: what it would take need be found out once."""
 
     @property
     def plain(self) -> bool:
         """Whether this is the way that the others are compared with."""
+
+    @property
+    def tokens(self) -> int:
+        """The most that a micro-batch may have, unless a single row has more."""
 
     def prepare(self, model: Any) -> None:
         """Called before a model is computed with for the first time."""
 
     def parts(self, batch: Batch) -> list[Tensor]:
         """The rows of each micro-batch."""
+
+    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
+        """The same for rows of these lengths."""
+
+    def size(self, rows: Sequence[Row]) -> int:
+        """Tokens that go through the model for these rows, padding included."""
+
+    def blank(self, model: Any, rows: Sequence[Row], temperature: float) -> Float[Tensor, "N"]:
+        """The computation of a micro-batch of these lengths, all of whose tokens are token 0."""
 
     def logprobs(self, model: Any, part: Batch, temperature: float) -> Float[Tensor, "B T"]:
         """As `logprobs.token_logprobs`."""
@@ -63,6 +88,17 @@ class Padded:
     def parts(self, batch: Batch) -> list[Tensor]:
         return micro_batches(batch, self.tokens)
 
+    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
+        return micro_batch_rows([row.prompt + row.reply for row in rows], self.tokens)
+
+    def size(self, rows: Sequence[Row]) -> int:
+        return len(rows) * max(row.prompt + row.reply for row in rows)
+
+    def blank(self, model: Any, rows: Sequence[Row], temperature: float) -> Float[Tensor, "N"]:
+        ids = torch.zeros(len(rows), self.size(rows) // len(rows), dtype=torch.long)
+        places = torch.ones(sum(row.reply for row in rows), dtype=torch.long)
+        return logprobs_at(model, ids, 0 * places, places, temperature, self.chunk)
+
     def logprobs(self, model: Any, part: Batch, temperature: float) -> Float[Tensor, "B T"]:
         return token_logprobs(model, part.input_ids, part.response_mask, temperature, self.chunk)
 
@@ -85,23 +121,34 @@ class PaddingFree:
         allow_packing(model)
 
     def parts(self, batch: Batch) -> list[Tensor]:
+        return [torch.tensor(rows) for rows in self.cut(_rows(batch, self.share))]
+
+    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
         """At most `tokens` tokens each, but at least one row. A group that is too large is cut between its rows."""
-        prompts, replies = _lengths(batch)
         parts: list[list[int]] = []
         used = 0
-        for rows in _groups(batch, prompts, self.share):
+        for group in _groups(rows, self.share):
             opened = False  # whether the group's prompt stands in the last part
-            for row in rows:
-                shared = prompts[row] if opened and self.share else 0
-                cost = prompts[row] + replies[row] - shared
+            for row in group:
+                whole = rows[row].prompt + rows[row].reply
+                cost = whole - (rows[row].prompt if opened and self.share else 0)
                 if parts and used + cost <= self.tokens:
                     parts[-1].append(row)
                     used += cost
                 else:
                     parts.append([row])
-                    used = prompts[row] + replies[row]
+                    used = whole
                 opened = True
-        return [torch.tensor(rows) for rows in parts]
+        return parts
+
+    def size(self, rows: Sequence[Row]) -> int:
+        return sum(map(len, _trees(rows, _groups(rows, self.share))))
+
+    def blank(self, model: Any, rows: Sequence[Row], temperature: float) -> Float[Tensor, "N"]:
+        trees = _trees(rows, _groups(rows, self.share))
+        ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
+        places = torch.zeros(sum(row.reply for row in rows), dtype=torch.long)
+        return chosen_logprobs(model, packed_hidden(model, ids, trees)[places], places, temperature, self.chunk)
 
     def logprobs(self, model: Any, part: Batch, temperature: float) -> Float[Tensor, "B T"]:
         device = part.input_ids.device
@@ -164,8 +211,7 @@ def require_agreement(plain: Outcome, other: Outcome, mask: Bool[Tensor, "B T"],
 
 def rows_to_compare(batch: Batch, tokens: int) -> Tensor:
     """A few rows of the largest group with one prompt, as many as fit into `tokens` when padded, at least one."""
-    prompts, _ = _lengths(batch)
-    rows = max(_groups(batch, prompts, True), key=len)[:_ROWS_COMPARED]
+    rows = max(_groups(_rows(batch, True), True), key=len)[:_ROWS_COMPARED]
     widest = max(int(batch.lengths[row]) for row in rows)
     return torch.tensor(rows[: max(1, tokens // widest)])
 
@@ -183,42 +229,53 @@ class Run:
 
 def flatten(batch: Batch, share: bool) -> Run:
     """The rows of a batch as trees, in the order in which their prompts come."""
-    prompts, replies = _lengths(batch)
+    lengths = _rows(batch, share)
+    groups = _groups(lengths, share)
     rows, columns, targets, predicting = [], [], [], []
-    trees = []
     end = 0
-    for group in _groups(batch, prompts, share):
-        width = prompts[group[0]]
+    for group in groups:
+        width = lengths[group[0]].prompt
         rows.append(torch.full((width,), group[0]))
         columns.append(torch.arange(width))
         last = end + width - 1  # the prompt's last token predicts the first of every reply
         end += width
         for row in group:
-            places = torch.arange(end, end + replies[row])
+            reply = lengths[row].reply
+            places = torch.arange(end, end + reply)
             rows.append(torch.full_like(places, row))
-            columns.append(width + torch.arange(replies[row]))
+            columns.append(width + torch.arange(reply))
             targets.append(places)
             predicting.append(torch.cat([torch.tensor([last]), places[:-1]]))
-            end += replies[row]
-        alone = len(group) == 1
-        trees.append(Tree(width + replies[group[0]]) if alone else Tree(width, tuple(replies[row] for row in group)))
+            end += reply
     joined = (torch.cat(parts) for parts in (rows, columns, targets, predicting))
     all_rows, all_columns, all_targets, all_predicting = joined
-    return Run(all_rows, all_columns, tuple(trees), all_targets, all_predicting)
+    return Run(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets, all_predicting)
 
 
-def _lengths(batch: Batch) -> tuple[list[int], list[int]]:
-    """Prompt and reply tokens of each row."""
+def _rows(batch: Batch, share: bool) -> list[Row]:
+    """The rows' lengths; with `share` also which have the same prompt."""
     replies = batch.response_mask.sum(dim=1)
-    return (batch.lengths - replies).tolist(), replies.tolist()
+    lengths = zip((batch.lengths - replies).tolist(), replies.tolist(), strict=True)
+    if not share:
+        return [Row(prompt, reply) for prompt, reply in lengths]
+    ids = batch.input_ids.cpu()
+    return [Row(prompt, reply, tuple(ids[row, :prompt].tolist())) for row, (prompt, reply) in enumerate(lengths)]
 
 
-def _groups(batch: Batch, prompts: Sequence[int], share: bool) -> list[list[int]]:
+def _groups(rows: Sequence[Row], share: bool) -> list[list[int]]:
     """Rows with the same prompt, in the order in which prompts first come; without `share` each row by itself."""
     if not share:
-        return [[row] for row in range(len(batch))]
-    ids = batch.input_ids.cpu()
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for row, width in enumerate(prompts):
-        groups.setdefault(tuple(ids[row, :width].tolist()), []).append(row)
+        return [[row] for row in range(len(rows))]
+    groups: dict[Hashable, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(number)
     return list(groups.values())
+
+
+def _trees(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> list[Tree]:
+    """A tree for each group; a row that shares its prompt with none is a plain sequence."""
+    trees = []
+    for group in groups:
+        prompt, replies = rows[group[0]].prompt, tuple(rows[row].reply for row in group)
+        trees.append(Tree(prompt + replies[0]) if len(group) == 1 else Tree(prompt, replies))
+    return trees

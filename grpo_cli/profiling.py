@@ -24,6 +24,8 @@ from grpo_cli.logprobs import logprobs_at
 from grpo_cli.making import Rules, build_rules, make
 from grpo_cli.meter import resident_bytes, spans_around
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
+from grpo_cli.optimizer import state_bytes
+from grpo_cli.passes import make_pass
 from grpo_cli.profile import advice
 from grpo_cli.profile.lengths import NEVER, Lengths, ProfiledEngine, forced
 from grpo_cli.profile.measure import Bench, Measured, Probe, measure, write_trace
@@ -51,7 +53,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
         measured = _measured(settings, rules, lengths, folder, say, warn)
     say("predicting from shapes")
     sampler, plan = _plan(settings, rules.correction, lengths, measured)
-    predictor = Predictor(_shape_model(settings), other)
+    predictor = _predictor(settings, device, other)
     room = _room(settings, device)
     predicted = predictor.predict(plan)
     report = Report(
@@ -66,6 +68,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
         room=room,
         largest=predictor.largest(plan, room),
         advice=_advice(predicted, measured, sampler),
+        not_predicted=_not_predicted(settings),
     )
     write(report, folder)
     _log(settings, report, folder, say, warn)
@@ -74,7 +77,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
 
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
-    if wanted.lengths != "natural" and not settings.parts["engine"]["_target_"].endswith(TorchEngine.__name__):
+    if wanted.lengths != "natural" and not _is_ours(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
     trace = read_trace(wanted.trace_file) if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
@@ -122,11 +125,39 @@ def _measured(
     return measured
 
 
-def _shape_model(settings: RunSettings) -> ShapeModel:
-    def load() -> Any:
-        return load_model(replace(settings.model, random_init=True), torch.device("cpu"))
+def _predictor(settings: RunSettings, device: torch.device, other: int) -> Predictor:
+    model = settings.model
+    bits = {"none": None, "8bit": 8, "4bit": 4}[model.quantize]
 
-    return ShapeModel(load, settings.model.autocast)
+    def load() -> Any:
+        return load_model(replace(model, random_init=True, quantize="none"), torch.device("cpu"))
+
+    shapes = ShapeModel(load, model.autocast, bits)
+    return Predictor(shapes, state_bytes(shapes.trained, settings.optim, device), other)
+
+
+def _is_ours(settings: RunSettings) -> bool:
+    """Whether rollouts are made by the engine whose shapes are known."""
+    return str(settings.parts["engine"]["_target_"]).endswith(TorchEngine.__name__)
+
+
+def _not_predicted(settings: RunSettings) -> tuple[str, ...]:
+    """What the run takes that no shape tells."""
+    notes = []
+    if not _is_ours(settings):
+        name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
+        notes.append(
+            f"rollouts by {name}, which takes memory of its own (vLLM as much as engine.memory): prefill, decode and "
+            "eval are not predicted, and what fits is said of the update alone"
+        )
+    if settings.parts["engine"].get("cuda_graph"):
+        notes.append("engine.cuda_graph=true: what captured graphs keep is not predicted; decode and eval take more")
+    if settings.model.quantize != "none":
+        notes.append(
+            f"model.quantize={settings.model.quantize}: weights are predicted without their scales, and passes as "
+            "those of a model that is not quantised"
+        )
+    return tuple(notes)
 
 
 def _plan(
@@ -145,11 +176,11 @@ def _plan(
     plan = Plan(
         rollouts=rollouts,
         m=settings.m,
-        engine=EngineShape(built["sampler"], built["sparsity"], prefix),
+        engine=EngineShape(built["sampler"], built["sparsity"], prefix) if _is_ours(settings) else None,
         exam=exam,
-        micro_batch_tokens=settings.train.micro_batch_tokens,
+        way=make_pass(settings.train),
+        temperature=settings.sampling.temperature,
         minibatches=settings.train.minibatches,
-        chunk=settings.train.logprob_chunk,
         passes=Passes(
             policy_over_all=correction.rejects,
             policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several),
@@ -217,7 +248,7 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
         sampler, plan = _plan(settings, rules.correction, None, None)
-        predicted = Predictor(_shape_model(settings), 0).predict(plan)
+        predicted = _predictor(settings, experiment.pick_device(settings.device), 0).predict(plan)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")
         return UserError("\n".join(lines))

@@ -21,7 +21,7 @@ from grpo_cli.loss import grpo
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
-from grpo_cli.passes import Padded, PaddingFree, flatten
+from grpo_cli.passes import Padded, PaddingFree, Row, flatten
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch
 
@@ -114,6 +114,30 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
     for rows in parts:
         cost = sum(len(tree) for tree in flatten(rows_of(batch, rows), share).trees)
         assert cost <= tokens or len(rows) == 1
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), min_size=1, max_size=4),
+    st.integers(1, 60),
+    st.sampled_from(["padded", "padding_free", "shared_prefix"]),
+)
+def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(groups: Any, tokens: int, kind: str) -> None:
+    way = Padded(tokens, 64) if kind == "padded" else PaddingFree(tokens, 64, kind == "shared_prefix")
+    batch = make_batch(groups)
+    # Prompts that are alike by chance are one group to a batch.
+    prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]
+    rows = [Row(len(p), int(r), p) for p, r in zip(prompts, batch.response_mask.sum(1), strict=True)]
+    parts = [part.tolist() for part in way.parts(batch)]
+    assert way.cut(rows) == parts
+    for part in parts:
+        some = rows_of(batch, torch.tensor(part))
+        through = some.input_ids.numel() if kind == "padded" else len(flatten(some, kind == "shared_prefix").rows)
+        assert way.size([rows[i] for i in part]) == through
+
+
+def _prompt_lengths(batch: Batch) -> torch.Tensor:
+    return batch.lengths - batch.response_mask.sum(1)
 
 
 def make_learner(model: Any, **train: Any) -> Learner:

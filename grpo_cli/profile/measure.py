@@ -120,9 +120,10 @@ class Bench:
 
 
 class _Update:
-    """What the optimizer holds, and the gradients that it is given, seen when it steps."""
+    """What an optimizer holds where the model is, and the model's gradients, seen when it steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
         self.state: list[Tensor] = []
         self.gradients = 0
 
@@ -136,12 +137,13 @@ class _Update:
             after.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.gradients = nbytes(held)
+        self.gradients = nbytes([p.grad for p in self._model.parameters() if p.grad is not None])
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        self.state = [value for value in values if isinstance(value, Tensor)]
+        ours = set(self._model.parameters())
+        copies = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
+        values = [*copies, *(value for state in optimizer.state.values() for value in state.values())]
+        self.state = [v for v in values if isinstance(v, Tensor) and v.device.type == self._device.type]
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
@@ -156,7 +158,7 @@ def held(model: Any) -> list[Tensor]:
 
 def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
     """Warm up, measure, and look once at every tensor."""
-    probe, update = bench.probe, _Update()
+    probe, update = bench.probe, _Update(bench.model, bench.probe.device)
     seconds: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     engine: dict[str, float] = {}

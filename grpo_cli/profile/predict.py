@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
+from grpo_cli.passes import Pass, Row
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work, parts_of
+from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work
 
 WEIGHTS, REFERENCE, OPTIMIZER, OTHER = "weights", "reference", "optimizer", "other"
 # What memory is held by, in the order in which it is shown.
@@ -29,15 +30,16 @@ class Passes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step and an evaluation are made of, as far as memory is concerned. `exam` is None without evaluations."""
+    """What a step and an evaluation are made of, as far as memory is concerned. `exam` is None without evaluations,
+    `engine` where rollouts are not made by ours: then only what is around them is predicted."""
 
     rollouts: Work
     m: int
-    engine: EngineShape
+    engine: EngineShape | None
     exam: Work | None
-    micro_batch_tokens: int
+    way: Pass
+    temperature: float
     minibatches: int
-    chunk: int
     passes: Passes
 
     def at_full_length(self) -> Plan:
@@ -75,51 +77,51 @@ class Prediction:
 
 
 class Predictor:
-    """Plans to predictions, for one model. `other` is what the process holds beside the model's tensors."""
+    """Plans to predictions, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
+    beside the model's tensors."""
 
-    def __init__(self, model: ShapeModel, other: int) -> None:
+    def __init__(self, model: ShapeModel, optimizer: int, other: int) -> None:
         self._model = model
+        self._optimizer = optimizer
         self._other = other
 
     def predict(self, plan: Plan) -> Prediction:
         """Each phase at its fullest, with all that lies there meanwhile."""
         model, steady = self._model, self._steady(plan)
-        prefill, decode = model.rollouts(plan.rollouts, plan.engine)
-        phases: dict[str, Sizes] = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
-        every = _lengths(plan.rollouts, plan.rollouts.n)
-        kept = _lengths(plan.rollouts, plan.m)
+        phases: dict[str, Sizes] = {}
+        if plan.engine is not None:
+            prefill, decode = model.rollouts(plan.rollouts, plan.engine)
+            phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
+        every = _rows(plan.rollouts, plan.rollouts.n)
+        kept = _rows(plan.rollouts, plan.m)
         if plan.passes.policy_over_all or plan.passes.policy_over_kept:
-            lengths = every if plan.passes.policy_over_all else kept
-            phases["policy_logprobs"] = {**steady, **self._quiet(plan, lengths)}
+            rows = every if plan.passes.policy_over_all else kept
+            phases["policy_logprobs"] = {**steady, **self._quiet(plan, rows)}
         if plan.passes.reference:
             phases["ref_logprobs"] = {**steady, **self._quiet(plan, kept)}
         phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(plan, kept).items()}
-        if plan.exam is not None:
+        if plan.exam is not None and plan.engine is not None:
             beginning, going_on = model.rollouts(plan.exam, plan.engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
         return Prediction(phases)
 
     def _steady(self, plan: Plan) -> dict[str, int]:
-        trained = self._model.trained
         return {
             WEIGHTS: self._model.weights,
             REFERENCE: self._model.weights if plan.passes.reference and plan.passes.second_model else 0,
-            # AdamW: two averages of each weight in its own precision, and a float32 count of its steps.
-            OPTIMIZER: sum(2 * p.untyped_storage().nbytes() + 4 for p in trained),
+            OPTIMIZER: self._optimizer,
             OTHER: self._other,
         }
 
-    def _quiet(self, plan: Plan, lengths: Sequence[tuple[int, int]]) -> Sizes:
-        part = max(parts_of(lengths, plan.micro_batch_tokens), key=lambda part: part.size)
-        return self._model.quiet_pass(part.rows, part.width, part.answered, plan.chunk)
+    def _quiet(self, plan: Plan, rows: Sequence[Row]) -> Sizes:
+        return self._model.quiet_pass(plan.way, max(_parts(plan.way, rows), key=plan.way.size), plan.temperature)
 
-    def _update(self, plan: Plan, kept: Sequence[tuple[int, int]]) -> dict[str, Sizes]:
+    def _update(self, plan: Plan, kept: Sequence[Row]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
-        first, *others = parts_of(kept[: -(-len(kept) // plan.minibatches)], plan.micro_batch_tokens)
-        passes = [self._model.train_pass(first.rows, first.width, first.answered, plan.chunk, False)]
+        first, *others = _parts(plan.way, kept[: -(-len(kept) // plan.minibatches)])
+        passes = [self._model.train_pass(plan.way, first, plan.temperature, False)]
         if others:
-            part = max(others, key=lambda part: part.size)
-            passes.append(self._model.train_pass(part.rows, part.width, part.answered, plan.chunk, True))
+            passes.append(self._model.train_pass(plan.way, max(others, key=plan.way.size), plan.temperature, True))
         forward, backward = (max(sizes, key=total) for sizes in zip(*passes, strict=True))
         gradients = sum(p.untyped_storage().nbytes() for p in self._model.trained)
         return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: gradients}}
@@ -130,26 +132,28 @@ class Predictor:
         None where not even the least fits; 0 where there is no limit.
         """
         plan = plan.at_full_length()
-        sampler = plan.engine.sampler
         requests = len(plan.rollouts.lengths)
-        tokens = sum(sum(length) for length in _lengths(plan.rollouts, plan.m))
+        tokens = sum(row.prompt + row.reply for row in _rows(plan.rollouts, plan.m))
 
         def with_n(n: int) -> Plan:
             m = n if plan.m == plan.rollouts.n else min(plan.m, n)
             return replace(plan, rollouts=_full(replace(plan.rollouts, n=n)), m=m)
 
         def with_slots(slots: int) -> Plan:
+            assert plan.engine is not None, "asked only where the engine is ours"
+            sampler = plan.engine.sampler
             some = Infinite(slots=slots) if isinstance(sampler, Full) else replace(sampler, slots=slots)  # type: ignore
             return replace(plan, engine=replace(plan.engine, sampler=some))
 
         def with_tokens(count: int) -> Plan:
-            return replace(plan, micro_batch_tokens=count)
+            return replace(plan, way=replace(plan.way, tokens=count))  # type: ignore[type-var]
 
-        slots = min(requests, getattr(sampler, "slots", None) or DEFAULT_SLOTS)
-        return {
-            "n": self._most(with_n, plan.rollouts.n, 2, MOST, room),
-            "sampler.slots": self._most(with_slots, slots, 1, requests, room),
-            "train.micro_batch_tokens": self._most(with_tokens, min(tokens, plan.micro_batch_tokens), 1, tokens, room),
+        found = {"n": self._most(with_n, plan.rollouts.n, 2, MOST, room)}
+        if plan.engine is not None:
+            slots = min(requests, getattr(plan.engine.sampler, "slots", None) or DEFAULT_SLOTS)
+            found["sampler.slots"] = self._most(with_slots, slots, 1, requests, room)
+        return found | {
+            "train.micro_batch_tokens": self._most(with_tokens, min(tokens, plan.way.tokens), 1, tokens, room),
         }
 
     def _most(self, plan_with: Callable[[int], Plan], start: int, least: int, enough: int, room: int) -> int | None:
@@ -179,10 +183,14 @@ class Predictor:
         return good
 
 
-def _lengths(work: Work, take: int) -> list[tuple[int, int]]:
-    """Tokens of prompt and answer of the first `take` rollouts of each prompt."""
+def _rows(work: Work, take: int) -> list[Row]:
+    """The first `take` rollouts of each prompt as rows of a batch."""
     return [
-        (len(prompt.token_ids), work.lengths[place * work.n + sample])
+        Row(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
         for place, prompt in enumerate(work.prompts)
         for sample in range(take)
     ]
+
+
+def _parts(way: Pass, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+    return [tuple(rows[i] for i in part) for part in way.cut(rows)]

@@ -22,8 +22,8 @@ FILE = "profile.json"
 @dataclass(frozen=True)
 class Report:
     """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
-    that are all as long as may be; `largest` are the largest values that then fit `room` bytes (None: none does, 0:
-    any does)."""
+    that are all as long as may be, both but for what `not_predicted` says; `largest` are the largest values that then
+    fit `room` bytes (None: none does, 0: any does)."""
 
     command: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -36,6 +36,7 @@ class Report:
     room: int
     largest: Mapping[str, int | None]
     advice: tuple[str, ...]
+    not_predicted: tuple[str, ...] = ()
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def document(report: Report) -> dict[str, Any]:
         "measured": None if measured is None else _measured(measured),
         "predicted": _predicted(report.predicted),
         "predicted_at_most": _predicted(report.at_most),
+        "not_predicted": list(report.not_predicted),
         "fit": {
             "room_bytes": report.room,
             "fits": report.at_most.peak <= report.room,

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_cli.batch import micro_batch_rows
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import TILE, round_up
 from grpo_cli.engine.decoder import Decoder
@@ -25,8 +24,9 @@ from grpo_cli.engine.generation import PREFILL_TOKENS, Generation
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import NeverStop
-from grpo_cli.logprobs import logprobs_at
 from grpo_cli.meter import NullMeter
+from grpo_cli.model.packed import allow_packing
+from grpo_cli.passes import Pass, Row
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
@@ -56,14 +56,19 @@ class Work:
 
 
 class ShapeModel:
-    """A model without weights, and what a pass of it would take. `autocast` is `none` or `bfloat16`."""
+    """A model without weights, and what a pass of it would take. `autocast` is `none` or `bfloat16`; `bits` are those
+    of its quantised weights, which concerns their own size only (None: not quantised)."""
 
-    def __init__(self, load: Any, autocast: str) -> None:
+    def __init__(self, load: Any, autocast: str, bits: int | None = None) -> None:
         """`load` makes the model; it is called where every new tensor is a fake one."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
             self.model = load()
+        # Fake tensors have no values, so transformers could not see that nothing is packed, and would make masks and
+        # biases of rows x width x width that a run does not have. With this attention it makes none.
+        allow_packing(self.model)
         self._autocast = autocast
+        self._bits = bits
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
@@ -71,11 +76,16 @@ class ShapeModel:
     @property
     def weights(self) -> int:
         """Bytes of all weights and buffers, shared ones once."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
         held = [*self.model.parameters(), *self.model.buffers()]
-        return list({tensor.untyped_storage()._cdata: tensor for tensor in held}.values())
+        whole = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
+        if self._bits is None:
+            return whole
+        return whole - sum(w.untyped_storage().nbytes() - w.numel() * self._bits // 8 for w in self._quantised())
+
+    def _quantised(self) -> list[Tensor]:
+        """What bitsandbytes quantises: linear layers, but for the head and the adapters."""
+        named = [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        return [module.weight for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
 
     @property
     def trained(self) -> list[Tensor]:
@@ -101,31 +111,25 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _places(self, rows: int, width: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Input ids, and as many places to predict as there are response tokens."""
-        ids = torch.zeros(rows, width, dtype=torch.long)
-        return ids, torch.zeros(tokens, dtype=torch.long), torch.ones(tokens, dtype=torch.long)
-
-    def _train_pass(self, rows: int, width: int, tokens: int, chunk: int, accumulating: bool) -> tuple[Sizes, Sizes]:
-        """Forward and backward of a micro-batch of `rows` x `width`, `tokens` of them predicted, `chunk` at a time.
-
-        `accumulating`: gradients of an earlier micro-batch are there.
-        """
+    def _train_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float, later: bool) -> tuple[Sizes, Sizes]:
+        """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
+        way.prepare(self.model)
         with self._watched(training=True) as allocations:
-            if accumulating:
+            if later:
                 for parameter in self.trained:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            values = logprobs_at(self.model, *self._places(rows, width, tokens), 1.0, chunk)
+            values = way.blank(self.model, rows, temperature)
             forward = allocations.take_peak()
             values.sum().backward()
             return forward, allocations.take_peak()
 
-    def _quiet_pass(self, rows: int, width: int, tokens: int, chunk: int) -> Sizes:
+    def _quiet_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float) -> Sizes:
         """The same pass forward without gradients."""
+        way.prepare(self.model)
         with self._watched(training=False) as allocations:
-            logprobs_at(self.model, *self._places(rows, width, tokens), 1.0, chunk)
+            way.blank(self.model, rows, temperature)
             return allocations.take_peak()
 
     def _rollouts(self, work: Work, engine: EngineShape) -> tuple[Sizes, Sizes]:
@@ -215,28 +219,6 @@ def fullest(lengths: Sequence[int], slots: int, capacity: int) -> list[tuple[int
         if running:
             moments[running] = min(capacity, round_up(step + 1, TILE))
     return sorted(moments.items(), reverse=True) or [(slots, min(capacity, TILE))]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A micro-batch: rows, their width, and how many of their tokens are predicted."""
-
-    rows: int
-    width: int
-    answered: int
-
-    @property
-    def size(self) -> int:
-        return self.rows * self.width
-
-
-def parts_of(lengths: Sequence[tuple[int, int]], tokens: int) -> list[Part]:
-    """The micro-batches that rows are cut into, in their order; lengths are those of prompt and answer."""
-    whole = [prompt + answer for prompt, answer in lengths]
-    return [
-        Part(len(rows), max(whole[row] for row in rows), sum(lengths[row][1] for row in rows))
-        for rows in micro_batch_rows(whole, tokens)
-    ]
 
 
 def _with(sizes: Sizes, parked: int) -> Sizes:

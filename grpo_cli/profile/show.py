@@ -17,6 +17,8 @@ def show(report: Report, console: Console) -> None:
         console.print(_phases(report, report.measured))
         console.print(_engine_line(report.measured), highlight=False)
     console.print(_memory(report))
+    for line in report.not_predicted:
+        console.print(f"Not predicted: {line}.", highlight=False, markup=False)
     for line in _fit_lines(report):
         console.print(line, highlight=False, markup=False)
     for line in report.advice:

@@ -133,7 +133,7 @@ def _predictor(settings: RunSettings, device: torch.device, other: int) -> Predi
         return load_model(replace(model, random_init=True, quantize="none"), torch.device("cpu"))
 
     shapes = ShapeModel(load, model.autocast, bits)
-    return Predictor(shapes, state_bytes(shapes.trained, settings.optim, device), other)
+    return Predictor(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
 
 
 def _is_ours(settings: RunSettings) -> bool:

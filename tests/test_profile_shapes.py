@@ -112,6 +112,15 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     assert all(set(sizes) <= set(KINDS) for sizes in found.values())
 
 
+def test_on_a_cpu_every_phase_keeps_the_activations_of_the_fullest():
+    given = plan(some_requests(prompts=2, n=4), 4, 4)
+    freed, kept = (Predictor(fake_model(), 0, 0, stays).predict(given).phases for stays in (False, True))
+    most = max(sizes.get(ACTIVATIONS, 0) for sizes in freed.values())
+    assert {sizes[ACTIVATIONS] for sizes in kept.values()} == {most}
+    for phase, sizes in kept.items():
+        assert {**sizes, ACTIVATIONS: freed[phase].get(ACTIVATIONS, 0)} == {ACTIVATIONS: 0, **freed[phase]}
+
+
 def test_of_another_engine_only_the_update_is_predicted():
     given = replace(plan(some_requests(prompts=2, n=8), 8, 8), engine=None)
     predictor = Predictor(fake_model(), optimizer=0, other=0)

@@ -78,12 +78,17 @@ class Prediction:
 
 class Predictor:
     """Plans to predictions, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
-    beside the model's tensors."""
+    beside the model's tensors.
 
-    def __init__(self, model: ShapeModel, optimizer: int, other: int) -> None:
+    `freed_stays`: memory is what is resident, as on a CPU. There C's allocator keeps what activations are freed (all
+    but single blocks of 32 MiB and more, with glibc), so that every phase but the first has those of the fullest.
+    """
+
+    def __init__(self, model: ShapeModel, optimizer: int, other: int, freed_stays: bool = False) -> None:
         self._model = model
         self._optimizer = optimizer
         self._other = other
+        self._freed_stays = freed_stays
 
     def predict(self, plan: Plan) -> Prediction:
         """Each phase at its fullest, with all that lies there meanwhile."""
@@ -103,6 +108,9 @@ class Predictor:
         if plan.exam is not None and plan.engine is not None:
             beginning, going_on = model.rollouts(plan.exam, plan.engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
+        if self._freed_stays:
+            most = max(sizes.get(ACTIVATIONS, 0) for sizes in phases.values())
+            phases = {phase: {**sizes, ACTIVATIONS: most} for phase, sizes in phases.items()}
         return Prediction(phases)
 
     def _steady(self, plan: Plan) -> dict[str, int]:

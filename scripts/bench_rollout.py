@@ -281,10 +281,15 @@ def _caption(comparison: Comparison) -> str:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    rows = [asdict(row) for row in comparison.rows]
+    rows = [_without_places(asdict(row)) for row in comparison.rows]
     checks = [asdict(check) | {"holds": check.holds} for check in comparison.check(comparison.rows)]
     finite = [{key: value for key, value in check.items() if value not in (np.inf, -np.inf)} for check in checks]
     return {"title": comparison.title, "rows": rows, "checks": finite}
+
+
+def _without_places(row: dict[str, Any]) -> dict[str, Any]:
+    """A result is kept without where on the machine its weights were."""
+    return row | {"case": {key: value for key, value in row["case"].items() if key != "folder"}}
 
 
 def weights_folder(model: str, device: str, seed: int, scratch: Path) -> str:
@@ -384,7 +389,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "loads": loads}
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
         found = {"settings": settings, "versions": versions, "machine": machine}
         write_json(args.json, found | {"comparisons": [as_json(comparison) for comparison in compared]})
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +184,39 @@ def test_out_of_memory_half_way_keeps_what_was_made(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine._decoder, "logits", failing)
     assert contents(engine.generate(requests)) == wanted
     assert engine.stats().generated_tokens == sum(len(tokens) for tokens, _, _ in wanted.values())
+
+
+# A slot has room for 50,000 tokens of 256 bytes (2 layers, keys and values, 2 heads of 8 numbers); one token is made.
+# 64 and 32 slots take 820 and 410 MB, 16 take 205 MB.
+SHORT_OF_MEMORY = """
+import resource
+from pathlib import Path
+from small import VOCABULARY, make_engine, small_model, some_requests
+from grpo_cli.engine.sampler import Full
+
+engine = make_engine(
+    small_model(max_position_embeddings=60_000), sampler=Full(on_oom="halve"), eos_token_ids=range(VOCABULARY)
+)
+list(engine.generate(some_requests(prompts=1, n=1)))  # what is loaded and allocated once is
+held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 330_000_000,) * 2)
+rollouts = list(engine.generate(some_requests(prompts=1, n=64, tokens=50_000)))
+print(len(rollouts), engine.stats().slots)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for a process's address space")
+def test_a_real_lack_of_memory_is_recognised_and_halves_the_slots():
+    shown = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "out of memory with 64 slots; the rollouts that are left are made with 32" in shown.stdout
+    assert "out of memory with 32 slots; the rollouts that are left are made with 16" in shown.stdout
+    assert shown.stdout.endswith("64 16\n")
 
 
 def test_out_of_memory_fails_where_it_is_not_told_to_halve_or_nothing_is_left_to_halve(

@@ -153,6 +153,28 @@ class Short:
     real = staticmethod(KvStore.__init__)
 
 
+def test_an_offloaded_optimizer_is_measured_with_the_copies_it_works_on():
+    found, _ = profile("optim.offload=true", "profile.steps=1", "eval.every=0")
+    held, expected = found["measured"]["exact_bytes"], found["predicted"]["exact_bytes"]
+    assert held["optimizer"] == expected["optimizer"] > 3 * held["gradients"] > 0
+    assert held["gradients"] == expected["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note", "rollouts"),
+    [
+        (["engine=vllm"], "rollouts by VllmEngine, which takes memory of its own", False),
+        (["engine.cuda_graph=true"], "engine.cuda_graph=true: what captured graphs keep", True),
+    ],
+    ids=["vllm", "cuda_graph"],
+)
+def test_what_is_not_predicted_is_said(words: list[str], note: str, rollouts: bool):
+    found, said = profile("profile.plan_only=true", *words)
+    (told,) = found["not_predicted"]
+    assert told.startswith(note) and f"Not predicted: {note[:20]}" in said
+    assert ("decode" in found["predicted"]["phases"]) == rollouts
+
+
 def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest.MonkeyPatch):
     requests = some_requests(prompts=1, n=12)
     wanted = contents(make_engine(small_model()).generate(requests))

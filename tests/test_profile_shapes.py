@@ -71,6 +71,21 @@ def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, spa
     assert decode[KV] == engine.stats().kv_peak_bytes
 
 
+def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
+    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes; 9 of 12 wait with 5 tokens each."""
+    work = work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30)
+    sizes = [fake_model().rollouts(work, EngineShape(Infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
+    assert sizes[1] - sizes[0] == 9 * 5 * 256
+
+
+def test_quantised_are_the_linear_layers_but_the_head():
+    """Two layers of 32 x (32 + 16 + 16) + 32 x 32 + 3 x 32 x 64 numbers."""
+    whole, four_bits = (
+        ShapeModel(lambda: small_model(tie_word_embeddings=False), "none", bits).weights for bits in (None, 4)
+    )
+    assert whole - four_bits == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64) * (4 - 0.5)
+
+
 WAYS = [Padded(10_000, 32), PaddingFree(10_000, 32, False), PaddingFree(10_000, 32, True)]
 
 
@@ -119,6 +134,59 @@ def test_on_a_cpu_every_phase_keeps_the_activations_of_the_fullest():
     assert {sizes[ACTIVATIONS] for sizes in kept.values()} == {most}
     for phase, sizes in kept.items():
         assert {**sizes, ACTIVATIONS: freed[phase].get(ACTIVATIONS, 0)} == {ACTIVATIONS: 0, **freed[phase]}
+
+
+def test_where_everything_fits_there_is_no_largest_value():
+    found = Predictor(fake_model(), 0, 0).largest(plan(some_requests(prompts=1, n=2), 2, 2), 10**15)
+    assert found == {"n": 0, "sampler.slots": 0, "train.micro_batch_tokens": 0}
+
+
+def test_a_larger_group_of_which_few_are_kept_is_still_of_which_few_are_kept():
+    predictor, requests = Predictor(fake_model(), 0, 0), some_requests(prompts=1, n=8)
+    kept, whole = plan(requests, 8, 2, slots=4, tokens=10_000), plan(requests, 8, 8, slots=4, tokens=10_000)
+    room = int(predictor.predict(whole).peak * 1.5)
+    assert predictor.largest(kept, room)["n"] == 0 and predictor.largest(whole, room)["n"] not in (0, None)
+
+
+def _predicted(given: Plan, phase: str) -> int:
+    return total(Predictor(fake_model(), 0, 0).predict(given).phases[phase])
+
+
+def test_a_minibatch_takes_what_its_own_rollouts_take():
+    two, one = plan(some_requests(prompts=2, n=4), 4, 4), plan(some_requests(prompts=1, n=4), 4, 4)
+    for phase in ("forward", "backward"):
+        assert _predicted(replace(two, minibatches=2), phase) == _predicted(one, phase) < _predicted(two, phase)
+
+
+def test_the_policy_goes_over_all_rollouts_or_over_the_kept_ones():
+    few, all_of_them = plan(some_requests(prompts=1, n=8), 8, 2), plan(some_requests(prompts=1, n=8), 8, 8)
+    over_all, over_kept = Passes(True, False, False), Passes(False, True, False)
+    asked = [(few, over_all), (all_of_them, over_kept), (few, over_kept)]
+    sizes = [_predicted(replace(given, passes=passes), "policy_logprobs") for given, passes in asked]
+    assert sizes[0] == sizes[1] > sizes[2]
+
+
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: int):
+    exam = work_of(some_requests(prompts=3, n=8), 8, tokens)
+    given = replace(plan(some_requests(prompts=1, n=2), 2, 2), exam=exam)
+    assert given.engine is not None
+    beginning, going_on = (total(sizes) for sizes in fake_model().rollouts(exam, given.engine))
+    assert (beginning > going_on) == (tokens == 1), "both cases are tried"
+    assert _predicted(given, "eval") == fake_model().weights + max(beginning, going_on)
+
+
+def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
+    requests = some_requests(prompts=1, n=6)
+    work = replace(work_of(requests, 6, 30), lengths=(5, 5, 30, 20, 10, 5))
+    way = PaddingFree(len(requests[0].prompt.token_ids) + 30, 64, False)  # two rows at most, or the longest by itself
+    given = replace(plan(requests, 6, 6), rollouts=work, way=way)
+    rows = [Row(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
+    model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]
+    assert len({way.size(part) for part in parts[1:]}) > 1
+    passes = [model.train_pass(way, part, 1.0, place > 0) for place, part in enumerate(parts)]
+    for phase, sizes in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
+        assert _predicted(given, phase) == model.weights + max(map(total, sizes))
 
 
 def test_of_another_engine_only_the_update_is_predicted():

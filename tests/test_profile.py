@@ -229,9 +229,11 @@ print(len(rollouts), engine.stats().slots)
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for a process's address space")
 def test_a_real_lack_of_memory_is_recognised_and_halves_the_slots():
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     shown = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        # One thread: others would reserve address space of their own.
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
         capture_output=True,
         text=True,
     )

@@ -20,6 +20,7 @@ import typer
 from grpo_cli import __version__
 from grpo_cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
 from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.processor import settle
 from grpo_cli.words import explained, offered
 
 if TYPE_CHECKING:
@@ -61,9 +62,6 @@ Overrides = Annotated[
 
 def main() -> None:
     """The `grpo` program."""
-    # Before torch is loaded: idle OpenMP threads sleep. The default spins, and where another program wants the cores a
-    # step of small operations takes twenty times as long (measured on 2 cores with 2 to 3 busy neighbours).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A screen without some of our signs (a locale that is not UTF-8) gets a question mark for each, not a traceback.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -72,6 +70,11 @@ def main() -> None:
         os.getcwd()
     except FileNotFoundError:
         typer.echo("error: the folder that you are in is no more; change into another one", err=True)
+        sys.exit(2)
+    try:
+        settle()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     app(prog_name="grpo")
 

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from grpo_cli.model.load import (
 )
 from grpo_cli.optimizer import check_optimizer
 from grpo_cli.overrides import overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.processor import remarks
 from grpo_cli.provenance import code_version
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking import JsonlTracker
@@ -82,6 +83,9 @@ def set_up(
 ) -> Bench:
     """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
     device = pick_device(settings.device)
+    if device.type == "cpu":
+        for remark in remarks(os.environ, torch.get_num_threads()):
+            warn(remark)
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
@@ -174,8 +178,10 @@ def introduction(settings: RunSettings, parameters: int, device: torch.device) -
     """What a person should know of a run before its first step."""
     prompts, n, m = settings.train.prompts, settings.n, settings.m
     trained = "all trained on" if m == n else f"{m} of each {n} trained on"
+    threads = torch.get_num_threads()
+    place = f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
     yield (
-        f"{parameters / 1e6:.3g} M parameters, {settings.model.dtype}, on {device}; a step is {prompts} prompts x {n} "
+        f"{parameters / 1e6:.3g} M parameters, {settings.model.dtype}, on {place}; a step is {prompts} prompts x {n} "
         f"rollouts, {trained}"
     )
     slots = settings.parts["sampler"].get("slots")
@@ -252,21 +258,21 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     tracker = _logger(settings, "eval", print, partial(print, file=sys.stderr))
     summary: dict[str, Any] = {"status": "failed"}
     try:
-        result, seconds = _evaluated(settings)
+        result, seconds, engine = _evaluated(settings)
         tracker.log(Record(0, result.metrics, result.examples))
         asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
         problems = len({example.prompt_id for example in result.examples})
         code = dataclasses.asdict(code_version())
         found = {"problems": problems, "seconds": seconds, **result.metrics}
-        summary = {"status": "completed", **asked, **found, "code": code}
+        summary = {"status": "completed", **asked, **found, "engine": engine, "code": code}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)
     return result
 
 
-def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
-    """The evaluation, its samples written, and how many seconds both took."""
+def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[str, Any]]:
+    """The evaluation, its samples written, how many seconds both took, and what the engine says of itself."""
     bench = set_up(settings, settings.model)
     exam, run_dir = settings.eval, Path(settings.run_dir)
     held_out = bench.task.prompts("eval")
@@ -279,7 +285,7 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float]:
         result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
     write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
-    return result, time.perf_counter() - start
+    return result, time.perf_counter() - start, getattr(bench.engine, "facts", dict)()
 
 
 def checkpoint_overrides(place: str) -> list[str]:

@@ -333,7 +333,8 @@ class Trainer:
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
         measured = {**vars(self._progress), "peak_memory_bytes": self._peak_bytes()}
-        return {"status": status, "error": fault, **measured, "code": asdict(code_version())}
+        engine: Mapping[str, Any] = getattr(self._parts.engine, "facts", dict)()
+        return {"status": status, "error": fault, **measured, "engine": engine, "code": asdict(code_version())}
 
     def _peak_bytes(self) -> int:
         return peak_bytes(next(self._parts.model.parameters()).device)

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from grpo_cli.processor import settle
+
+settle()  # before torch is loaded
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 

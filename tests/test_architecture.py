@@ -12,19 +12,20 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # Modules of a folder given as `tasks/` may also import each other.
 ROWS = """
-errors settings typed files text hiding provenance screen
+errors
+settings typed files text hiding provenance screen processor
 types
 interfaces
 downsample advantage correction loss batch metrics tracking console meter checkpoint tasks/ model/
 logprobs
 passes optimizer
 engine/interfaces engine/sampler engine/makespan engine/lengths
-engine/sequence engine/cache engine/sample
+engine/sequence engine/cache engine/sample engine/padding
 engine/attention engine/eviction
 engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder
 engine/slots engine/simulate engine/graph
-engine/stop
+engine/stop engine/invariance
 engine/generation
 engine/served engine/admission engine/vllm_process
 engine/vllm_options

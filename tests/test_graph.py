@@ -16,6 +16,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
+from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
@@ -43,10 +44,16 @@ class Again:
         return replay
 
 
+def padded(model: Any) -> Decoder:
+    """A decoder that pads as an engine's does."""
+    decoder = Decoder(model)
+    return decoder.padded(invariance_of(decoder).padding)
+
+
 def served(
     sampler: Any, capture: Any, requests: Any, scheduler: Any = None, park_at: int | None = None, model: Any = None
 ) -> Any:
-    decoder = Decoder(model or small_model())
+    decoder = padded(model or small_model())
     generation = Generation(decoder, (EOS,), sampler, Dense(), requests, capture, NeverStop(), NullMeter())
     rollouts = [r for _, r in generation.serve(Fifo(), park_at)] if park_at else []
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
@@ -62,7 +69,7 @@ def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
 def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
-    decoder, capture = Decoder(small_model()), Again()
+    decoder, capture = padded(small_model()), Again()
     generation = Generation(decoder, never, Full(), Dense(), requests, capture, NeverStop(), NullMeter())
     assert generation.slots.kv.capacity == 96
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))

@@ -257,6 +257,19 @@ def test_an_active_sliding_window_is_refused(config: Qwen2Config | MistralConfig
         load_model(settings(tmp_path), CPU)
 
 
+def test_frequencies_that_change_with_the_length_are_refused_where_they_can(tmp_path: Path) -> None:
+    """Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, **factors}
+    changing = {**rope, "original_max_position_embeddings": 32}
+    LlamaConfig(**SMALL, rope_parameters=changing).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="longrope, whose frequencies change beyond 32 of its 64 positions"):
+        load_model(settings(tmp_path), CPU)
+    check_supported(
+        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters={**rope, "original_max_position_embeddings": 64}))
+    )
+
+
 def test_a_window_that_covers_the_context_or_is_switched_off_is_no_window(tmp_path: Path) -> None:
     check_supported(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64)))
     check_supported(Qwen2ForCausalLM(Qwen2Config(**SMALL, sliding_window=16)))

@@ -10,6 +10,7 @@ from small import VOCABULARY, make_engine, small_model
 from tiny_hf import LLAMA3_ROPE
 
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
@@ -20,6 +21,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, rope scaling, one key head, untied": (
         "llama",
         {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "llama, rope of type dynamic, which within the context is the plain one": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
     ),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral, untied": ("mistral", {"tie_word_embeddings": False}),
@@ -49,6 +54,7 @@ def stepwise(model: Any, prompt: list[int], reply: tuple[int, ...]) -> list[torc
 def test_every_step_has_the_logits_of_transformers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, config = CASES[case]
     model = small_model(family, **config)
+    invariance_of(Decoder(model))  # tried with the real head, before it is watched
     made: list[torch.Tensor] = []
     compute = Decoder.logits
 

@@ -16,25 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Widths are cut to multiples of this. Matrix products of at least this many columns come out bit for bit the same
-# whatever the width on a CPU, so that a row's result does not depend on how long its neighbours are.
-TILE = 16
-# Batched products of fewer multiplications than this take a kernel of their own in PyTorch (`bmm` on a CPU).
-SMALL_PRODUCT = 400
-
-
-def round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def slot_tile(queries: int, dim: int) -> int:
-    """What the widths of slots are multiples of, where each key-value head is asked by `queries` heads of size `dim`.
-
-    >>> slot_tile(queries=2, dim=32), slot_tile(queries=1, dim=8)
-    (16, 64)
-    """
-    return round_up(-(-SMALL_PRODUCT // (queries * dim)), TILE)
-
 
 @dataclass(frozen=True)
 class KvLayout:

@@ -8,6 +8,7 @@ its prompt, whose keys are stored once for all its rows, and then its own respon
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
-from grpo_cli.engine.cache import TILE, KvLayout, KvStore, PromptPool, round_up, slot_tile
+from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.model.anatomy import unwrapped
-
-# The fewest rows a thread must get for a float32 matrix product on a CPU to give each row the same bits whatever the
-# number of rows (measured for MKL: pieces of 1, 2, 3, 5 and 7 rows take other kernels). Fewer rows are padded.
-ROWS_PER_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,10 @@ class Block:
     k_norm: Any | None
     o_proj: Any
     post_norm: Any
-    mlp: Any
+    gate_proj: Any
+    up_proj: Any
+    activation: Any
+    down_proj: Any
 
     @classmethod
     def of(cls, layer: Any) -> Block:
@@ -64,14 +65,17 @@ class Block:
             k_norm=_norm(getattr(attention, "k_norm", None)),
             o_proj=attention.o_proj,
             post_norm=_norm(layer.post_attention_layernorm),
-            mlp=layer.mlp,
+            gate_proj=layer.mlp.gate_proj,
+            up_proj=layer.mlp.up_proj,
+            activation=_activation(layer.mlp.act_fn),
+            down_proj=layer.mlp.down_proj,
         )
 
 
 class Decoder:
-    """Drives the blocks of a supported causal language model."""
+    """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, padding: Padding | None = None) -> None:
         inner = unwrapped(model)
         self._embed = inner.model.embed_tokens
         self._blocks_of_model = [Block.of(layer) for layer in inner.model.layers]
@@ -79,7 +83,7 @@ class Decoder:
         self._rotary = inner.model.rotary_emb
         self._head = inner.lm_head
         attention = inner.model.layers[0].self_attn
-        self._dim: int = attention.head_dim
+        self.dim: int = attention.head_dim
         self.scale: float = attention.scaling
         config = inner.config
         self._kv_heads: int = config.num_key_value_heads
@@ -87,18 +91,39 @@ class Decoder:
         self.vocabulary: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.context: int = config.max_position_embeddings
-        self.slot_tile = slot_tile(self.group, self._dim)
-        self._min_rows = ROWS_PER_THREAD * torch.get_num_threads() if self.device.type == "cpu" else 1
+        self.padding = padding or unpadded(self.group, self.dim)
+        self._first = inner.model.layers[0]
+
+    def padded(self, padding: Padding) -> Decoder:
+        """The same blocks, padded otherwise."""
+        other = copy(self)
+        other.padding = padding
+        return other
+
+    def of_one_block(self) -> Decoder:
+        """The same, but of the first block only."""
+        other = copy(self)
+        other._blocks_of_model = self._blocks_of_model[:1]
+        return other
+
+    def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of a block, adapters included; what they are multiplied into, rows are."""
+        return tuple(tuple(weight.shape) for weight in self._first.parameters())
 
     def layout(self) -> KvLayout:
         """One token's keys and values; in the computation's precision, so autocast's when it is on."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        return KvLayout(len(self._blocks_of_model), self._kv_heads, self._dim, dtype)
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype)
 
     @property
     def device(self) -> torch.device:
         return self._embed.weight.device
+
+    @property
+    def promises_bits(self) -> bool:
+        """Whether a row's bits are to be the same in any company: float32 on a CPU, autocast or not."""
+        return self.device.type == "cpu" and self.layout().dtype == torch.float32
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,9 +134,10 @@ class Decoder:
         return self._head(self._pad_rows(hidden))[:rows].float()
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
-        """Run prompts whose lengths round up to the same multiple of TILE (so that company changes no bits)."""
-        width = round_up(max(len(ids) for ids in prompts), TILE)
-        assert all(round_up(len(ids), TILE) == width for ids in prompts), "one width per prefill"
+        """Run prompts whose lengths round up to the same multiple of a tile (so that company changes no bits)."""
+        tile = self.padding.prompt_tile
+        width = round_up(max(len(ids) for ids in prompts), tile)
+        assert all(round_up(len(ids), tile) == width for ids in prompts), "one width per prefill"
         ids = torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts], device=self.device)
         count = len(prompts)
         keys: list[Tensor] = []
@@ -120,7 +146,7 @@ class Decoder:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # Right padding under a causal mask: no real token ever sees a padding one.
-            q, k, v = (t.view(count, width, -1, self._dim).transpose(1, 2) for t in (q, k, v))
+            q, k, v = (t.view(count, width, -1, self.dim).transpose(1, 2) for t in (q, k, v))
             keys.append(k)
             values.append(v)
             if note_received:
@@ -129,7 +155,7 @@ class Decoder:
             return out.transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
-        hidden = self._blocks(ids.view(-1), positions, attend)
+        hidden = self.blocks(ids.view(-1), positions, attend)
         last = torch.tensor([row * width + len(p) - 1 for row, p in enumerate(prompts)], device=self.device)
         return Prefilled(
             torch.stack(keys),
@@ -140,47 +166,44 @@ class Decoder:
 
     def step(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
-        count = rows.tokens.shape[0]
         attention = StepAttention(rows, slots, prompts, self.group, self.scale, watch)
+        return self.blocks(rows.tokens, rows.positions, attention)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._pad_rows(attention(layer, q[:count], k[:count], v[:count]))
-
-        return self._blocks(rows.tokens, rows.positions, attend)[:count]
-
-    def _blocks(
+    def blocks(
         self,
         tokens: Int[Tensor, "N"],
         positions: Int[Tensor, "N"],
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
-    ) -> Float[Tensor, "M H"]:
-        """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [M, heads, dim], rotated."""
+    ) -> Float[Tensor, "N H"]:
+        """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [N, heads, dim], rotated, and gives
+        [N, heads * dim]: it never sees the rows of padding."""
+        count = tokens.shape[0]
         hidden = self._pad_rows(self._embed(tokens))
         cos, sin = self._rotary(hidden, positions[None])
         # For `_rotate`: the sign of the rotated first half goes into the sine.
-        half = self._dim // 2
+        half = self.dim // 2
         cos = self._pad_rows(cos[0])[:, None]
         sin = self._pad_rows(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))[:, None]
         for index, block in enumerate(self._blocks_of_model):
             q, k, v = self._project(block, block.input_norm(hidden), cos, sin)
-            hidden = hidden + block.o_proj(attend(index, q, k, v))
-            hidden = hidden + block.mlp(block.post_norm(hidden))
-        return self._norm(hidden)
+            hidden = hidden + block.o_proj(self._pad_rows(attend(index, q[:count], k[:count], v[:count])))
+            hidden = hidden + _mlp(block, block.post_norm(hidden))
+        return self._norm(hidden)[:count]
 
     def _project(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
-        q = block.q_proj(x).view(x.shape[0], -1, self._dim)
-        k = block.k_proj(x).view(x.shape[0], -1, self._dim)
-        v = block.v_proj(x).view(x.shape[0], -1, self._dim)
+        q = block.q_proj(x).view(x.shape[0], -1, self.dim)
+        k = block.k_proj(x).view(x.shape[0], -1, self.dim)
+        v = block.v_proj(x).view(x.shape[0], -1, self.dim)
         if block.q_norm is not None and block.k_norm is not None:
             q, k = block.q_norm(q), block.k_norm(k)
         both = _rotate(torch.cat([q, k], dim=1), cos, sin)
         return both[:, : q.shape[1]], both[:, q.shape[1] :], v
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
-        """Zero rows below, so that there are enough of them (see ROWS_PER_THREAD)."""
-        missing = self._min_rows - x.shape[0]
-        return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+        """Zero rows below, as many as `padding` asks for."""
+        missing = self.padding.padded_rows(x.shape[0]) - x.shape[0]
+        return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
 def _norm(module: Any) -> Any:
@@ -193,6 +216,26 @@ def _norm(module: Any) -> Any:
         return module
     weight, epsilon = module.weight, module.variance_epsilon
     return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+    return block.down_proj(block.activation(block.gate_proj(x)).mul_(block.up_proj(x)))
+
+
+def _activation(module: Any) -> Any:
+    """The module, or for SiLU what gives an element the same bits wherever it stands.
+
+    PyTorch computes silu in vectors and the end of each thread's share one by one, with another exponential, so that
+    bits depend on how many rows there are. Exponentials alone are computed in one way throughout.
+    """
+    return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
+
+
+def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
+    """x / (1 + exp(-x)). On a GPU each element is a thread of its own, and one call is less than four."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.silu(x)
+    return x / x.neg().exp_().add_(1.0)
 
 
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:

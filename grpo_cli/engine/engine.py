@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.invariance import Invariance, invariance_of, told
 from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
@@ -27,7 +29,8 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 
 class TorchEngine:
-    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone.
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
+    `invariance.py` finds that they can, which is told by `facts`.
 
     `decode` turns tokens into text; it is asked only for requests with stop strings.
     """
@@ -60,6 +63,7 @@ class TorchEngine:
         self._meter = meter or NullMeter()
         self._warn = warn
         self._stats = EngineStats()
+        self._invariance: Invariance | None = None
 
     def generate(self, requests: Seq[Request]) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing.
@@ -68,6 +72,7 @@ class TorchEngine:
         """
         self._stats = EngineStats()
         self._check(requests)
+        self._pad()
         left, parts = list(requests), list[EngineStats]()
         while left:
             ended: set[int] = set()
@@ -83,6 +88,23 @@ class TorchEngine:
             left = [request for index, request in enumerate(left) if index not in ended]
         if len(parts) > 1:
             self._stats = _sum(parts)
+
+    def _pad(self) -> None:
+        """As the model, the precision and the threads of this moment need it; says so once where bits are not held."""
+        found = invariance_of(self._decoder)
+        self._decoder = self._decoder.padded(found.padding)
+        if found != self._invariance and not found.holds and self._decoder.promises_bits:
+            self._warn(told(found, torch.get_num_threads()))
+        self._invariance = found
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine. None before the first `generate`: nothing was tried."""
+        found = self._invariance
+        return {
+            "invariant": None if found is None else found.holds,
+            "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
+            "padding": None if found is None else asdict(found.padding),
+        }
 
     def _halve(self) -> None:
         had = self._sampler.last

@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from grpo_cli.engine.cache import TILE, PromptPool, round_up
+from grpo_cli.engine.cache import PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
+from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.sampler import Capped, KvShape, Sampler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.slots import Slots
@@ -63,15 +64,15 @@ class Generation:
         layout = decoder.layout()
         longest = max(request.sampling.max_new_tokens for request in requests)
         most = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
-        tile, device, prompts = decoder.slot_tile, decoder.device, len(self._unfinished)
-        capacity = round_up(sparsity.capacity(longest, most), tile)
-        width = round_up(max(len(request.prompt.token_ids) for request in requests), TILE)
+        padding, device, prompts = decoder.padding, decoder.device, len(self._unfinished)
+        capacity = round_up(sparsity.capacity(longest, most), padding.slot_tile)
+        width = round_up(max(len(request.prompt.token_ids) for request in requests), padding.prompt_tile)
         token_bytes = layout.bytes_per_token
         count = sampler.fit(len(requests), KvShape(token_bytes * width * prompts, token_bytes * capacity))
         keeper = sparsity.keeper(Place(layout, count, capacity, width, decoder.group, decoder.scale, device))
-        self.slots = Slots(layout, count, capacity, tile, longest, keeper, device)
+        self.slots = Slots(layout, count, capacity, padding, longest, keeper, device)
         self._prompts = PromptPool(layout, min(prompts, count), prompts, width, decoder.vocabulary, device)
-        self._dense_bytes = token_bytes * count * round_up(Dense().capacity(longest, most), tile)
+        self._dense_bytes = token_bytes * count * round_up(Dense().capacity(longest, most), padding.slot_tile)
         self._entry: dict[str, int] = {}
         self._parked_bytes = 0
         self._kv_peak = 0
@@ -135,7 +136,7 @@ class Generation:
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self._entry}
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
-            widths.setdefault(round_up(len(prompt.token_ids), TILE), []).append(name)
+            widths.setdefault(round_up(len(prompt.token_ids), self._decoder.padding.prompt_tile), []).append(name)
         for width, names in widths.items():
             at_once = max(1, PREFILL_TOKENS // width)
             for start in range(0, len(names), at_once):

@@ -13,28 +13,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool, round_up
+from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
 from grpo_cli.engine.keeper import Due, KeepAll, Keeper, Tally
+from grpo_cli.engine.padding import Padding, round_up
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 
 
 class Slots:
-    """`count` slots with room for `max_new_tokens` tokens and `capacity` keys (a multiple of `tile`) each."""
+    """`count` slots with room for `max_new_tokens` tokens and `capacity` keys (a multiple of the slot tile) each."""
 
     def __init__(
         self,
         layout: KvLayout,
         count: int,
         capacity: int,
-        tile: int,
+        padding: Padding,
         max_new_tokens: int,
         keeper: KeepAll | Keeper,
         device: torch.device,
     ) -> None:
         self.kv = KvStore(layout, count, capacity, device)
         self.keeper = keeper
-        self._tile = tile
+        self._padding = padding
         self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, max_new_tokens, device=device)
         self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
@@ -156,13 +157,13 @@ class Slots:
         count = running if fixed is None else self.count
         generated = self._generated[:count]
         if self._table is None:
-            self._table, self._place, self._in_order = _prompt_table(
-                self._host_entry[:running], count, fixed, self._last.device
+            self._table, self._place, self._in_order = prompt_table(
+                self._host_entry[:running], count, fixed, self._padding.columns, self._last.device
             )
         assert self._place is not None
         seen = self._host_seen[:running]
         alike = bool((seen == self._host_prompt[:running]).all())
-        width = round_up(int(self._held()[:running].max()) + 1, self._tile)
+        width = round_up(int(self._held()[:running].max()) + 1, self._padding.slot_tile)
         return Rows(
             tokens=self._last[:count],
             positions=self._prompt_length[:count] + generated - 1,
@@ -263,25 +264,24 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _prompt_table(
-    entries: np.ndarray, rows: int, fixed: int | None, device: torch.device
+def prompt_table(
+    entries: np.ndarray, rows: int, fixed: int | None, multiple: int, device: torch.device
 ) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:
     """For each pool entry the rows that belong to it, where each row stands in that table flattened, and whether both
     are simply 0, 1, 2, ...
 
-    Columns are a multiple of four, the fewest with which a product's rows do not depend on how many there are. With
-    `fixed` both sides are powers of two (but at most `fixed` entries), `rows` beyond `entries` stand anywhere, and no
-    order is claimed.
+    Columns are a multiple of `multiple` (see `padding.py`). With `fixed` both sides are powers of two (but at most
+    `fixed` entries), `rows` beyond `entries` stand anywhere, and no order is claimed.
 
-    >>> table, place, in_order = _prompt_table(np.array([1, 0, 1]), 3, None, torch.device("cpu"))
+    >>> table, place, in_order = prompt_table(np.array([1, 0, 1]), 3, None, 4, torch.device("cpu"))
     >>> table.tolist(), place.tolist(), in_order
     ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5], False)
-    >>> table, place, in_order = _prompt_table(np.array([1, 2, 1]), 4, 3, torch.device("cpu"))
+    >>> table, place, in_order = prompt_table(np.array([1, 2, 1]), 4, 3, 4, torch.device("cpu"))
     >>> table.tolist(), place.tolist(), in_order
     ([[0, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]], [4, 8, 5, 0], False)
     """
     counts = np.bincount(entries)
-    height, columns = len(counts), round_up(int(counts.max()), 4)
+    height, columns = len(counts), round_up(int(counts.max()), multiple)
     if fixed is not None:
         height, columns = min(_power_of_two(height), fixed), _power_of_two(columns)
     order = np.argsort(entries, kind="stable")

@@ -313,6 +313,10 @@ class VllmEngine:
         """What the last `generate` cost; complete once its iterator is exhausted."""
         return self._stats
 
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine: vLLM's kernels depend on what else is in a batch."""
+        return {"invariant": False}
+
     def update_weights(self) -> None:
         """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
         self._stale = True

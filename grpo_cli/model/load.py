@@ -126,6 +126,7 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
     config.architectures = [named]
     config.eos_token_id = None  # some families have a default, which would be the end of no text here
     _check_window(config)
+    _check_rope(config)
     return config
 
 
@@ -213,6 +214,7 @@ def check_supported(model: PreTrainedModel) -> None:
     if name not in supported_architectures():
         raise UserError(_unsupported(name))
     _check_window(model.config)
+    _check_rope(model.config)
 
 
 def _is_here(path: str) -> bool:
@@ -253,6 +255,7 @@ def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfi
             raise UserError(_unsupported(named))
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     _check_window(config)
+    _check_rope(config)
     return config
 
 
@@ -301,6 +304,19 @@ def _check_window(config: PreTrainedConfig) -> None:
         raise UserError(
             f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
             f"context only; set sliding_window to null in its config.json if replies stay shorter than {window} tokens"
+        )
+
+
+def _check_rope(config: PreTrainedConfig) -> None:
+    """Refuse positions that are rotated by other frequencies once a sequence is long: those of keys that lie in the
+    cache would be of the short ones, and in the policy's pass the longest row of a batch decides for all."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    short = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and (short is None or short < config.max_position_embeddings):
+        raise UserError(
+            f"{config.model_type} model with RoPE of type longrope, whose frequencies change beyond {short} of its "
+            f"{config.max_position_embeddings} positions: rollouts with a cache would be drawn from another "
+            "distribution than the policy's; choose a model with RoPE of another type"
         )
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import TILE, round_up
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.generation import PREFILL_TOKENS, Generation
+from grpo_cli.engine.padding import TILE, round_up
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import NeverStop
@@ -183,7 +183,7 @@ class ShapeModel:
     ) -> Sizes:
         """One step of so many rows that look at `width` keys of their own."""
         entries = min(generation.prompts.entries, rows)
-        columns = round_up(-(-rows // entries), 4)
+        columns = round_up(-(-rows // entries), decoder.padding.columns)
         whole = torch.zeros(rows, dtype=torch.long)
         step = Rows(
             tokens=whole,

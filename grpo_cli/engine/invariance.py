@@ -1,0 +1,216 @@
+"""Whether a row of a decode step has the same bits in any company, and with how much padding; tried, not assumed.
+
+A float32 product gives a row bits that depend on the kernel a library chooses, and it chooses by the numbers of rows,
+columns and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel's
+processors; others are regular only from some number of rows on, or in multiples of one. So before the first rollout the
+model's own first block and head are computed in many companies, and the least padding is taken with which one row's
+bits are the same in all of them. What is compared is what decoding does: no product is singled out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.attention import Rows, StepAttention
+from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.keeper import KeepAll
+from grpo_cli.engine.padding import Padding, unpadded
+from grpo_cli.engine.slots import prompt_table
+
+# Numbers of rows that are tried: all small ones, where kernels change, and some large ones, where work is shared out
+# otherwise. Of a block of so many weights that the largest would take seconds, fewer.
+ROWS = (*range(1, 34), 63, 100, 257, 512)
+WORK, LEAST_OF_ROWS = 2**32, 128
+HEAD_ROWS = 32  # the head is as large as many blocks
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """`holds`: with this padding a row's bits were the same in every company that was tried."""
+
+    padding: Padding
+    holds: bool
+
+
+_FOUND: dict[tuple[Any, ...], Invariance] = {}
+
+
+def invariance_of(decoder: Decoder) -> Invariance:
+    """The padding for this model here: some milliseconds for a small model, a second for billions of weights. Asked
+    again for the same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
+    plain = unpadded(decoder.group, decoder.dim)
+    if not decoder.promises_bits:
+        return Invariance(plain, False)
+    threads = torch.get_num_threads()
+    asked = (threads, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
+    if asked not in _FOUND:
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            _FOUND[asked] = _try_out(decoder.of_one_block(), plain, threads)
+    return _FOUND[asked]
+
+
+def _try_out(decoder: Decoder, plain: Padding, threads: int) -> Invariance:
+    rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
+    tiles = next((f for f in (1, 2, 4) if _companies_agree(decoder, _with_tiles(plain, f))), None)
+    multiple, least = rows or (1, 8 * threads)
+    found = _with_tiles(plain, tiles or 1)
+    padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
+    return Invariance(padding, rows is not None and tiles is not None)
+
+
+def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
+    """(multiple, least) from the cheapest on. One row alone is a product of a matrix and a vector everywhere."""
+    yield 1, 2
+    for multiple in (4, 8, 16):
+        yield multiple, multiple
+    for multiple in (1, 8, 16, 32):  # so many for each thread, since products are shared out by rows
+        yield multiple, max(multiple, 8) * threads
+
+
+def _with_tiles(plain: Padding, factor: int) -> Padding:
+    return Padding(
+        columns=plain.columns * factor, prompt_tile=plain.prompt_tile * factor, slot_tile=plain.slot_tile * factor
+    )
+
+
+def _rows_agree(decoder: Decoder) -> bool:
+    """Whether a block, the last norm and the head give the first rows the same bits, however many follow them."""
+    most = min(max(WORK // _block_weights(decoder), LEAST_OF_ROWS), ROWS[-1])
+    counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
+    sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
+    tokens = torch.randint(decoder.vocabulary, (most,), generator=torch.Generator().manual_seed(0))
+    reference = _hidden(decoder, tokens)
+    if not all(torch.equal(_hidden(decoder, tokens[:size]), reference[:size]) for size in sizes):
+        return False
+    few = reference[:HEAD_ROWS]
+    logits = decoder.logits(few)
+    return all(torch.equal(decoder.logits(few[:size]), logits[:size]) for size in sizes[:3])
+
+
+def _block_weights(decoder: Decoder) -> int:
+    return sum(math.prod(shape) for shape in decoder.weight_shapes())
+
+
+def _hidden(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
+    """The block without attention between rows: each row's answer is made of its own query, key and value."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
+
+    return decoder.blocks(tokens, torch.arange(len(tokens)) % 64, attend)
+
+
+@dataclass(frozen=True)
+class _Company:
+    """Where the row that is looked at stands: among how many rows, of how many prompts, with what widths in tiles."""
+
+    rows: int
+    place: int
+    prompts: int
+    own_tiles: int
+    prompt_tiles: int
+
+
+def _companies() -> Iterator[_Company]:
+    tiles = (1, 2, 3, 5, 8)
+    for turn, rows in enumerate((2, 3, 4, 5, 8, 9, 16, 17, 33, 64)):
+        for prompts in sorted({1, 2, rows} if turn % 3 == 0 else {1, rows}):
+            yield _Company(rows, (3 * turn) % rows, prompts, tiles[(turn + prompts) % 5], tiles[(2 * turn) % 5])
+    for tile in tiles:
+        yield _Company(1, 0, 1, tile, 1)
+        yield _Company(1, 0, 1, 1, tile)
+
+
+def _companies_agree(decoder: Decoder, padding: Padding) -> bool:
+    """Whether a row's attention has the same bits alone and in every company, prompts in a prefill included."""
+    trial = _Trial(decoder, padding)
+    alone = trial.answer(_Company(1, 0, 1, 1, 1))
+    return trial.prefills_agree() and all(torch.equal(trial.answer(company), alone) for company in _companies())
+
+
+class _Trial:
+    """One row with a query, keys of its own and a prompt, to be answered in many companies."""
+
+    OWN, PROMPT = 9, 11  # keys; fewer than a tile
+
+    def __init__(self, decoder: Decoder, padding: Padding) -> None:
+        self._decoder, self._padding = decoder, padding
+        self._layout = decoder.layout()
+        generator = torch.Generator().manual_seed(1)
+        heads, dim, group = self._layout.heads, self._layout.dim, decoder.group
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self._query, self._key, self._value = drawn(heads * group, dim), drawn(heads, dim), drawn(heads, dim)
+        self._noise = drawn(2, heads, 8 * max(padding.slot_tile, padding.prompt_tile), dim)
+        self._own = drawn(2, heads, self.OWN, dim)
+        self._prompt = drawn(2, heads, self.PROMPT, dim)
+
+    def answer(self, company: _Company) -> Float[Tensor, "HGD"]:
+        rows, place, device = company.rows, company.place, torch.device("cpu")
+        own_width = company.own_tiles * self._padding.slot_tile
+        prompt_width = company.prompt_tiles * self._padding.prompt_tile
+        slots = self._store(rows, own_width, place, self._own)
+        pool = PromptPool(self._layout, company.prompts, company.prompts, prompt_width, 1, device)
+        entry = place % company.prompts
+        pool.store = self._store(company.prompts, prompt_width, entry, self._prompt)
+        pool.lengths.fill_(min(prompt_width, 40))
+        pool.lengths[entry] = self.PROMPT
+        lengths = torch.full((rows,), own_width - 1)
+        lengths[place] = self.OWN
+        of_prompt = np.arange(rows) % company.prompts
+        table, places, in_order = prompt_table(of_prompt, rows, None, self._padding.columns, device)
+        nothing = torch.zeros(rows, dtype=torch.long)
+        step = Rows(nothing, nothing, lengths, own_width, None, False, table, places, in_order)
+        attention = StepAttention(step, slots, pool, self._decoder.group, self._decoder.scale, KeepAll())
+        q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
+        return attention(0, q, k, v)[place]
+
+    def _store(self, rows: int, width: int, place: int, keys_and_values: Tensor) -> KvStore:
+        """Any keys and values in every row, and those of the row that is looked at in `place`."""
+        store = KvStore(self._layout, rows, width, torch.device("cpu"))
+        store.keys.copy_(self._noise[0, :, :width])
+        store.values.copy_(self._noise[1, :, :width])
+        held = keys_and_values.shape[2]
+        store.keys[0, place, :, :held], store.values[0, place, :, :held] = keys_and_values
+        return store
+
+    def prefills_agree(self) -> bool:
+        """Whether a prompt's prefill is the same alone and with others of its width."""
+        prompts = [[(7 * row + 3 * place) % self._decoder.vocabulary for place in range(20)] for row in range(6)]
+        padded = self._decoder.padded(Padding(1, 8 * torch.get_num_threads()))
+        together = padded.prefill(prompts, False)
+        for count in (1, 2, 3, 5):
+            some = padded.prefill(prompts[:count], False)
+            if not (
+                torch.equal(some.keys, together.keys[:, :count]) and torch.equal(some.logits, together.logits[:count])
+            ):
+                return False
+        return True
+
+
+def _among(one: Tensor, rows: int, place: int) -> Tensor:
+    """The row at its place among random ones."""
+    others = torch.randn((rows, *one.shape), generator=torch.Generator().manual_seed(rows))
+    others[place] = one
+    return others
+
+
+def told(found: Invariance, threads: int) -> str:
+    """What it means for a run that bits are not invariant."""
+    return (
+        f"float32 products depend on the number of rows here ({threads} threads), even padded to "
+        f"{found.padding.least} rows: a rollout is the same to rounding only, and not bit for bit, under another "
+        "sampler, scheduler or number of slots (engine.invariant in summary.json). Resuming and repeating a run are "
+        "not touched by this"
+    )

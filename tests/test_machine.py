@@ -1,0 +1,209 @@
+"""What was promised on one machine, on others: numbers of threads, sizes of models, instruction sets.
+
+A test of bits runs where the engine finds that they can be held, and says so where they cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import contents, make_engine, small_model, some_requests
+from typer.testing import CliRunner
+
+from grpo_cli.cli import app
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.invariance import invariance_of
+from grpo_cli.engine.predict import PrefixHead
+from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, Streaming
+from grpo_cli.model.load import load_model
+from grpo_cli.processor import strict_branch
+from grpo_cli.settings import ModelSettings
+from grpo_cli.types import Request
+
+THREADS = (1, 2, 3, 8, 16)
+# Hidden size, intermediate size, query heads, key-value heads, head dimension: from the tests' own to SmolLM2-135M's.
+SIZES = {
+    "32, heads of 8": (32, 64, 4, 2, 8),
+    "64, one key head of 16": (64, 172, 4, 1, 16),
+    "192, heads of 24": (192, 512, 8, 8, 24),
+    "256, heads of 32": (256, 688, 8, 2, 32),
+    "576, heads of 64": (576, 1536, 9, 3, 64),
+}
+
+
+@pytest.fixture(params=THREADS, ids=lambda count: f"{count} threads")
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def sized(name: str) -> Any:
+    hidden, inner, heads, kv_heads, dim = SIZES[name]
+    shape = dict(hidden_size=hidden, intermediate_size=inner, head_dim=dim)
+    return small_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, **shape)
+
+
+def embedded() -> Any:
+    return load_model(ModelSettings("tiny", "float32", "none", False, False, False), torch.device("cpu"))
+
+
+def require_bits(model: Any) -> None:
+    if not invariance_of(Decoder(model)).holds:
+        pytest.skip(
+            f"bits cannot be held here: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}"
+        )
+
+
+def same_rollouts(model: Any, requests: list[Request], sparsity: Dense | Budget | None = None) -> None:
+    """Full, micro and infinite sampling, in order and by predicted length, against one another."""
+    found = [
+        contents(make_engine(model, sparsity=sparsity or Dense(), **parts).generate(requests))
+        for parts in (
+            {"sampler": Full()},
+            {"sampler": Micro(slots=5)},
+            {"sampler": Infinite(slots=7)},
+            {"sampler": Infinite(slots=16), "scheduler": Lpt(), "predictor": PrefixHead(prefix_tokens=3)},
+        )
+    ]
+    assert all(other == found[0] for other in found[1:])
+
+
+def test_the_default_run_goes_with_any_number_of_threads(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["logger=jsonl", "eval.problems=3", "n=4", "train.prompts=1", "train.steps=2", "sampling.max_new_tokens=24"]
+    result = CliRunner().invoke(app, ["train", *words])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rollout_is_the_same_under_every_sampler_for_models_of_any_size(threads: int, size: str) -> None:
+    model = sized(size)
+    require_bits(model)
+    same_rollouts(model, some_requests(prompts=3, n=6, tokens=14))
+
+
+def test_a_rollout_of_the_embedded_model_is_the_same_under_every_sampler(threads: int) -> None:
+    """240 rollouts at a time: so many rows that threads share the elements of a layer among them."""
+    model = embedded()
+    require_bits(model)
+    same_rollouts(model, some_requests(prompts=12, n=20, tokens=16))
+
+
+EVICTING: dict[str, Any] = dict(budget=8, buffer=4, window=3, sinks=2, per_head=True)
+
+
+@pytest.mark.parametrize(
+    "sparsity",
+    [
+        Streaming(**EVICTING, protect_prompt=True),
+        H2o(**EVICTING, protect_prompt=False),
+        Rkv(**EVICTING, protect_prompt=False, kernel=3, importance=0.1, threshold=0.5),
+    ],
+    ids=lambda sparsity: type(sparsity).__name__,
+)
+def test_an_evicted_rollout_is_the_same_under_every_sampler(threads: int, sparsity: Budget) -> None:
+    model = small_model()
+    require_bits(model)
+    same_rollouts(model, some_requests(prompts=3, n=6, tokens=30), sparsity)
+
+
+# Each a processor that this one can play: PyTorch's own kernels, MKL's and oneDNN's cut down, MKL's branches forced.
+PROCESSORS = {
+    "AVX2 everywhere": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    },
+    "MKL strict AVX2": {"MKL_CBWR": "AVX2,STRICT"},
+    "MKL strict AVX-512": {"MKL_CBWR": "AVX512,STRICT"},
+    "MKL's oldest": {"MKL_CBWR": "COMPATIBLE"},
+}
+PROGRAM = """
+import os, sys
+from grpo_cli.processor import settle
+settle()
+import torch
+import test_machine
+for threads in (3, 8):
+    torch.set_num_threads(threads)
+    small, large = test_machine.some_requests(prompts=3, n=5, tokens=8), test_machine.some_requests(8, 16, tokens=8)
+    for model, requests in [(test_machine.embedded(), large), (test_machine.sized("576, heads of 64"), small)]:
+        holds = test_machine.invariance_of(test_machine.Decoder(model)).holds
+        if holds:
+            test_machine.same_rollouts(model, requests)
+        print("held" if holds else "not held")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_where_a_processor_is_found_to_hold_bits_it_does(processor: str) -> None:
+    """For two models with 3 and 8 threads; what is found not to hold is said, and not compared."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | PROCESSORS[processor] | {"PYTHONPATH": paths}
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 4
+    if processor == "AVX2 everywhere" and strict_branch(os.environ) == os.environ.get("MKL_CBWR"):
+        assert ended.stdout == 4 * "held\n"
+
+
+class Uneven(torch.nn.Linear):
+    """A product whose bits depend on the number of rows, as on a processor that nobody has tried."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
+
+
+class Crowded(torch.nn.Linear):
+    """A product that is regular only for 24 rows or more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0 + 1e-6 * (x.shape[0] < 24))
+
+
+def with_product(kind: type[torch.nn.Linear], name: str) -> Any:
+    own_shape = 25 + len(kind.__name__ + name)  # what was found is remembered by shape
+    model = small_model(vocab_size=own_shape)
+    for layer in model.model.layers:
+        layer.mlp.get_submodule(name).__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_product_that_depends_on_its_rows_is_found_out_and_said_once(name: str) -> None:
+    said: list[str] = []
+    engine = make_engine(with_product(Uneven, name), warn=said.append)
+    assert engine.facts()["invariant"] is None  # nothing was tried yet
+    for _ in range(2):
+        list(engine.generate(some_requests(prompts=1, n=2, tokens=4)))
+    assert engine.facts()["invariant"] is False
+    assert len(said) == 1 and "a rollout is the same to rounding only" in said[0]
+
+
+def test_rows_are_padded_until_they_agree() -> None:
+    model = with_product(Crowded, "up_proj")
+    require_bits(small_model())
+    found = invariance_of(Decoder(model))
+    assert found.holds and found.padding.least >= 24
+    same_rollouts(model, some_requests(prompts=2, n=8, tokens=14))
+
+
+def test_no_bits_are_promised_in_bfloat16() -> None:
+    said: list[str] = []
+    engine = make_engine(small_model().to(torch.bfloat16), warn=said.append)
+    list(engine.generate(some_requests(prompts=1, n=2, tokens=4)))
+    assert engine.facts()["invariant"] is False and said == []

@@ -1,0 +1,93 @@
+"""What a process asks of its libraries: what is documented for the processor, and never against a person's word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_cli import processor
+from grpo_cli.errors import UserError
+
+SKYLAKE = "fpu sse4_2 avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl"
+
+
+def a_machine(folder: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str) -> None:
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\nmodel\t\t: 207\nflags\t\t: {flags}\nbogomips\t: 1\n"
+    (folder / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPUINFO", folder / "cpuinfo")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "set_already", "branch"),
+    [
+        ("GenuineIntel", SKYLAKE, {}, "AVX512,STRICT"),
+        ("GenuineIntel", "fpu avx avx2 avx512f", {}, "AVX2,STRICT"),  # some of AVX-512 is not MKL's branch
+        ("GenuineIntel", "fpu sse4_2 avx", {}, None),
+        ("AuthenticAMD", SKYLAKE, {}, None),  # MKL takes what it is told there for AUTO
+        ("GenuineIntel", SKYLAKE, {"MKL_ENABLE_INSTRUCTIONS": "avx2"}, "AVX2,STRICT"),
+        ("GenuineIntel", SKYLAKE, {"ATEN_CPU_CAPABILITY": "avx2"}, "AVX2,STRICT"),
+        ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "COMPATIBLE"}, "COMPATIBLE"),  # a person's own
+        ("GenuineIntel", SKYLAKE, {"MKL_CBWR": "nonsense"}, "nonsense"),
+    ],
+)
+def test_strict_products_are_asked_for_where_they_are_documented(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    vendor: str,
+    flags: str,
+    set_already: dict[str, str],
+    branch: str | None,
+) -> None:
+    a_machine(tmp_path, monkeypatch, vendor, flags)
+    environment = dict(set_already)
+    processor.settle(environment)
+    assert environment.get("MKL_CBWR") == branch
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_without_a_list_of_processors_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "none")
+    environment = {"OMP_WAIT_POLICY": "ACTIVE"}
+    processor.settle(environment)
+    assert environment == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize("threads", ["0", "00", "-3", "two", "", "2,0", "1.5"])
+def test_a_number_of_threads_that_is_none_is_refused(threads: str) -> None:
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS={threads} must be a whole number of at least 1"):
+        processor.settle({"OMP_NUM_THREADS": threads})
+
+
+@pytest.mark.parametrize("threads", ["1", " 8", "007", "4,2", "1000"])
+def test_any_other_number_is_a_person_s_own_business(threads: str) -> None:
+    environment = {"OMP_NUM_THREADS": threads}
+    processor.settle(environment)
+    assert environment["OMP_NUM_THREADS"] == threads
+
+
+def test_settings_of_a_person_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_machine(tmp_path, monkeypatch, "GenuineIntel", SKYLAKE)
+
+    def said(**environment: str) -> str:
+        return " ".join(processor.remarks(environment, 2))
+
+    assert said() == said(MKL_CBWR="AVX512,STRICT") == said(OMP_NUM_THREADS="2,4") == ""
+    assert "OMP_NUM_THREADS=1000 was asked for, and PyTorch computes with 2" in said(OMP_NUM_THREADS="1000")
+    assert said(MKL_CBWR="AVX2") == "MKL_CBWR=AVX2 in the environment stays as it is (AVX512,STRICT would be set here)"
+    for unknown in ("nonsense", "AVX2,LOOSE", "AVX2 STRICT"):
+        assert f"MKL_CBWR={unknown} in the environment is no value that MKL knows" in said(MKL_CBWR=unknown)
+    a_machine(tmp_path, monkeypatch, "AuthenticAMD", SKYLAKE)
+    assert said(MKL_CBWR="BRANCH=AUTO,STRICT") == "MKL_CBWR=BRANCH=AUTO,STRICT in the environment stays as it is"
+
+
+def test_a_command_refuses_a_number_of_threads_before_it_loads_anything() -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "grpo_cli", "train"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: OMP_NUM_THREADS=0 must be") and ended.stderr.count("\n") == 1

@@ -48,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed (scripts/install_vllm.sh)"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("bits"):
+        from small import require_bits, small_model
+
+        for heads in (1, 2, 4):
+            require_bits(small_model(num_key_value_heads=heads))
+
+
 def _has_gpu() -> bool:
     import torch
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
@@ -57,6 +61,14 @@ def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int =
         prompt = Prompt(f"p{name}", ids, "")
         requests += [Request(prompt, sample, seed_of(seed, name, sample), sampling) for sample in range(n)]
     return requests
+
+
+def require_bits(model: Any) -> None:
+    """Skips a test of bits, saying so, where the engine finds that they cannot be held for this model."""
+    if not invariance_of(Decoder(model)).holds:
+        pytest.skip(
+            f"bits cannot be held here: {torch.get_num_threads()} threads, MKL_CBWR={os.environ.get('MKL_CBWR')}"
+        )
 
 
 def make_engine(model: Any, **parts: Any) -> TorchEngine:

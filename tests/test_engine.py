@@ -59,6 +59,7 @@ def test_what_families_differ_in_is_respected(family: str, config: dict[str, Any
         )
 
 
+@pytest.mark.bits
 def test_a_rollout_does_not_depend_on_its_neighbours() -> None:
     model, requests = small_model(), some_requests(prompts=3, n=4)
     together = contents(make_engine(model).generate(requests))
@@ -68,6 +69,7 @@ def test_a_rollout_does_not_depend_on_its_neighbours() -> None:
         assert alone[key] == together[key]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_the_number_of_slots_never_changes_a_rollout(sampler: Any, kv_heads: int) -> None:
@@ -103,6 +105,7 @@ class Forgetful(NoPredictor):
         return {"predictor/kendall_tau": 0.5}
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("scheduler", [Backwards, Sjf, Lpt, Fptas])
 @pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=3)], ids=str)
 def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sampler: Any) -> None:
@@ -112,6 +115,7 @@ def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sam
     assert engine.stats().details["predictor/kendall_tau"] == 0.5
 
 
+@pytest.mark.bits
 def test_the_prefix_predictor_learns_in_the_engine_and_costs_no_rollout() -> None:
     model = small_model()
     engine = make_engine(model, sampler=Infinite(slots=4), scheduler=Lpt(), predictor=PrefixHead(prefix_tokens=3))
@@ -144,6 +148,7 @@ def test_every_rollout_ends_where_it_should() -> None:
         assert len(rollout.sampler_logprobs) == len(rollout) and rollout.kept_kv == len(rollout) - 1
 
 
+@pytest.mark.bits
 def test_requests_of_different_lengths_and_temperatures_share_a_batch() -> None:
     model = small_model()
     requests = []
@@ -208,6 +213,7 @@ def test_continuous_sampling_takes_no_more_steps_than_rounds() -> None:
         assert infinite.stats().decode_steps <= micro.stats().decode_steps
 
 
+@pytest.mark.bits
 def test_prompt_entries_grow_when_a_scheduler_opens_more_prompts_than_slots() -> None:
     class OneOfEach(Backwards):
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:

@@ -59,6 +59,7 @@ def served(
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sampler", [Full(), Micro(slots=5), Infinite(slots=1), Infinite(slots=3), Infinite(slots=7)])
 def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     requests, capture = some_requests(prompts=4, n=4, tokens=40), Again()
@@ -66,6 +67,7 @@ def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     assert capture.captured and capture.replayed > capture.captured
 
 
+@pytest.mark.bits
 def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
@@ -76,6 +78,7 @@ def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
 
 
+@pytest.mark.bits
 def test_a_capture_survives_a_pause() -> None:
     requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
     paused = served(Infinite(slots=3), capture, requests, park_at=9)

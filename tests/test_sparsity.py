@@ -229,6 +229,7 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
     assert engine.stats().details["engine/evictions"] == (4 if words["protect_prompt"] else 2), "one key less"
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("policy", "words"), KINDS)
 def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget], words: dict[str, Any]) -> None:
     requests, budget = some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
@@ -242,6 +243,7 @@ def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget]
     assert engine.stats().details["engine/probe_steps"] > 0
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_heads_of_any_grouping_keep_keys_independently_of_neighbours(kv_heads: int) -> None:
     model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=2, n=2, tokens=30)

@@ -41,6 +41,7 @@ def stopping(requests: Sequence[Request], stop: tuple[str, ...]) -> list[Request
     return [replace(request, sampling=replace(request.sampling, stop=stop)) for request in requests]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "stop",
     [
@@ -67,6 +68,7 @@ def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
     assert len(stop[0]) > 5 or "stop" in reasons  # the case has cases
 
 
+@pytest.mark.bits
 def test_a_rollout_that_waited_with_its_keys_kept_is_cut_too() -> None:
     requests = stopping(some_requests(n=6), ("ab", "d"))
     alone = contents(engine().generate(requests))

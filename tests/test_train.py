@@ -155,6 +155,7 @@ def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
     assert not same(first, final_weights(replace(settings_for(tmp_path / "c"), seed=1)))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=2)], ids=str)
 def test_the_sampler_never_changes_what_is_learned(tmp_path: Path, sampler: Any) -> None:
     first = final_weights(settings_for(tmp_path / "a"))

@@ -23,7 +23,7 @@ from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.types import EngineStats, Request, Rollout
+from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 
 class TorchEngine:
@@ -137,7 +137,16 @@ class TorchEngine:
             sequence.predicted = length
 
     def _check(self, requests: Seq[Request]) -> None:
+        prompts: dict[str, Prompt] = {}
         for request in requests:
+            prompt = request.prompt
+            known = prompts.setdefault(prompt.id, prompt)
+            if known is not prompt and known.token_ids != prompt.token_ids:
+                raise UserError(
+                    f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
+                    f"{len(prompt.token_ids)} others, but a prompt is run once and kept under its id: let the task "
+                    "give each an id of its own"
+                )
             needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
             if needed > self._decoder.context:
                 raise UserError(

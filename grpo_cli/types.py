@@ -74,10 +74,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name."""
+    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name.
+
+    Evaluation counts an answer as right whose part `answer_part` is at least 1, or the total where there is no such
+    part.
+    """
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer_part: str = "correct"
 
 
 @dataclass(frozen=True)

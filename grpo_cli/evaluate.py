@@ -31,8 +31,8 @@ def evaluate(
     unbiased estimate (Chen et al. 2021, arXiv 2107.03374), both with an interval over prompts.
     """
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-    greedy = requests_for(prompts, 1, certain, seed, "eval-greedy")
-    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval")
+    greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
+    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
     rollouts = list(engine.generate([*greedy, *drawn]))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _greedy_metrics(greedy_groups)

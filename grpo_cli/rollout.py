@@ -62,11 +62,13 @@ class PromptOrder:
         return [self._prompts[index] for index in chosen.tolist()]
 
 
-def requests_for(prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str) -> list[Request]:
+def requests_for(
+    prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
+) -> list[Request]:
     """`n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt, sample)."""
     check_ids(prompts, "prompts asked about together")
     return [
-        Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling)
+        Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling, held_out)
         for prompt in prompts
         for sample in range(n)
     ]

@@ -37,12 +37,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to be made. Its tokens are a function of the weights and of this value alone."""
+    """One rollout to be made. Its tokens are a function of the weights and of this value alone.
+
+    `held_out` says that it is made to measure: nothing may be learnt from it, not even how long such rollouts are.
+    """
 
     prompt: Prompt
     sample: int
     seed: int
     sampling: Sampling
+    held_out: bool = False
 
 
 @dataclass(frozen=True)

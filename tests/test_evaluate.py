@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small import make_engine, small_model
 from tiny_hf import make_tokenizer
 from words import task_of
 
+from grpo_cli.engine.interfaces import Predictor
+from grpo_cli.engine.predict import MeanLength, PrefixHead
+from grpo_cli.engine.sampler import Infinite
+from grpo_cli.engine.schedule import Lpt
 from grpo_cli.evaluate import evaluate, is_correct
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
+from grpo_cli.rollout import requests_for
 from grpo_cli.settings import ModelSettings, Sampling
 from grpo_cli.tasks.arithmetic import Arithmetic
-from grpo_cli.types import EngineStats, Finish, Request, Reward, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
 OWN = """
@@ -134,7 +141,7 @@ def test_each_prompt_is_answered_greedily_once_and_drawn_k_times(tmp_path: Path)
         ("eval-000002", 0, certain),
         *[(f"eval-00000{line}", sample, sampling) for line in (1, 2) for sample in (0, 1)],
     ]
-    assert len({r.seed for r in engine.asked}) == 6
+    assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
     again = Scripted(half_marked)
     evaluate(again, task, prompts, sampling, k=2, seed=4)
     assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}
@@ -173,3 +180,33 @@ def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
         ("2", 1, "sampled", "It is 11."),
     ]
     assert not any(row.kept for row in rows) and {row.advantage for row in rows} == {None}
+
+
+# That it leaves no trace
+
+
+@pytest.mark.parametrize("make", [MeanLength, lambda: PrefixHead(prefix_tokens=2, min_rollouts=8)])
+def test_an_evaluation_teaches_the_length_predictor_nothing(make: Callable[[], Predictor]) -> None:
+    """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
+    predictor = make()
+    engine = make_engine(small_model(), sampler=Infinite(slots=4), scheduler=Lpt(), predictor=predictor)
+    prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
+    asked = requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=0)
+    task = Arithmetic(load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False)), seed=0)
+    sampling = Sampling(temperature=0.5, max_new_tokens=20)
+    evaluate(engine, task, prompts, sampling, k=3, seed=0)
+    assert tensors_as_lists(predictor.state()) == tensors_as_lists(make().state())
+    list(engine.generate(asked))
+    learnt = tensors_as_lists(predictor.state())
+    assert learnt != tensors_as_lists(make().state())
+    evaluate(engine, task, prompts, sampling, k=3, seed=0)
+    assert tensors_as_lists(predictor.state()) == learnt
+    # What was said of the evaluation is forgotten with it, and what is said of the next step is judged alone.
+    list(engine.generate(requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=1)))
+    assert "predictor/mean_absolute_error" in engine.stats().details
+
+
+def tensors_as_lists(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: tensors_as_lists(item) for name, item in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value

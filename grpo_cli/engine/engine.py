@@ -128,7 +128,8 @@ class TorchEngine:
             served.append((sequence, rollout))
             yield sequence, rollout
         if predicting and served:
-            details |= self._predictor.learn([rollout for _, rollout in served], _hidden([s for s, _ in served]))
+            taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
+            details |= self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
         details |= getattr(self._scheduler, "details", {})
 
     def _predict(self, sequences: Seq[Sequence]) -> None:

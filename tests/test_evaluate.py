@@ -167,6 +167,14 @@ def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
     assert alone == {name: value for name, value in found.items() if "pass@" not in name}
 
 
+def test_samples_that_agree_narrow_the_interval_of_pass_at_1_as_coin_flips_would(tmp_path: Path) -> None:
+    """Two of four in each of four prompts: Wilson's interval of 8 in 16 is 0.5 -+ 0.2728 / 1.2401, by hand."""
+    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+    found = measured(task, lambda request: request.prompt.answer if request.sample < 2 else "no", k=4)
+    assert (found["pass@1_low"], found["pass@1_high"]) == pytest.approx((0.28, 0.72), abs=1e-4)
+    assert (found["pass@4"], found["pass@4_low"]) == (1.0, pytest.approx(1 / (1 + 3.8415 / 4), abs=1e-4))
+
+
 def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
     task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
     prompts = list(task.prompts("eval"))[:2]

@@ -84,8 +84,9 @@ class Lazy(Sequence[Prompt]):
 
 
 def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None:
-    with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
-        PromptOrder([A, B, OTHER_A], per_step=1, seed=0)
+    for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
+        with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
+            PromptOrder(prompts, per_step=1, seed=0)
     PromptOrder([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
 
 

@@ -156,6 +156,17 @@ def test_the_oracle_replays_a_run_step_by_step(tmp_path):
     assert resumed.predict([request("a")], None) == [40.0]
 
 
+def test_the_oracle_counts_how_often_a_prompt_came_and_not_its_samples(tmp_path):
+    rows = [(step, "a", sample, 10 * step + sample + 1) for step in (1, 2, 3) for sample in (0, 1)]
+    predictor, asked, said = Oracle(trace_file(tmp_path, rows)), [request("a"), request("a", 1)], []
+    for _ in range(3):
+        said.append(predictor.predict(asked, None))
+        predictor.learn([rollout(one, 5) for one in asked], None)
+    assert said == [[11.0, 12.0], [21.0, 22.0], [31.0, 32.0]]
+    predictor.learn([rollout(request("not recorded"), 5)], None)
+    assert predictor.state() == {"kind": "oracle", "replayed": {"a": 3}}
+
+
 def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
     predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
     assert predictor.predict([request("eval-1"), request("eval-2")], None) is None

@@ -30,8 +30,9 @@ def evaluate(
     `eval/accuracy` is the greedy one with Wilson's interval; pass@1 is the mean over sampled rollouts and pass@k the
     unbiased estimate (Chen et al. 2021, arXiv 2107.03374), both with an interval over prompts.
     """
-    greedy = requests_for(prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0), seed, "eval-greedy")
-    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval")
+    certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
+    greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
+    drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
     rollouts = list(engine.generate([*greedy, *drawn]))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _greedy_metrics(greedy_groups)
@@ -44,8 +45,8 @@ def evaluate(
 
 
 def is_correct(reward: Reward) -> bool:
-    """Whether the answer is right: the reward's part `correct` where the task has one, else a total of 1."""
-    return reward.parts.get("correct", reward.total) >= 1.0
+    """Whether the answer is right, as graded: the part that the reward says is the answer's, else a total of 1."""
+    return reward.parts.get(reward.answer_part, reward.total) >= 1.0
 
 
 def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:

@@ -28,7 +28,7 @@ class Task(Protocol):
     """Problems and their judge. A task holds the tokenizer; nobody else turns text into tokens or back."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The prompts of `train` or `eval`. The two are disjoint and always in the same order."""
+        """The prompts of `train` or `eval`, each with its own id. The two are disjoint, always in the same order."""
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         """Judge one rollout. Must not execute anything that the model wrote."""

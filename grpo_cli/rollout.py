@@ -20,11 +20,24 @@ def seed_of(*names: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
+def check_ids(prompts: Iterable[Prompt], which: str) -> None:
+    """Refuse prompts of which two have one id: seeds, groups and what is learnt about a prompt go by it."""
+    numbers: dict[str, int] = {}
+    for number, prompt in enumerate(prompts, 1):
+        first = numbers.setdefault(prompt.id, number)
+        if first != number:
+            raise UserError(
+                f"{prompt.id!r} is the id of two of the {which} (numbers {first} and {number}), and rollouts are "
+                "grouped by it: let the task give each prompt of a split an id of its own"
+            )
+
+
 class PromptOrder:
     """Which prompts each step takes: a new order every epoch, a function of (seed, epoch).
 
     An epoch is a whole number of steps, so that no prompt comes twice in one; what is left over in one epoch's order
-    comes in another's.
+    comes in another's. Prompts in a list or tuple are there, and their ids are looked at now; those of any other
+    sequence may cost their making, and are looked at step by step (by `requests_for`).
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
@@ -33,6 +46,8 @@ class PromptOrder:
                 f"train.prompts={per_step} different prompts a step were asked for, but the task has {len(prompts)}: "
                 "lower train.prompts"
             )
+        if isinstance(prompts, (list, tuple)):
+            check_ids(prompts, "prompts to train on")
         self._prompts, self._per_step, self._seed = prompts, per_step, seed
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
@@ -47,10 +62,13 @@ class PromptOrder:
         return [self._prompts[index] for index in chosen.tolist()]
 
 
-def requests_for(prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str) -> list[Request]:
+def requests_for(
+    prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
+) -> list[Request]:
     """`n` requests per prompt, prompt by prompt; randomness is a function of (seed, step, prompt, sample)."""
+    check_ids(prompts, "prompts asked about together")
     return [
-        Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling)
+        Request(prompt, sample, seed_of(seed, step, prompt.id, sample), sampling, held_out)
         for prompt in prompts
         for sample in range(n)
     ]
@@ -58,12 +76,13 @@ def requests_for(prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: in
 
 def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> list[Group]:
     """Rollouts in any order to one group per prompt, in the order of `prompts` and of the samples."""
-    of: dict[str, list[Rollout]] = {prompt.id: [] for prompt in prompts}
+    check_ids(prompts, "prompts to group rollouts by")
+    of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
-        of[rollout.request.prompt.id].append(rollout)
-    return [
-        Group(prompt, tuple(sorted(of[prompt.id], key=lambda rollout: rollout.request.sample))) for prompt in prompts
-    ]
+        prompt = rollout.request.prompt
+        assert prompt in of, f"a rollout of a prompt that was not asked about: {prompt.id}"
+        of[prompt].append(rollout)
+    return [Group(prompt, tuple(sorted(of[prompt], key=lambda rollout: rollout.request.sample))) for prompt in prompts]
 
 
 def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:

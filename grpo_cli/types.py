@@ -37,12 +37,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """One rollout to be made. Its tokens are a function of the weights and of this value alone."""
+    """One rollout to be made. Its tokens are a function of the weights and of this value alone.
+
+    `held_out` says that it is made to measure: nothing may be learnt from it, not even how long such rollouts are.
+    """
 
     prompt: Prompt
     sample: int
     seed: int
     sampling: Sampling
+    held_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name."""
+    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name.
+
+    Evaluation counts an answer as right whose part `answer_part` is at least 1, or the total where there is no such
+    part.
+    """
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
+    answer_part: str = "correct"
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path
     assert all(held_out[0] == other for other in held_out)
 
 
+def test_the_split_is_the_same_in_every_version_of_this_program(tmp_path: Path) -> None:
+    """Else a checkpoint would be evaluated on what it was trained on; in words that say nothing of the order."""
+    task = make(write(tmp_path / "p.jsonl", *problems(40)), eval_fraction=0.1)
+    assert [prompt.id for prompt in task.prompts("eval")] == [f"eval-{line:06d}" for line in (4, 14, 16, 39)]
+
+
 def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
     task = make(write(tmp_path / "p.jsonl", *problems(20), *problems(20)), eval_fraction=0.25)
     train, held_out = ({prompt.token_ids for prompt in task.prompts(split)} for split in ("train", "eval"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.judges import RESERVED
-from grpo_cli.types import Reward
+from grpo_cli.types import Finish, Reward
 
 TOKENIZER = make_tokenizer()
 MODULE = """
@@ -50,6 +51,9 @@ def wants(reply, temperature):
 
 def anything(**words):
     return float(len(words))
+
+def ended(finished, row, question):
+    return {"finished": finished, "is_last": row["question"] == "q5" == question}
 
 number = 5
 """
@@ -96,6 +100,24 @@ def test_named_parts_are_added_with_their_weights(tmp_path: Path) -> None:
     easy, length = float(int(prompt.answer[-1]) % 2), len("word 0<think>") + 1
     assert dict(reward.parts) == {"correct": 1.0, "easy": easy, "short": 1 / length, "tag_count": 0.25}
     assert reward.total == pytest.approx(2.0 + easy + 10 / length + 0.25)
+
+
+def test_a_reply_is_finished_unless_it_was_cut_off(tmp_path: Path) -> None:
+    task = make(tmp_path, "ended")
+    prompt = task.prompts("train")[0]
+    said = [replace(rollout_of(prompt, "a", TOKENIZER), finish=finish) for finish in Finish]
+    found = {rollout.finish: task.reward(prompt, rollout).parts["finished"] for rollout in said}
+    assert found == {Finish.EOS: 1.0, Finish.STOP: 1.0, Finish.LENGTH: 0.0}
+
+
+def test_evaluated_replies_are_judged_by_rows_of_their_own(tmp_path: Path) -> None:
+    """Both splits have a line 6 when each has its own file."""
+    other = tmp_path / "e.jsonl"
+    other.write_text("".join(f'{{"question": "{name}", "answer": "1"}}\n' for name in ("a", "b", "c", "d", "e", "f")))
+    task = make(tmp_path, "ended", eval_path=str(other))
+    for split, is_last in (("train", 1.0), ("eval", 0.0)):
+        prompt = task.prompts(split)[5]
+        assert task.reward(prompt, rollout_of(prompt, "a", TOKENIZER)).parts["is_last"] == is_last
 
 
 def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:

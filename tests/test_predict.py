@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.engine.lengths import TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
 from grpo_cli.engine.predict import MeanLength, NoPredictor, Oracle, PrefixHead
 from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
@@ -100,6 +101,43 @@ def test_the_oracle_replays_a_mapping_for_ever():
         assert metrics == {"predictor/kendall_tau": 1.0, "predictor/mean_absolute_error": 0.0}
 
 
+def test_means_are_kept_of_the_prompts_seen_last():
+    predictor = MeanLength(decay=1.0, max_prompts=2)
+    predictor.learn([rollout(request("a"), 10), rollout(request("b"), 20)], None)
+    predictor.learn([rollout(request("a"), 30)], None)  # so that b is now the one not seen for longest
+    predictor.learn([rollout(request("c"), 60)], None)
+    asked = [request("a"), request("b"), request("c")]
+    assert predictor.predict(asked, None) == [20.0, 30.0, 60.0]  # b is as good as new: the mean of all
+    assert list(predictor.state()["prompts"]) == ["a", "c"]
+    predictor.learn([rollout(request(name), 50) for name in "vwxyz"], None)  # more than fit, at once
+    assert list(predictor.state()["prompts"]) == ["y", "z"]
+
+
+def test_a_resumed_run_forgets_what_the_first_would_have_forgotten():
+    first, resumed = (MeanLength(decay=0.5, max_prompts=3) for _ in range(2))
+    for name, length in (("a", 10), ("b", 20), ("c", 30), ("a", 40)):
+        first.learn([rollout(request(name), length)], None)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    for one in (first, resumed):
+        one.learn([rollout(request("d"), 50)], None)
+        assert list(one.state()["prompts"]) == ["c", "a", "d"]
+    assert resumed.state() == first.state()
+
+
+def test_what_a_checkpoint_has_too_many_of_is_forgotten_from_its_beginning():
+    means = LengthMeans(decay=0.9, max_prompts=2)
+    means.load_state({"prompts": {"a": [1.0, 5.0], "b": [1.0, 6.0], "c": [2.0, 8.0]}, "all": [4.0, 19.0]})
+    assert means.state() == {"prompts": {"b": [1.0, 6.0], "c": [2.0, 8.0]}, "all": [4.0, 19.0]}
+    assert (means.mean("c"), means.mean("a"), means.seen("a")) == (4.0, 4.75, False)
+
+
+def test_the_prefix_head_forgets_prompts_too():
+    predictor = PrefixHead(max_prompts=1)
+    for name in "ab":
+        predictor.learn([rollout(request(name), 10)], torch.zeros(1, 3))
+    assert list(predictor.state()["means"]["prompts"]) == ["b"]
+
+
 def trace_file(folder, rows: Sequence[tuple[int, str, int, int]]):
     path = folder / "rollouts.jsonl"
     names = ("step", "prompt_id", "sample", "length")
@@ -118,6 +156,17 @@ def test_the_oracle_replays_a_run_step_by_step(tmp_path):
     assert resumed.predict([request("a")], None) == [40.0]
 
 
+def test_the_oracle_counts_how_often_a_prompt_came_and_not_its_samples(tmp_path):
+    rows = [(step, "a", sample, 10 * step + sample + 1) for step in (1, 2, 3) for sample in (0, 1)]
+    predictor, asked, said = Oracle(trace_file(tmp_path, rows)), [request("a"), request("a", 1)], []
+    for _ in range(3):
+        said.append(predictor.predict(asked, None))
+        predictor.learn([rollout(one, 5) for one in asked], None)
+    assert said == [[11.0, 12.0], [21.0, 22.0], [31.0, 32.0]]
+    predictor.learn([rollout(request("not recorded"), 5)], None)
+    assert predictor.state() == {"kind": "oracle", "replayed": {"a": 3}}
+
+
 def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
     predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
     assert predictor.predict([request("eval-1"), request("eval-2")], None) is None
@@ -126,6 +175,22 @@ def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
     predictor.learn([rollout(request("a"), 10)], None)
     with pytest.raises(UserError, match="the 2. time"):
         predictor.predict([request("a", 0)], None)
+
+
+def test_the_oracle_says_nothing_of_held_out_requests_whatever_they_are_called(tmp_path):
+    predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
+    held_out = replace(request("a"), held_out=True)
+    assert predictor.predict([held_out, replace(request("a", 1), held_out=True)], None) is None
+    assert predictor.learn([], None) == {}  # after an evaluation
+    assert predictor.predict([request("a")], None) == [10.0]
+
+
+def test_what_was_said_of_an_evaluation_is_judged_never():
+    predictor = MeanLength()
+    predictor.learn([rollout(request("a"), 10)], None)
+    predictor.predict([replace(request("a"), held_out=True)], None)
+    assert predictor.learn([], None) == {}
+    assert predictor.learn([rollout(request("a"), 30)], None) == {}
 
 
 @pytest.mark.parametrize(
@@ -286,6 +351,8 @@ def test_another_model_s_width_is_refused():
     ("make", "named"),
     [
         (lambda: MeanLength(decay=0.0), "predictor.decay=0.0"),
+        (lambda: MeanLength(max_prompts=0), "predictor.max_prompts=0"),
+        (lambda: PrefixHead(max_prompts=-1), "predictor.max_prompts=-1"),
         (lambda: PrefixHead(decay=1.5), "predictor.decay=1.5"),
         (lambda: PrefixHead(prefix_tokens=0), "predictor.prefix_tokens=0"),
         (lambda: PrefixHead(min_rollouts=10, replay=5), "predictor.min_rollouts=10"),

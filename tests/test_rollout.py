@@ -10,7 +10,7 @@ from small import contents, make_engine, small_model
 
 from grpo_cli.engine.sampler import Infinite
 from grpo_cli.errors import UserError
-from grpo_cli.rollout import group_rollouts, requests_for, score_all, seed_of
+from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -40,6 +40,30 @@ def test_a_seed_is_a_function_of_its_names() -> None:
     others = {seed_of(*names) for names in [(1, 1, "a", 2), (0, 2, "a", 2), (0, 1, "b", 2), (0, 1, "a", 3)]}
     assert len(others | {seed_of(0, 1, "a", 2)}) == 5
     assert 0 <= seed_of("anything") < 2**64
+    assert seed_of(1, 12) != seed_of(11, 2), "names are kept apart"
+
+
+def order_of(count: int, per_step: int, steps: range, seed: int = 0) -> list[str]:
+    """The prompts of some steps, as one text a step."""
+    prompts = [Prompt(chr(ord("a") + i), (5, 6), "") for i in range(count)]
+    order = PromptOrder(prompts, per_step, seed)
+    return ["".join(prompt.id for prompt in order.of_step(step)) for step in steps]
+
+
+def test_an_epoch_takes_no_prompt_twice_and_the_next_takes_them_in_another_order() -> None:
+    epochs = [order_of(7, 2, range(3 * epoch, 3 * epoch + 3)) for epoch in range(20)]
+    assert all(len(step) == 2 for steps in epochs for step in steps)
+    assert all(len(set("".join(steps))) == 6 for steps in epochs)
+    assert len({tuple(steps) for steps in epochs}) > 10  # of 5040 orders
+    assert set("".join(sum(epochs, []))) == set("abcdefg")  # one is left over each time, and not the same
+    assert order_of(7, 2, range(60)) == sum(epochs, []), "whatever was asked for before"
+    assert order_of(7, 2, range(60), seed=1) != sum(epochs, [])
+
+
+def test_a_step_may_take_all_prompts_but_no_more_than_there_are() -> None:
+    assert [sorted(step) for step in order_of(3, 3, range(2))] == [["a", "b", "c"]] * 2
+    with pytest.raises(UserError, match="train.prompts=4 different prompts a step were asked for.*the task has 3"):
+        order_of(3, 4, range(1))
 
 
 def test_requests_differ_by_step_and_sample_alone() -> None:

@@ -25,7 +25,7 @@ from grpo_cli.errors import UserError, is_out_of_memory
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.types import EngineStats, Request, Rollout
+from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 
 class TorchEngine:
@@ -150,7 +150,8 @@ class TorchEngine:
             served.append((sequence, rollout))
             yield sequence, rollout
         if predicting and served:
-            details |= self._predictor.learn([rollout for _, rollout in served], _hidden([s for s, _ in served]))
+            taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
+            details |= self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
         details |= getattr(self._scheduler, "details", {})
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
@@ -159,7 +160,16 @@ class TorchEngine:
             sequence.predicted = length
 
     def _check(self, requests: Seq[Request]) -> None:
+        prompts: dict[str, Prompt] = {}
         for request in requests:
+            prompt = request.prompt
+            known = prompts.setdefault(prompt.id, prompt)
+            if known is not prompt and known.token_ids != prompt.token_ids:
+                raise UserError(
+                    f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
+                    f"{len(prompt.token_ids)} others, but a prompt is run once and kept under its id: let the task "
+                    "give each an id of its own"
+                )
             needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
             if needed > self._decoder.context:
                 raise UserError(

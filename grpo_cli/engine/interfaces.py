@@ -73,7 +73,10 @@ class Predictor(Protocol):
         """
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        """Learn from one `generate`'s rollouts; returns how good the predictions used for it were."""
+        """Learn from one `generate`'s rollouts; returns how good the predictions used for it were.
+
+        Held-out rollouts are left out, so that after an evaluation `finished` is empty (and `hidden` None).
+        """
 
     def state(self) -> Mapping[str, Any]:
         """What it has learned, as tensors and plain values, for a checkpoint."""

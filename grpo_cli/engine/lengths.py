@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +42,23 @@ def _pairs(counts: Iterable[int]) -> int:
     return sum(count * (count - 1) // 2 for count in counts)
 
 
-class LengthMeans:
-    """Running means of lengths, of each prompt and of all. Each `add` makes what came before count `decay` times."""
+MAX_PROMPTS = 50_000  # whose means are kept: 13 MB of memory, and 2.4 MB of each checkpoint
 
-    def __init__(self, decay: float) -> None:
+
+class LengthMeans:
+    """Running means of lengths, of each prompt and of all. Each `add` makes what came before count `decay` times.
+
+    Of the prompts, the `max_prompts` that were added to last are known; the others count in the mean of all.
+    """
+
+    def __init__(self, decay: float, max_prompts: int = MAX_PROMPTS) -> None:
         if not 0 < decay <= 1:
             raise UserError(f"predictor.decay={decay} must be above 0 and at most 1 (1 never forgets)")
+        if max_prompts < 1:
+            raise UserError(f"predictor.max_prompts={max_prompts} must be at least 1")
         self._decay = decay
-        self._prompts: dict[str, tuple[float, float]] = {}  # id: (weight, weighted sum)
+        self._max_prompts = max_prompts
+        self._prompts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # id: (weight, weighted sum), newest last
         self._all = (0.0, 0.0)
 
     def mean(self, prompt_id: str) -> float | None:
@@ -66,18 +75,26 @@ class LengthMeans:
         for prompt_id, length in lengths:
             by_prompt.setdefault(prompt_id, []).append(length)
         for prompt_id, values in by_prompt.items():
-            self._prompts[prompt_id] = self._added(self._prompts.get(prompt_id, (0.0, 0.0)), values)
+            self._prompts[prompt_id] = self._added(self._prompts.pop(prompt_id, (0.0, 0.0)), values)
+        self._forget()
         if by_prompt:
             self._all = self._added(self._all, [value for values in by_prompt.values() for value in values])
 
     def _added(self, old: tuple[float, float], values: Sequence[int]) -> tuple[float, float]:
         return self._decay * old[0] + len(values), self._decay * old[1] + sum(values)
 
+    def _forget(self) -> None:
+        while len(self._prompts) > self._max_prompts:
+            self._prompts.popitem(last=False)
+
     def state(self) -> dict[str, Any]:
+        """Plain values; the prompts in the order in which they will be forgotten."""
         return {"prompts": {name: list(pair) for name, pair in self._prompts.items()}, "all": list(self._all)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._prompts = {name: (float(weight), float(total)) for name, (weight, total) in state["prompts"].items()}
+        kept = {name: (float(weight), float(total)) for name, (weight, total) in state["prompts"].items()}
+        self._prompts = OrderedDict(kept)
+        self._forget()
         weight, total = state["all"]
         self._all = (float(weight), float(total))
 

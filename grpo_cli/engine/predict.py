@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.lengths import MAX_PROMPTS, LengthMeans, TraceRow, kendall_tau, read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.types import Request, Rollout
 
@@ -84,13 +84,14 @@ class NoPredictor:
 class MeanLength:
     """The mean length so far: of the prompt if it was seen before, else of all prompts; no idea before the first.
 
-    All samples of a prompt get one prediction, so it can order prompts but not the samples of one.
+    All samples of a prompt get one prediction, so it can order prompts but not the samples of one. A prompt counts as
+    seen while it is among the `max_prompts` seen last.
     """
 
     prefix_tokens = 0
 
-    def __init__(self, decay: float = 0.9) -> None:
-        self._means = LengthMeans(decay)
+    def __init__(self, decay: float = 0.9, max_prompts: int = MAX_PROMPTS) -> None:
+        self._means = LengthMeans(decay, max_prompts)
         self._answers = _Answers()
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
@@ -118,8 +119,8 @@ class Oracle:
 
     `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
     (`record.rollouts=-1`), or a mapping from (prompt id, sample). A prompt that comes for the k-th time gets the
-    lengths of its k-th recorded step; those of a mapping hold for every time. Requests none of whose prompts was
-    recorded, as those of an evaluation, get no prediction. Raises UserError if only some of the requests were recorded.
+    lengths of its k-th recorded step; those of a mapping hold for every time. Held-out requests, and such of which no
+    prompt was recorded, get no prediction. Raises UserError if only some of the requests were recorded.
     """
 
     prefix_tokens = 0
@@ -141,7 +142,7 @@ class Oracle:
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
         answers = None
-        if any(request.prompt.id in self._recorded for request in requests):
+        if any(request.prompt.id in self._recorded and not request.held_out for request in requests):
             answers = [float(self._length(request)) for request in requests]
         self._answers.remember(requests, answers)
         return answers
@@ -187,7 +188,14 @@ class PrefixHead:
     WIDTH = 256
     SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
 
-    def __init__(self, prefix_tokens: int = 4, min_rollouts: int = 64, replay: int = 4096, decay: float = 0.9) -> None:
+    def __init__(
+        self,
+        prefix_tokens: int = 4,
+        min_rollouts: int = 64,
+        replay: int = 4096,
+        decay: float = 0.9,
+        max_prompts: int = MAX_PROMPTS,
+    ) -> None:
         if prefix_tokens < 1:
             raise UserError(
                 f"predictor.prefix_tokens={prefix_tokens} must be at least 1: before its first token, all samples of a "
@@ -201,7 +209,7 @@ class PrefixHead:
         self.prefix_tokens = prefix_tokens
         self._min_rollouts = min_rollouts
         self._replay = replay
-        self._means = LengthMeans(decay)
+        self._means = LengthMeans(decay, max_prompts)
         self._answers = _Answers()
         self._features: Float[np.ndarray, "N F"] | None = None
         self._targets: Float[np.ndarray, "N"] = np.zeros(0)

@@ -112,7 +112,7 @@ class VllmEngine:
             self._rest(work)
             edges["engine/memory_after_bytes"] = self._held()
             if predicting and len(finished) == len(requests):
-                details |= self._predictor.learn(finished, None)
+                details |= self._predictor.learn([r for r in finished if not r.request.held_out], None)
             self._stats = work.stats(self._kv_bytes, details | edges | dict(getattr(self._scheduler, "details", {})))
 
     def _serve(self, work: Work, predicted: Sequence[float] | None) -> Iterator[Rollout]:

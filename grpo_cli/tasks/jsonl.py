@@ -63,6 +63,7 @@ class Jsonl:
         self._weighing = weighing(weights or {}, formats_on, self._judge.main)
         self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)
         self._fields = (question_field, answer_field)
+        self._sources: dict[str, list[Problem]] = {}
         self._source, self._is_default = path or default_path or "", path is None
         self._eval_source = default_eval_path if path is None and eval_path is None else eval_path
         self._eval_key = "task.path" if eval_path is None else "task.eval_path"  # what helps where the hub does not
@@ -149,7 +150,10 @@ class Jsonl:
         return split_by_hash(problems, self._eval_fraction, self._source)
 
     def _read(self, source: str, key: str) -> list[Problem]:
-        return self._reading.problems(read_rows(source, key, *self._fields), source)
+        """A source's problems. One that serves twice (for its examples too) is read, and warned of, once."""
+        if source not in self._sources:
+            self._sources[source] = self._reading.problems(read_rows(source, key, *self._fields), source)
+        return self._sources[source]
 
     @cached_property
     def _shown(self) -> list[Problem]:

@@ -87,13 +87,14 @@ class Weighing:
     def reward(self, parts: Mapping[str, float], text: str) -> Reward:
         forms = {name: form(text) for name, form in FORMATS.items() if name in self.weights}
         self._check(parts, forms)
+        answer_part = self.main or "correct"
         if self.main is None:
             total = sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
         else:
             total = self.weights.get("correct", 1.0) * parts[self.main]
-        if self.formats_on == "all" or parts[self.main or "correct"] < 1:
+        if self.formats_on == "all" or parts[answer_part] < 1:
             total += sum(self.weights[name] * value for name, value in forms.items())
-        return Reward(total, {**parts, **forms})
+        return Reward(total, {**parts, **forms}, answer_part)
 
     def _check(self, parts: Mapping[str, float], forms: Mapping[str, float]) -> None:
         """A person's own function may name its parts as it likes: what does not go together shows only now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -43,6 +44,9 @@ class LazyPrompts(Sequence[Prompt]):
         long_prompts: str,
         warn: Callable[[str], None],
     ) -> None:
+        assert len({problem.line for problem in problems}) == len(problems), (
+            "a problem of a split has a line of its own"
+        )
         self._split = split
         self._prompting = prompting
         self._max_tokens = max_tokens
@@ -128,6 +132,7 @@ class Reading:
     warn: Callable[[str], None]
 
     def problems(self, rows: Sequence[Row], source: str) -> list[Problem]:
+        self._warn_of_repeated_ids(rows, source)
         problems, bad = [], []
         for row in rows:
             answer = self.read(row.answer)
@@ -138,6 +143,27 @@ class Reading:
         if bad:
             self._complain(bad, len(rows), source)
         return problems
+
+    def _warn_of_repeated_ids(self, rows: Sequence[Row], source: str) -> None:
+        """Rows that a data set itself calls the same are served all the same, as a prompt's id is its line.
+
+        Not refused: published data sets list a problem once for each of its solutions. Not passed over in silence
+        either: copies in other words may end on both sides of a split, which goes by the question.
+        """
+        first: dict[str, int] = {}
+        repeated = []
+        for row in rows if self.answer_field != "id" else ():
+            name = _own_id(row.record)
+            if name and first.setdefault(name, row.number) != row.number:
+                repeated.append((name, row.number))
+        if repeated:
+            name, number = repeated[0]
+            others = f" (and {len(repeated) - 1} more of {len(rows)} rows repeat an id)" if len(repeated) > 1 else ""
+            before = where(source, first[name]).rpartition(", ")[2]
+            self.warn(
+                f"{where(source, number)} has the id {_shortened(name)}, as {before} has{others}; they are different "
+                "prompts here, known by their places: remove those that are copies"
+            )
 
     def _complain(self, bad: Sequence[Row], count: int, source: str) -> None:
         others = f" (and {len(bad) - 1} more of {count} rows)" if len(bad) > 1 else ""
@@ -181,6 +207,14 @@ def check_disjoint(train: Sequence[Problem], held_out: Sequence[Problem], path: 
             f"(the first: {shared[0].place} is {places[shared[0].question]}); "
             "remove them from one of the two, or leave task.eval_path=null to hold out a share"
         )
+
+
+def _own_id(record: Mapping[str, Any]) -> str:
+    """What a row calls itself, as JSON; nothing if it has no `id`, or one that says nothing."""
+    value = record.get("id")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return ""
+    return json.dumps(value, default=str, sort_keys=True, ensure_ascii=False)
 
 
 def _digest(text: str) -> bytes:

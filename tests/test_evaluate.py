@@ -1,0 +1,220 @@
+"""Evaluation: right is what the task's grading calls right, and every sample is counted where it belongs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import make_engine, small_model
+from tiny_hf import make_tokenizer
+from words import task_of
+
+from grpo_cli.engine.interfaces import Predictor
+from grpo_cli.engine.predict import MeanLength, PrefixHead
+from grpo_cli.engine.sampler import Infinite
+from grpo_cli.engine.schedule import Lpt
+from grpo_cli.evaluate import evaluate, is_correct
+from grpo_cli.interfaces import Task
+from grpo_cli.model.load import load_tokenizer
+from grpo_cli.rollout import requests_for
+from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.tasks.arithmetic import Arithmetic
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
+
+TOKENIZER = make_tokenizer()
+OWN = """
+def score(reply, answer):
+    return {"correct": float(answer in reply), "correct_strict": 0.0, "short": 0.5}
+
+def whole(reply, answer):
+    return float(answer == reply)
+"""
+
+
+class Scripted:
+    """An engine whose reply is a function of the request, and what it was asked."""
+
+    def __init__(self, reply: Callable[[Request], str], tokenizer: Any = TOKENIZER) -> None:
+        self._reply, self._tokenizer = reply, tokenizer
+        self.asked: list[Request] = []
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.asked += requests
+        for request in reversed(requests):
+            ids = (
+                *self._tokenizer.encode(self._reply(request), add_special_tokens=False),
+                self._tokenizer.eos_token_id,
+            )
+            yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def update_weights(self) -> None: ...
+
+
+def file_of(folder: Path, count: int = 4) -> str:
+    """Questions `q0`, `q1`, ... with the answers 10, 11, ... under the fields of every task of text."""
+    path = folder / "p.jsonl"
+    rows = [{"question": f"q{i}", "problem": f"q{i}", "answer": f"{10 + i}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row | {"solution": row["answer"]}) + "\n" for row in rows))
+    return str(path)
+
+
+def measured(task: Task, reply: Callable[[Request], str], k: int = 2, tokenizer: Any = TOKENIZER) -> dict[str, float]:
+    """Metrics of four prompts, without their `eval/`."""
+    prompts = [task.prompts("eval")[i] for i in range(4)]
+    engine = Scripted(reply, tokenizer)
+    found = evaluate(engine, task, prompts, Sampling(), k, seed=0)
+    return {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
+
+
+def greedy(request: Request) -> bool:
+    return request.sampling.temperature == 0.0
+
+
+def half_marked(request: Request) -> str:
+    """Right answers all, of which the greedy ones are marked in every second prompt, and drawn ones in the first."""
+    answer, line = request.prompt.answer, int(request.prompt.id[-1])
+    marked = line % 2 == 0 if greedy(request) else request.sample == 0
+    return f"#### {answer}" if marked else f"It is {answer}."
+
+
+# What counts as right
+
+
+@pytest.mark.parametrize("settings", [{}, {"few_shot": 1}, {"weights": {"correct": 1.0, "format": 0.5}}], ids=str)
+@pytest.mark.parametrize("name", ["gsm8k", "jsonl", "math"])
+def test_accuracy_is_of_the_grading_that_was_asked_for(name: str, settings: Mapping[str, Any], tmp_path: Path) -> None:
+    if name == "math":
+        pytest.importorskip("math_verify")
+    words = {"path": file_of(tmp_path, 5), "eval_fraction": 1.0, **settings}
+    lenient = measured(task_of(name, TOKENIZER, **words, grading="lenient"), half_marked)
+    strict = measured(task_of(name, TOKENIZER, **words, grading="strict"), half_marked)
+    assert (lenient["accuracy"], lenient["pass@1"], lenient["pass@2"]) == (1.0, 1.0, 1.0)
+    assert (strict["accuracy"], strict["pass@1"], strict["pass@2"]) == (0.5, 0.5, 1.0)
+    assert strict["accuracy_low"] < 0.5 < strict["accuracy_high"]
+
+
+def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_of_evaluation.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for function, accuracy in (("score", 1.0), ("whole", 0.0)):
+        words = {"path": file_of(tmp_path), "eval_fraction": 1.0, "reward": f"own_of_evaluation:{function}"}
+        assert measured(task_of("jsonl", TOKENIZER, **words), half_marked)["accuracy"] == accuracy
+    words |= {"reward": "own_of_evaluation:whole"}
+    assert measured(task_of("jsonl", TOKENIZER, **words), lambda r: r.prompt.answer)["accuracy"] == 1.0
+
+
+def test_generated_tasks_are_right_by_their_part_correct() -> None:
+    tokenizer = load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False))
+    task = Arithmetic(tokenizer, seed=0)
+    assert measured(task, lambda r: r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 1.0
+    assert measured(task, lambda r: "0" + r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 0.0
+
+
+def test_a_reward_says_which_of_its_parts_is_the_answer_s() -> None:
+    parts = {"correct": 1.0, "correct_strict": 0.0, "other": 0.99}
+    assert is_correct(Reward(0.0, parts)) and is_correct(Reward(1.0)) and not is_correct(Reward(0.99))
+    assert not is_correct(Reward(5.0, parts, answer_part="correct_strict"))
+    assert not is_correct(Reward(5.0, parts, answer_part="other"))
+
+
+# What is asked, and what it is counted as
+
+
+def test_each_prompt_is_answered_greedily_once_and_drawn_k_times(tmp_path: Path) -> None:
+    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+    prompts, engine = list(task.prompts("eval"))[:2], Scripted(half_marked)
+    sampling = Sampling(temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=5, stop=("x",))
+    evaluate(engine, task, prompts, sampling, k=2, seed=3)
+    certain = Sampling(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=5, stop=("x",))
+    asked = [(r.prompt.id, r.sample, r.sampling) for r in engine.asked]
+    assert asked == [
+        ("eval-000001", 0, certain),
+        ("eval-000002", 0, certain),
+        *[(f"eval-00000{line}", sample, sampling) for line in (1, 2) for sample in (0, 1)],
+    ]
+    assert len({r.seed for r in engine.asked}) == 6 and all(r.held_out for r in engine.asked)
+    again = Scripted(half_marked)
+    evaluate(again, task, prompts, sampling, k=2, seed=4)
+    assert not {r.seed for r in again.asked} & {r.seed for r in engine.asked}
+
+
+def test_metrics_are_those_of_hand_counted_answers(tmp_path: Path) -> None:
+    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+
+    def reply(request: Request) -> str:
+        """Greedily only the first is right; of four samples none, one, two and four."""
+        line = int(request.prompt.id[-1])
+        right = line == 1 if greedy(request) else request.sample < (0, 1, 2, 4)[line - 1]
+        return request.prompt.answer if right else ("no" if greedy(request) else "not at all")
+
+    found = measured(task, reply, k=4)
+    lengths = [1 + len(TOKENIZER.encode(text, add_special_tokens=False)) for text in ("10", "no", "no", "no")]
+    assert found["length_mean"] == sum(lengths) / 4
+    assert (found["accuracy"], found["pass@1"], found["pass@4"]) == (0.25, 7 / 16, 0.75)
+    # Wilson's interval of 1 in 4: (0.25 + z^2/8 -+ z sqrt(0.1875/4 + z^2/64)) / (1 + z^2/4) with z = 1.96
+    assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)
+    assert all(found[f"pass@{j}_low"] < found[f"pass@{j}"] < found[f"pass@{j}_high"] for j in (1, 4))
+    alone = measured(task, reply, k=0)
+    assert alone == {name: value for name, value in found.items() if "pass@" not in name}
+
+
+def test_samples_that_agree_narrow_the_interval_of_pass_at_1_as_coin_flips_would(tmp_path: Path) -> None:
+    """Two of four in each of four prompts: Wilson's interval of 8 in 16 is 0.5 -+ 0.2728 / 1.2401, by hand."""
+    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+    found = measured(task, lambda request: request.prompt.answer if request.sample < 2 else "no", k=4)
+    assert (found["pass@1_low"], found["pass@1_high"]) == pytest.approx((0.28, 0.72), abs=1e-4)
+    assert (found["pass@4"], found["pass@4_low"]) == (1.0, pytest.approx(1 / (1 + 3.8415 / 4), abs=1e-4))
+
+
+def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
+    task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
+    prompts = list(task.prompts("eval"))[:2]
+    rows = evaluate(Scripted(half_marked), task, prompts, Sampling(), k=2, seed=0).examples
+    assert [(row.prompt_id[-1], row.sample, row.reason, row.reply) for row in rows] == [
+        ("1", 0, "greedy", "It is 10."),
+        ("2", 0, "greedy", "#### 11"),
+        ("1", 0, "sampled", "#### 10"),
+        ("1", 1, "sampled", "It is 10."),
+        ("2", 0, "sampled", "#### 11"),
+        ("2", 1, "sampled", "It is 11."),
+    ]
+    assert not any(row.kept for row in rows) and {row.advantage for row in rows} == {None}
+
+
+# That it leaves no trace
+
+
+@pytest.mark.parametrize("make", [MeanLength, lambda: PrefixHead(prefix_tokens=2, min_rollouts=8)])
+def test_an_evaluation_teaches_the_length_predictor_nothing(make: Callable[[], Predictor]) -> None:
+    """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
+    predictor = make()
+    engine = make_engine(small_model(), sampler=Infinite(slots=4), scheduler=Lpt(), predictor=predictor)
+    prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
+    asked = requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=0)
+    task = Arithmetic(load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False)), seed=0)
+    sampling = Sampling(temperature=0.5, max_new_tokens=20)
+    evaluate(engine, task, prompts, sampling, k=3, seed=0)
+    assert tensors_as_lists(predictor.state()) == tensors_as_lists(make().state())
+    list(engine.generate(asked))
+    learnt = tensors_as_lists(predictor.state())
+    assert learnt != tensors_as_lists(make().state())
+    evaluate(engine, task, prompts, sampling, k=3, seed=0)
+    assert tensors_as_lists(predictor.state()) == learnt
+    # What was said of the evaluation is forgotten with it, and what is said of the next step is judged alone.
+    list(engine.generate(requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=1)))
+    assert "predictor/mean_absolute_error" in engine.stats().details
+
+
+def tensors_as_lists(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: tensors_as_lists(item) for name, item in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value

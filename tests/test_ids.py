@@ -1,0 +1,203 @@
+"""Ids: rollouts, prefills and seeds go by them, so no two prompts are ever taken for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
+
+import pytest
+from small import contents, make_engine, small_model, some_requests
+from tiny_hf import make_tokenizer
+from words import task_of
+
+from grpo_cli.errors import UserError
+from grpo_cli.evaluate import evaluate
+from grpo_cli.interfaces import Task
+from grpo_cli.model.load import load_tokenizer
+from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for
+from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.tasks.arithmetic import Arithmetic
+from grpo_cli.tasks.countdown import Countdown
+from grpo_cli.tasks.problems import LazyPrompts, Problem
+from grpo_cli.tasks.prompting import Prompting
+from grpo_cli.types import EngineStats, Prompt, Request, Reward, Rollout
+
+TOKENIZER = make_tokenizer()
+A, B = Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")
+OTHER_A = Prompt("a", (9, 8, 4), "z")
+
+
+class Never:
+    """An engine that nobody may ask: what is refused is refused before the first rollout."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        raise AssertionError("a rollout was asked for")
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def update_weights(self) -> None: ...
+
+
+class Fixed:
+    """A task of the prompts that it is given."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return self._prompts
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(0.0)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+
+class Lazy(Sequence[Prompt]):
+    """Prompts that are made when they are asked for, and which of them were."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        assert isinstance(index, int), "prompts are asked for one by one"
+        self.made.append(index)
+        return self._prompts[index]
+
+
+# What a task gives
+
+
+def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None:
+    for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
+        with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
+            PromptOrder(prompts, per_step=1, seed=0)
+    PromptOrder([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
+
+
+def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids() -> None:
+    lazy = Lazy([A, B, OTHER_A] * 100)
+    order = PromptOrder(lazy, per_step=300, seed=0)
+    assert len(lazy.made) < 10  # the type checks of the tests take one at random, here and there
+    with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
+        requests_for(order.of_step(0), 4, Sampling(), seed=0, step=0)
+
+
+def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
+    for prompts in ([A, OTHER_A], Lazy([B, A, A])):
+        with pytest.raises(UserError, match="'a' is the id of two"):
+            evaluate(Never(), Fixed(prompts), prompts, Sampling(), k=2, seed=0)
+
+
+@pytest.mark.parametrize("make", [Arithmetic, Countdown])
+def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(make: type) -> None:
+    task: Task = make(load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False)), seed=0)
+    some = [task.prompts("train")[i].id for i in range(0, 1_000_000, 4001)]
+    everyone = [*some, *(prompt.id for prompt in task.prompts("eval"))]
+    assert len(everyone) > 500 and len(set(everyone)) == len(everyone)
+
+
+def test_problems_of_one_line_are_no_two_problems_of_a_split() -> None:
+    asked = [Problem(line, f"p.jsonl, line {line}", f"question {i}", "1") for i, line in enumerate((1, 2, 1))]
+    prompting = Prompting(TOKENIZER, "{question}", None, use_chat_template=False)
+    LazyPrompts("train", asked[:2], prompting, None, "refuse", print)
+    with pytest.raises(AssertionError, match="a line of its own"):
+        LazyPrompts("train", asked, prompting, None, "refuse", print)
+
+
+# Rollouts and their groups
+
+
+def test_two_prompts_are_never_one_group() -> None:
+    engine = make_engine(small_model())
+    of_a, of_other = (
+        list(engine.generate(requests_for([p], 2, Sampling(max_new_tokens=4), seed=0, step=0))) for p in (A, OTHER_A)
+    )
+    assert [len(group.rollouts) for group in group_rollouts([A], of_a)] == [2]
+    with pytest.raises(UserError, match="'a' is the id of two"):
+        group_rollouts([A, OTHER_A], [*of_a, *of_other])
+    with pytest.raises(UserError, match="'a' is the id of two"):
+        group_rollouts([A, A], of_a)
+    with pytest.raises(AssertionError, match="of a prompt that was not asked about: a"):
+        group_rollouts([A], [*of_a, *of_other])
+
+
+def test_the_engine_refuses_two_prompts_of_one_id_before_it_serves_anybody() -> None:
+    """It keeps each prompt's keys under its id: the second was served with the tokens of the first."""
+    engine, words = make_engine(small_model()), Sampling(max_new_tokens=4)
+    requests = [Request(prompt, 0, 7, words) for prompt in (A, B, OTHER_A)]
+    with pytest.raises(UserError) as caught:
+        next(engine.generate(requests))
+    assert "two prompts have the id 'a', one of 3 tokens and one of 3 others" in str(caught.value)
+    assert engine.stats().prefill_tokens == 0
+
+
+def test_the_engine_takes_equal_prompts_for_one() -> None:
+    requests = some_requests(prompts=2, n=2)
+    copies = [replace(r, prompt=replace(r.prompt, token_ids=tuple(list(r.prompt.token_ids)))) for r in requests]
+    engine = make_engine(small_model())
+    expected = contents(engine.generate(requests))
+    assert contents(engine.generate(copies)) == expected
+    assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::2])
+
+
+# Files whose rows have ids of their own
+
+
+def write(path: Path, *ids: Any) -> str:
+    """A file with a question for each id; no field `id` where it is `...`."""
+    rows = [{"question": f"q{i}", "answer": str(i)} | ({} if own is ... else {"id": own}) for i, own in enumerate(ids)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_of_one_id_are_counted_once_for_the_file_and_all_served(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write(tmp_path / "p.jsonl", "x-1", 2, "x-1", "y", 2, "x-1")
+    task = task_of("jsonl", TOKENIZER, path=path, eval_fraction=0.5, warn=said.append)
+    prompts = [*task.prompts("train"), *task.prompts("eval")]
+    assert sorted(prompt.answer for prompt in prompts) == ["0", "1", "2", "3", "4", "5"]
+    assert len({prompt.id for prompt in prompts}) == 6
+    (warning,) = said
+    assert warning.startswith(f'{path}, line 3 has the id "x-1", as line 1 has (and 2 more of 6 rows repeat an id)')
+
+
+def test_a_file_that_is_read_for_its_examples_too_is_warned_of_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write(tmp_path / "p.jsonl", "a", "b", "c", "b", "d")
+    task_of("jsonl", TOKENIZER, path=path, few_shot=1, few_shot_path=path, warn=said.append)
+    assert len(said) == 1 and 'line 4 has the id "b", as line 2 has; ' in said[0]
+
+
+@pytest.mark.parametrize("ids", [(1, "1", 2, 1.0), (None, None, "", "", " "), (..., ..., ...), ([1], [2], {"a": 1})])
+def test_ids_that_differ_or_say_nothing_are_no_copies(tmp_path: Path, ids: tuple[Any, ...]) -> None:
+    task_of("jsonl", TOKENIZER, path=write(tmp_path / "p.jsonl", *ids))  # a warning would be an error
+
+
+def test_ids_may_be_of_any_kind(tmp_path: Path) -> None:
+    said: list[str] = []
+    task_of(
+        "jsonl", TOKENIZER, path=write(tmp_path / "p.jsonl", [1, {"a": 2.5}], "z", [1, {"a": 2.5}]), warn=said.append
+    )
+    assert len(said) == 1 and 'line 3 has the id [1, {"a": "2.5"}], as line 1 has' in said[0]
+
+
+def test_an_id_that_is_the_question_or_the_answer_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "id": 5}) + "\n" for i in range(3)))
+    task_of("jsonl", TOKENIZER, path=str(path), answer_field="id")

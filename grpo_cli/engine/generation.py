@@ -194,10 +194,10 @@ class Generation:
     def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
         if not done:
             return
-        for slot, (token_ids, logprobs) in zip(done, self.slots.read(done), strict=True):
+        kept = self.slots.kept_kv(done)
+        for slot, (token_ids, logprobs), kept_kv in zip(done, self.slots.read(done), kept, strict=True):
             sequence = self.slots.sequences[slot]
             assert sequence is not None, "a row that ended has a sequence"
-            kept_kv = self.slots.kept_kv(slot)
             self.slots.release(slot)
             self._leave_prompt(sequence.request.prompt.id)
             self._generated += len(token_ids)

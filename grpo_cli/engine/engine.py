@@ -33,6 +33,7 @@ class TorchEngine:
     """
 
     reads_stop_strings = True
+    _said_no_room = False  # for the length predictor's prefix
 
     def __init__(
         self,
@@ -100,21 +101,32 @@ class TorchEngine:
         self._stats = EngineStats()
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
-        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter)
+        # A prefix is only worth waiting for when somebody orders by length.
+        prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
+        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter, prefix)
+        self._say_what_has_no_room(generation, prefix)
         details: dict[str, float] = {}
         try:
-            for sequence, rollout in self._predicting(generation, len(requests), details):
+            for sequence, rollout in self._predicting(generation, details):
                 yield sequence.index, rollout
         finally:
             self._stats = generation.stats(details)
 
-    def _predicting(
-        self, generation: Generation, count: int, details: dict[str, float]
-    ) -> Iterator[tuple[Sequence, Rollout]]:
+    def _say_what_has_no_room(self, generation: Generation, prefix: int) -> None:
+        enough = generation.room.probes_with
+        if not enough or self._said_no_room:
+            return
+        self._said_no_room = True
+        shape = generation.shape
+        self._warn(
+            f"sampler.kv_budget has no room for {shape.requests} rollouts of {shape.prompts} prompts that wait after "
+            f"{prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without predicted lengths: "
+            f"give it {enough} bytes, or predictor=mean, which needs no such room"
+        )
+
+    def _predicting(self, generation: Generation, details: dict[str, float]) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve all, with lengths predicted where somebody orders by them; adds to `details`."""
-        prefix = self._predictor.prefix_tokens
-        # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
-        probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < count
+        prefix, probing = self._predictor.prefix_tokens, generation.room.probes
         if probing:
             # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits
             # with its keys kept: the cost is those keys and a less than full last round, and both are counted.

@@ -167,10 +167,18 @@ class TorchEngine:
 
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on bit for bit."""
-        return {"predictor": self._predictor.state()}
+        return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave. With sampler.on_oom=fail, slots are what is asked for, halved before or not."""
         self._predictor.load_state(state["predictor"])
+        most = state.get("most_slots")  # older checkpoints do not have it
+        if most is not None and self._sampler.may_halve:
+            self._sampler.most = most
+            self._warn(
+                f"the run was out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
+                "they were then (sampler.on_oom=fail does without the limit)"
+            )
 
 
 def _check_graph(model: Any, device: torch.device, sparsity: Dense | Budget) -> None:

@@ -154,7 +154,7 @@ class Generation:
         return self._ended([fresh[row][0] for row in _true(ended)], [slot for slot, _ in fresh])
 
     def _note_kv(self) -> None:
-        """To be called when prompts have come into the pool or more is parked, before less is."""
+        """To be called when prompts have come into the pool, and before less is parked."""
         now = self.slots.kv.nbytes + self._prompts.take_peak() + self._parked_bytes
         self._kv_peak = max(self._kv_peak, now)
 
@@ -218,7 +218,6 @@ class Generation:
             self._parked_bytes += parked.nbytes
             self.slots.release(slot)
             self.waiting.append(sequence)
-        self._note_kv()
 
     def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
         if not done:

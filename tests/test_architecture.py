@@ -21,6 +21,7 @@ logprobs
 passes optimizer
 engine/interfaces engine/sampler engine/makespan engine/lengths
 engine/sequence engine/cache engine/sample engine/padding
+engine/line
 engine/attention engine/eviction
 engine/keeper
 engine/schedule engine/predict engine/sparsity engine/decoder

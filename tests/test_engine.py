@@ -10,13 +10,17 @@ import torch
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
+from grpo_cli.engine import generation
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.engine import _sum
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
+from grpo_cli.engine.padding import TILE, round_up
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
 from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 SAMPLERS = [Micro(slots=1), Micro(slots=5), Infinite(slots=1), Infinite(slots=3), Infinite(slots=7), Infinite(slots=99)]
 
@@ -123,6 +127,78 @@ def test_the_prefix_predictor_learns_in_the_engine_and_costs_no_rollout() -> Non
         requests = some_requests(prompts=2, n=8, seed=seed)
         assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
     assert "engine/probe_steps" in engine.stats().details
+
+
+class Witness(Forgetful):
+    """Remembers the hidden state that it was shown for each request."""
+
+    def predict(self, requests: Sequence[Request], hidden: torch.Tensor | None) -> Sequence[float] | None:
+        assert hidden is not None
+        self.seen = dict(zip(requests, hidden, strict=True))
+        return super().predict(requests, hidden)
+
+    def learn(self, finished: Sequence[Rollout], hidden: torch.Tensor | None) -> Mapping[str, float]:
+        assert hidden is not None
+        self.learnt = dict(zip(finished, hidden, strict=True))
+        return {}
+
+
+def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_from_the_same() -> None:
+    model, witness = small_model(), Witness()
+    engine = make_engine(model, sampler=Infinite(slots=3), scheduler=Lpt(), predictor=witness)
+    rollouts = list(engine.generate(some_requests(prompts=3, n=4)))
+    longer = [rollout for rollout in rollouts if len(rollout) > 3]
+    assert set(witness.learnt) == set(longer) and len(witness.seen) == len(longer) < len(rollouts)
+    for rollout in longer:
+        ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids[:2]]])
+        with torch.no_grad():
+            state = model.model(ids).last_hidden_state[0, -1]
+        torch.testing.assert_close(witness.seen[rollout.request], state, atol=2e-5, rtol=0)
+        assert torch.equal(witness.learnt[rollout], witness.seen[rollout.request])
+
+
+def test_nobody_waits_for_a_prefix_that_nobody_orders_by() -> None:
+    for scheduler, slots, waits in ((Fifo(), 3, False), (Lpt(), 12, False), (Lpt(), 3, True)):
+        engine = make_engine(
+            small_model(), sampler=Infinite(slots=slots), scheduler=scheduler, predictor=PrefixHead(prefix_tokens=3)
+        )
+        list(engine.generate(some_requests(prompts=3, n=4)))
+        assert ("engine/probe_steps" in engine.stats().details) == waits
+
+
+def test_what_a_plan_promises_is_among_the_figures() -> None:
+    scheduler = Fptas()
+    engine = make_engine(small_model(), sampler=Infinite(slots=3), scheduler=scheduler, predictor=Forgetful())
+    list(engine.generate(some_requests(prompts=3, n=4)))
+    assert scheduler.details and scheduler.details.items() <= engine.stats().details.items()
+
+
+@pytest.mark.bits
+def test_a_prefill_is_no_larger_than_its_tokens_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = small_model(), some_requests(prompts=9, n=1)
+    wanted = contents(make_engine(model).generate(requests))
+    monkeypatch.setattr(generation, "PREFILL_TOKENS", 64)
+    engine, sizes = make_engine(model), list[int]()
+    prefill = Decoder.prefill
+
+    def watched(decoder: Decoder, prompts: Sequence[Sequence[int]], note_received: bool) -> Any:
+        sizes.append(len(prompts) * round_up(max(map(len, prompts)), TILE))
+        return prefill(decoder, prompts, note_received)
+
+    monkeypatch.setattr(Decoder, "prefill", watched)
+    assert contents(engine.generate(requests)) == wanted
+    assert max(sizes) <= 64 and len(sizes) < 9
+
+
+def test_attempts_add_up_by_the_steps_that_they_took() -> None:
+    # 80 slot steps of which 40 were busy, and 120 that all were: 160 of 200.
+    attempts = [
+        EngineStats(10, 48, 7, 8, 0.5, 100, {"engine/probe_steps": 2.0}),
+        EngineStats(30, 130, 7, 4, 1.0, 60, {"engine/probe_steps": 3.0}),
+    ]
+    details = {"engine/probe_steps": 3.0, "engine/oom_halvings": 1.0}
+    assert _sum(attempts) == EngineStats(40, 178, 14, 4, 0.8, 100, details)
+    assert _sum([EngineStats(slots=4), EngineStats(slots=2)]).slot_utilisation == 1.0
 
 
 def test_cached_equals_uncached() -> None:
@@ -266,12 +342,6 @@ def test_a_kv_budget_becomes_slots_and_is_never_exceeded() -> None:
     assert engine.stats().slots == 5 and engine.stats().kv_peak_bytes <= budget
 
 
-def test_a_budget_too_small_for_one_sequence_says_the_least_that_would_do() -> None:
-    with pytest.raises(UserError, match="the least that would do is 300 bytes"):
-        Infinite(kv_budget="299").fit(8, KvShape(prompt_bytes=100, slot_bytes=200))
-    assert Infinite(kv_budget="300").fit(8, KvShape(prompt_bytes=100, slot_bytes=200)) == 1
-
-
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [parse_bytes(t) for t in ("512MiB", "1.5kb", 7, "2 GB")] == [512 * 2**20, 1500, 7, 2 * 10**9]
     with pytest.raises(UserError, match="is no size"):
@@ -280,14 +350,14 @@ def test_sizes_are_read_as_people_write_them() -> None:
 
 @pytest.mark.parametrize("make", [Micro, Infinite])
 def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -> None:
-    assert make().fit(100, KvShape(1, 1)) == 16 and make(kv_budget=30).fit(100, KvShape(1, 1)) == 29
+    shape = KvShape(requests=100, prompts=1, prompt_bytes=1, slot_bytes=1)
+    assert make().fit(shape).slots == 16 and make(kv_budget=30).fit(shape).slots == 29
     with pytest.raises(UserError, match="must be at least 1"):
         make(slots=0)
 
 
 @pytest.mark.parametrize("make", [Micro, Infinite])
 def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
-    assert make(slots=500).fit(8, KvShape(1, 1)) == 8
-    assert make().fit(8, KvShape(1, 1)) == 8
-    assert make(kv_budget=1000).fit(8, KvShape(1, 1)) == 8
-    assert make(slots=5, kv_budget=1000).fit(8, KvShape(1, 1)) == 5
+    shape = KvShape(requests=8, prompts=1, prompt_bytes=1, slot_bytes=1)
+    for sampler, slots in ((make(slots=500), 8), (make(), 8), (make(kv_budget=1000), 8), (make(5, 1000), 5)):
+        assert sampler.fit(shape).slots == slots

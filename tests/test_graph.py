@@ -79,6 +79,17 @@ def test_a_width_is_cut_to_what_a_slot_holds() -> None:
 
 
 @pytest.mark.bits
+def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
+    # Two slots of as many keys as their rollouts make; the third goes on beside a slot that is full to the last.
+    decoder, never = padded(small_model()), (VOCABULARY,)
+    requests = some_requests(prompts=1, n=3, tokens=decoder.padding.slot_tile + 1)
+    generation = Generation(decoder, never, Infinite(slots=2), Dense(), requests, Again(), NeverStop(), NullMeter())
+    assert generation.slots.kv.capacity == decoder.padding.slot_tile
+    rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
+    assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
+
+
+@pytest.mark.bits
 def test_a_capture_survives_a_pause() -> None:
     requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
     paused = served(Infinite(slots=3), capture, requests, park_at=9)

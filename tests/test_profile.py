@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,31 @@ def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest
     short.asked.clear()
     list(engine.generate(requests))
     assert short.asked[0] == 3, "it stays halved"
+
+
+def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    requests, short, said = some_requests(prompts=1, n=12), Short(most=4), list[str]()
+    monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
+    engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=lambda text: None)
+    fresh = engine.state()
+    list(engine.generate(requests))
+    torch.save(dict(engine.state()), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
+    resumed.load_state(state)
+    short.asked.clear()
+    list(resumed.generate(requests))
+    assert short.asked[0] == 3 and "at most 3 slots" in said[0] and len(said) == 1
+    assert resumed.state()["most_slots"] == 3
+    # Nothing was ever too much, it was not yet written down, or the run is no longer to make do with fewer.
+    before = {name: value for name, value in state.items() if name != "most_slots"}
+    for given, on_oom in ((fresh, "halve"), (before, "halve"), (state, "fail")):
+        other = make_engine(small_model(), sampler=Full(on_oom=on_oom), warn=said.append)
+        other.load_state(given)
+        short.asked.clear()
+        with pytest.raises(torch.OutOfMemoryError) if on_oom == "fail" else nullcontext():
+            list(other.generate(requests))
+        assert short.asked[0] == 12
 
 
 def test_out_of_memory_half_way_keeps_what_was_made(monkeypatch: pytest.MonkeyPatch):

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from small import make_engine, small_model, some_requests
+from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
+from grpo_cli.engine.predict import PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.schedule import Lpt
 from grpo_cli.engine.sparsity import Dense, SnapKv
 from grpo_cli.logprobs import logprobs_at
 from grpo_cli.optimizer import make_optimizer, state_bytes
@@ -72,10 +74,31 @@ def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, spa
 
 
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
-    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes; 9 of 12 wait with 5 tokens each."""
-    work = work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30)
+    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of the prefixes 11 of 12 wait
+    with 5 tokens each: one has ended with the token that it was to wait with."""
+    work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
     sizes = [fake_model().rollouts(work, EngineShape(Infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
-    assert sizes[1] - sizes[0] == 9 * 5 * 256
+    assert sizes[1] - sizes[0] == 11 * 5 * 256
+
+
+@pytest.mark.parametrize(
+    ("sampler", "waits"),
+    [
+        (Micro(slots=5), True),
+        (Infinite(slots=12), False),
+        (Infinite(kv_budget="60KiB"), True),
+        (Infinite(kv_budget="40KiB"), False),
+    ],
+)
+@pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
+def test_predicted_keys_and_values_of_those_who_wait_are_the_engines_too(sampler: Any, waits: bool, sparsity: Any):
+    requests = some_requests(prompts=3, n=4, tokens=30)
+    parts: dict[str, Any] = dict(sampler=sampler, sparsity=sparsity, scheduler=Lpt(), predictor=PrefixHead(5))
+    engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,), warn=lambda text: None, **parts)
+    list(engine.generate(requests))
+    _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 5))
+    assert decode[KV] == engine.stats().kv_peak_bytes
+    assert ("engine/probe_steps" in engine.stats().details) == waits
 
 
 def test_quantised_are_the_linear_layers_but_the_head():

@@ -213,6 +213,25 @@ def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, mo
             assert [r.kept_kv for r in rollouts] == [min(len(r) - 1, 14) for r in rollouts]
 
 
+@pytest.mark.parametrize("parts", [{}, {"sampler": Infinite(slots=2), "scheduler": Lpt()}], ids=["", "paused"])
+@pytest.mark.parametrize(("policy", "words"), KINDS)
+def test_kept_response_keys_are_those_of_the_fullest_layer_and_head(
+    policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
+) -> None:
+    """Prompt keys that an eviction had chosen were once counted among them."""
+    requests, recorder, budget = some_requests(prompts=3, n=4, tokens=60), Recorder(), make(policy, **words)
+    if parts:
+        parts = parts | {"predictor": PrefixHead(prefix_tokens=16)}
+    found = set()
+    for index, rollout in enumerate(generate(watched(budget, recorder), requests, **parts)[0]):
+        start, most = len(rollout.request.prompt.token_ids), 0
+        for _, _, held in histories(rollout, recorder.evictions.get(index, []), budget.protect_prompt):
+            most = max(most, *(sum(position >= start for position in positions) + 1 for positions in held.values()))
+        assert rollout.kept_kv == most
+        found.add(most)
+    assert len(found) > 2
+
+
 @pytest.mark.parametrize(("policy", "words"), KINDS)
 def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget], words: dict[str, Any]) -> None:
     requests = some_requests(prompts=2, n=2, tokens=31)
@@ -292,7 +311,7 @@ def test_savings_are_the_shares_of_keys_not_read_and_not_held(protect_prompt: bo
 def test_what_policies_note_is_counted_apart_from_keys_and_values() -> None:
     """Queries: 2 layers x 3 of the window x 4 heads x 8 dims x 4 bytes = 768 a slot; attention received: 2 layers x 2
     heads x 32 keys x 4 bytes = 512 a slot, and 256 for every 16 tokens of prompt where those can be evicted, in each
-    slot and once in the pool."""
+    slot and once in the pool. And there, how many keys of its prompt a slot holds: 2 layers x 2 heads x 8 bytes."""
     requests = some_requests(prompts=1, n=4, tokens=33)
     tiles = -(-len(requests[0].prompt.token_ids) // 16)
     for policy, words, expected in (
@@ -300,7 +319,8 @@ def test_what_policies_note_is_counted_apart_from_keys_and_values() -> None:
         (SnapKv, {}, 4 * 768),
         (Rkv, {}, 4 * 768),
         (H2o, {}, 4 * 512),
-        (H2o, {"protect_prompt": False}, 4 * (512 + 256 * tiles) + 256 * tiles),
+        (H2o, {"protect_prompt": False}, 4 * (512 + 256 * tiles + 32) + 256 * tiles),
+        (Streaming, {"protect_prompt": False}, 4 * 32),
     ):
         _, engine = generate(make(policy, **words), requests)
         assert engine.stats().details["engine/eviction_note_bytes"] == expected

@@ -75,7 +75,8 @@ class KvStore:
 class PromptPool:
     """The prompts in flight: an entry per prompt, held from its first sample's start to its last one's end.
 
-    It begins with `entries` of them and doubles when they do not suffice, up to `most`.
+    It begins with `entries` of them and doubles when they do not suffice, up to `most`. While it grows, the old and the
+    new one lie side by side.
     """
 
     def __init__(
@@ -88,10 +89,21 @@ class PromptPool:
         self._tokens: dict[int, int] = {}  # of each held entry
         self._free = list(reversed(range(entries)))
         self._most = most
+        self._peak = 0  # bytes of keys and values, since somebody asked
 
     @property
     def entries(self) -> int:
         return self.store.rows
+
+    @property
+    def left(self) -> int:
+        """How many more prompts can be held."""
+        return self._most - self.entries + len(self._free)
+
+    def take_peak(self) -> int:
+        """Most bytes of keys and values that lay here at a time since this was last asked."""
+        peak, self._peak = max(self._peak, self.store.nbytes), 0
+        return peak
 
     def claim(self) -> int:
         """A free entry, the pool grown if there is none."""
@@ -119,10 +131,11 @@ class PromptPool:
     def _grow(self) -> None:
         old, rows = self.store, self.store.rows
         more = min(rows, self._most - rows)
-        assert more > 0, "there are no more prompts than were said"
+        assert more > 0, "nobody claims an entry when none is left"
         self.store = KvStore(old.layout, rows + more, old.capacity, old.keys.device)
         self.store.keys[:, :rows] = old.keys
         self.store.values[:, :rows] = old.values
+        self._peak = max(self._peak, old.nbytes + self.store.nbytes)
         self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(more)])
         self.logits = torch.cat([self.logits, self.logits.new_zeros(more, self.logits.shape[1])])
         self._free = list(reversed(range(rows, rows + more)))

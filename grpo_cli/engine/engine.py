@@ -36,6 +36,7 @@ class TorchEngine:
     """
 
     reads_stop_strings = True
+    _said_no_room = False  # for the length predictor's prefix
 
     def __init__(
         self,
@@ -122,21 +123,32 @@ class TorchEngine:
         self._stats = EngineStats()
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
-        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter)
+        # A prefix is only worth waiting for when somebody orders by length.
+        prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
+        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter, prefix)
+        self._say_what_has_no_room(generation, prefix)
         details: dict[str, float] = {}
         try:
-            for sequence, rollout in self._predicting(generation, len(requests), details):
+            for sequence, rollout in self._predicting(generation, details):
                 yield sequence.index, rollout
         finally:
             self._stats = generation.stats(details)
 
-    def _predicting(
-        self, generation: Generation, count: int, details: dict[str, float]
-    ) -> Iterator[tuple[Sequence, Rollout]]:
+    def _say_what_has_no_room(self, generation: Generation, prefix: int) -> None:
+        enough = generation.room.probes_with
+        if not enough or self._said_no_room:
+            return
+        self._said_no_room = True
+        shape = generation.shape
+        self._warn(
+            f"sampler.kv_budget has no room for {shape.requests} rollouts of {shape.prompts} prompts that wait after "
+            f"{prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without predicted lengths: "
+            f"give it {enough} bytes, or predictor=mean, which needs no such room"
+        )
+
+    def _predicting(self, generation: Generation, details: dict[str, float]) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve all, with lengths predicted where somebody orders by them; adds to `details`."""
-        prefix = self._predictor.prefix_tokens
-        # A prefix is only worth waiting for when somebody orders by length, and not everybody has a slot.
-        probing = prefix > 0 and self._scheduler.needs_lengths and generation.slots.count < count
+        prefix, probing = self._predictor.prefix_tokens, generation.room.probes
         if probing:
             # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits
             # with its keys kept: the cost is those keys and a less than full last round, and both are counted.
@@ -187,10 +199,18 @@ class TorchEngine:
 
     def state(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on bit for bit."""
-        return {"predictor": self._predictor.state()}
+        return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave. With sampler.on_oom=fail, slots are what is asked for, halved before or not."""
         self._predictor.load_state(state["predictor"])
+        most = state.get("most_slots")  # older checkpoints do not have it
+        if most is not None and self._sampler.may_halve:
+            self._sampler.most = most
+            self._warn(
+                f"the run was out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
+                "they were then (sampler.on_oom=fail does without the limit)"
+            )
 
 
 def _check_graph(model: Any, device: torch.device, sparsity: Dense | Budget) -> None:

@@ -8,7 +8,7 @@ settle    rows that ended become rollouts, their slots and (after a prompt's las
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor
 from grpo_cli.engine.cache import PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
-from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
+from grpo_cli.engine.interfaces import Running, Scheduler
+from grpo_cli.engine.line import Line
 from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.sampler import Capped, KvShape, Sampler
 from grpo_cli.engine.sequence import Sequence
@@ -36,7 +37,8 @@ PREFILL_TOKENS = 16_384
 class Generation:
     """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
 
-    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`).
+    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`). With `prefix`, everyone is to
+    make so many tokens before the rest is ordered: `room.probes` says whether it comes to that.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Generation:
         capture: Capture | None,
         stop: StopStrings | NeverStop,
         meter: Meter,
+        prefix: int = 0,
     ) -> None:
         self._decoder = decoder
         self._stop = stop
@@ -66,12 +69,23 @@ class Generation:
         most = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
         padding, device, prompts = decoder.padding, decoder.device, len(self._unfinished)
         capacity = round_up(sparsity.capacity(longest, most), padding.slot_tile)
-        width = round_up(max(len(request.prompt.token_ids) for request in requests), padding.prompt_tile)
+        longest_prompt = max(len(request.prompt.token_ids) for request in requests)
+        width = round_up(longest_prompt, padding.prompt_tile)
         token_bytes = layout.bytes_per_token
-        count = sampler.fit(len(requests), KvShape(token_bytes * width * prompts, token_bytes * capacity))
+        # One token more is drawn than is fed; the latest key is written with the token that follows it.
+        parked = sparsity.capacity(prefix + 1, longest_prompt + prefix + 1) if prefix else 0
+        self.shape = KvShape(
+            len(requests), prompts, token_bytes * width, token_bytes * capacity, parked_bytes=token_bytes * parked
+        )
+        self.room = sampler.fit(self.shape)
+        count = self.room.slots
         keeper = sparsity.keeper(Place(layout, count, capacity, width, decoder.group, decoder.scale, device))
         self.slots = Slots(layout, count, capacity, padding, longest, keeper, device)
-        self._prompts = PromptPool(layout, min(prompts, count), prompts, width, decoder.vocabulary, device)
+        # After a prefix of everybody's all prompts are held. Else as many as slots, and no slot need ever stay empty:
+        # an entry that nobody runs for has somebody who waits.
+        entries = prompts if self.room.probes else min(prompts, count)
+        most_entries = entries if self.room.bounded else prompts
+        self._prompts = PromptPool(layout, entries, most_entries, width, decoder.vocabulary, device)
         self._dense_bytes = token_bytes * count * round_up(Dense().capacity(longest, most), padding.slot_tile)
         self._entry: dict[str, int] = {}
         self._parked_bytes = 0
@@ -92,44 +106,58 @@ class Generation:
         With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
         its last hidden state, and is what waits afterwards.
         """
-        queue = {sequence.index: sequence for sequence in self.waiting}
-        views = {sequence.index: _view(sequence) for sequence in self.waiting}
-        scheduler.start(tuple(views.values()), self.slots.count)
+        line = Line(self.waiting, scheduler, self.slots.count)
         self.waiting = []
-        while queue or self.slots.running:
-            done = self._admit(scheduler, queue, views)
+        while line or self.slots.running:
+            done = self._admit(line)
             if not done:
                 with self._span("decode"):
                     done = self._run(park_at)
             yield from self._settle(done)
 
-    def _admit(self, scheduler: Scheduler, queue: dict[int, Sequence], views: dict[int, Waiting]) -> list[int]:
+    def _admit(self, line: Line) -> list[int]:
         free = self.slots.free()
-        if not queue or not free or (self.slots.running and not self._refills):
+        if not line or not free or (self.slots.running and not self._refills):
             return []
-        plan = scheduler.plan(tuple(views.values()), self._running_views(), free)
-        _check_plan(plan, queue, free, idle=not self.slots.running)
-        if not plan.admit:
+        entering = line.leave(self._running_views(), free, self._may_begin())
+        if not entering:
             return []
-        sequences = [queue.pop(index) for index, _ in plan.admit]
-        for index, _ in plan.admit:
-            del views[index]
-        return self._enter([slot for _, slot in plan.admit], sequences)
+        slots, sequences = zip(*entering, strict=True)
+        return self._enter(list(slots), list(sequences))
+
+    def _may_begin(self) -> Callable[[Sequence], bool]:
+        """Whether there is an entry for a sequence's prompt, where all that were asked about before and may, begin."""
+        opening = set[str]()
+
+        def may_begin(sequence: Sequence) -> bool:
+            name = sequence.request.prompt.id
+            if name not in self._entry and name not in opening:
+                if len(opening) == self._prompts.left:
+                    return False
+                opening.add(name)
+            return True
+
+        return may_begin
 
     @torch.inference_mode()
     def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[int]:
         """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step."""
         self._prefill(sequences)
         fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
+        self._note_kv()
         self._parked_bytes -= sum(s.parked.nbytes for s in sequences if s.parked is not None)
         self.slots.claim(slots, sequences)
-        self._kv_peak = max(self._kv_peak, self.slots.kv.nbytes + self._prompts.store.nbytes + self._parked_bytes)
         if not fresh:
             return []
         rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
         ended = self.slots.record(rows, self._prompts.logits[entries], self._eos)
         self.slots.count_tokens([slot for slot, _ in fresh])
         return self._ended([fresh[row][0] for row in _true(ended)], [slot for slot, _ in fresh])
+
+    def _note_kv(self) -> None:
+        """To be called when prompts have come into the pool, and before less is parked."""
+        now = self.slots.kv.nbytes + self._prompts.take_peak() + self._parked_bytes
+        self._kv_peak = max(self._kv_peak, now)
 
     def _prefill(self, sequences: Seq[Sequence]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
@@ -195,10 +223,10 @@ class Generation:
     def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
         if not done:
             return
-        for slot, (token_ids, logprobs) in zip(done, self.slots.read(done), strict=True):
+        kept = self.slots.kept_kv(done)
+        for slot, (token_ids, logprobs), kept_kv in zip(done, self.slots.read(done), kept, strict=True):
             sequence = self.slots.sequences[slot]
             assert sequence is not None, "a row that ended has a sequence"
-            kept_kv = self.slots.kept_kv(slot)
             self.slots.release(slot)
             self._leave_prompt(sequence.request.prompt.id)
             self._generated += len(token_ids)
@@ -212,7 +240,7 @@ class Generation:
     def _leave_prompt(self, name: str) -> None:
         self._unfinished[name] -= 1
         if not self._unfinished[name]:
-            self._prompts.release(self._entry[name])
+            self._prompts.release(self._entry.pop(name))
 
     def _running_views(self) -> list[Running]:
         return [
@@ -246,18 +274,3 @@ class Generation:
 def _true(flags: Bool[Tensor, "R"]) -> list[int]:
     """Where they are true. Looked for on the host: on a GPU, to ask how many there are would be a second wait."""
     return np.flatnonzero(flags.cpu().numpy()).tolist()
-
-
-def _view(sequence: Sequence) -> Waiting:
-    request = sequence.request
-    return Waiting(sequence.index, request.prompt.id, request.sampling.max_new_tokens, sequence.predicted)
-
-
-def _check_plan(plan: Plan, queue: Mapping[int, Sequence], free: Seq[int], idle: bool) -> None:
-    """A plan is checked before anything moves."""
-    indices, slots = [index for index, _ in plan.admit], [slot for _, slot in plan.admit]
-    assert len(set(indices)) == len(indices) and all(index in queue for index in indices), (
-        "a plan admits who waits, once"
-    )
-    assert len(set(slots)) == len(slots) and set(slots) <= set(free), "a plan gives each free slot once"
-    assert indices or not idle, "a scheduler must admit somebody when nothing is running"

@@ -55,7 +55,11 @@ class Scheduler(Protocol):
         """A new `generate` begins: forget the last one, and make the global plan if there is one."""
 
     def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        """Admit at most `len(free_slots)` of the waiting requests; must admit some when nothing is running."""
+        """Admit at most `len(free_slots)` of the waiting requests; must admit some when nothing is running.
+
+        Who is admitted waits no more, and is not shown again. Where prompts have little room (`sampler.kv_budget`), one
+        may begin later than it was admitted, and before all that are admitted after it and need as much.
+        """
 
 
 @runtime_checkable

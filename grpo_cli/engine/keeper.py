@@ -98,7 +98,7 @@ class KeepAll:
 
     def evict(
         self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
-    ) -> None:
+    ) -> Int[Tensor, "R"]:
         raise AssertionError("nothing is ever due")
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
@@ -141,7 +141,9 @@ class Keeper:
         evictable_width = 0 if policy.protect_prompt else prompt_width
         self._queries = _Queries(layout, slots, group, policy.window, device) if policy.needs_queries else None
         self._received = _Received(layout, slots, capacity, evictable_width, device) if policy.needs_received else None
-        self._notes = tuple(note for note in (self._queries, self._received) if note is not None)
+        self._watches = tuple(note for note in (self._queries, self._received) if note is not None)
+        self._prompt_kept = None if policy.protect_prompt else _PromptKept(layout, slots, device)
+        self._notes = tuple(note for note in (*self._watches, self._prompt_kept) if note is not None)
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and those of a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and those of a dense run
@@ -169,12 +171,12 @@ class Keeper:
 
     def prepare(self, rows: Rows) -> None:
         """A step begins."""
-        for note in self._notes:
+        for note in self._watches:
             note.prepare(rows)
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
         """What a layer asked, and what it attended to: all prompt keys that it looked at, then the slot's."""
-        for note in self._notes:
+        for note in self._watches:
             note.see(layer, queries, weights)
 
     def due(self, tally: Tally) -> Iterator[Due]:
@@ -198,9 +200,13 @@ class Keeper:
 
     def evict(
         self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
-    ) -> None:
-        """Cut the rows down; `requests` and `entries` are theirs, in the same order."""
+    ) -> Int[Tensor, "R"]:
+        """Cut the rows down; `requests` and `entries` are theirs, in the same order.
+
+        Returns how many prompt keys there are now in each slot, in the layer and head that has fewest.
+        """
         self._evictions += len(due.rows)
+        prompt_kept: list[Tensor] = []
         for start in range(0, len(due.rows), self._rows_at_once):
             part = slice(start, start + self._rows_at_once)
             device = slots.keys.device
@@ -219,8 +225,12 @@ class Keeper:
             _write(slots.values, rows, values, kept)
             if self._received is not None and candidates.received is not None:
                 self._received.keep(rows, candidates.received.gather(-1, kept))
+            prompt_kept.append(
+                torch.zeros_like(rows) if self._prompt_kept is None else self._prompt_kept.keep(rows, due, kept)
+            )
             if self._observer is not None:
                 self._observer.evicted(requests[part], due.prompt, kept)
+        return torch.cat(prompt_kept)
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
         """A step is about to add a key to each row; `prompt_keys` lie in the pool, each prompt once."""
@@ -272,6 +282,25 @@ def _write(
 ) -> None:
     chosen = candidates.gather(3, kept[..., None].expand(*kept.shape, candidates.shape[-1]))
     store[:, rows, :, : kept.shape[-1]] = chosen
+
+
+class _PromptKept:
+    """How many keys of its prompt each row holds in its slot; as order is kept, they are the first there."""
+
+    def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
+        self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> Int[Tensor, "R"]:
+        """The fewest of each row's layers and heads, after `kept` was chosen among what was due."""
+        # While its prompt is looked at in the pool, a row has none of it in its slot.
+        candidates = due.prompt or self.store[:, rows][..., None]
+        left = (kept < candidates).sum(-1)
+        self.store[:, rows] = left
+        return left.amin((0, 2))
 
 
 class _Queries:

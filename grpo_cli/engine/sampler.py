@@ -24,10 +24,48 @@ def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
 
 @dataclass(frozen=True)
 class KvShape:
-    """What a generation would hold, in bytes: all its prompts (each once), and each slot."""
+    """What so many requests hold, in bytes of keys and values.
 
-    prompt_bytes: int
+    A prompt is held once, from its first rollout's start to its last one's end. Where all make a prefix first, so that
+    somebody can look at it, every rollout keeps its keys and every prompt stays until the last has done so.
+    """
+
+    requests: int
+    prompts: int  # that the requests have between them
+    prompt_bytes: int  # of each
     slot_bytes: int
+    parked_bytes: int = 0  # of each request that waits after its prefix; 0: nobody makes one first
+
+    def slots(self, budget: int) -> int:
+        """The most slots that fit, with as many prompts as can run in them at a time."""
+        with_prompts = budget // (self.slot_bytes + self.prompt_bytes)
+        if with_prompts < self.prompts:
+            return with_prompts
+        return (budget - self.prompts * self.prompt_bytes) // self.slot_bytes
+
+    def probing(self, slots: int) -> int:
+        """Bytes where all make a prefix first, in so many slots."""
+        beside = self.prompts * self.prompt_bytes + self.requests * self.parked_bytes
+        return beside + slots * self.slot_bytes
+
+    def probing_slots(self, budget: int) -> int:
+        """The most slots with which that fits."""
+        return (budget - self.probing(0)) // self.slot_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a generation may allocate.
+
+    `bounded`: prompts must make do with what is there from the start, an entry for each slot. `probes`: there are slots
+    for some only, and room for all prompts and for the keys of all requests after their prefix. `probes_with`: the
+    least kv_budget that has this room where the one that was given has not, else 0.
+    """
+
+    slots: int
+    bounded: bool
+    probes: bool
+    probes_with: int = 0
 
 
 ON_OOM = ("fail", "halve")
@@ -50,14 +88,19 @@ class Full(_Fit):
 
     refills = False
 
-    def fit(self, requests: int, shape: KvShape) -> int:
-        """How many slots to allocate for so many requests of this shape."""
-        return requests
+    def fit(self, shape: KvShape, most: int | None = None) -> Room:
+        """What to allocate for requests of this shape, never more than `most` slots."""
+        return _unbounded(shape.requests, shape, most)
 
 
 @dataclass(frozen=True)
 class _Slots(_Fit):
-    """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16."""
+    """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16.
+
+    `kv_budget` bounds the bytes of keys and values of slots, prompts and rollouts that wait half-made, at any moment.
+    What a step passes through (a prefill's own output, the copies of an eviction) and what eviction policies note
+    (`engine/eviction_note_bytes`) lie beside it.
+    """
 
     slots: int | None = None
     kv_budget: str | int | None = None
@@ -69,22 +112,41 @@ class _Slots(_Fit):
         if self.kv_budget is not None:
             parse_bytes(self.kv_budget)
 
-    def fit(self, requests: int, shape: KvShape) -> int:
-        """How many slots to allocate: never more than there are requests, never more than the budget holds."""
-        limits = [requests]
-        if self.slots is not None or self.kv_budget is None:
-            limits.append(self.slots or DEFAULT_SLOTS)
-        if self.kv_budget is not None:
-            budget = parse_bytes(self.kv_budget)
-            room = (budget - shape.prompt_bytes) // shape.slot_bytes
-            if room < 1:
-                raise UserError(
-                    f"sampler.kv_budget={self.kv_budget} ({budget} bytes) holds not even one sequence; the least that "
-                    f"would do is {shape.prompt_bytes + shape.slot_bytes} bytes (prompts {shape.prompt_bytes}, one "
-                    f"slot {shape.slot_bytes}): raise it, or lower sampling.max_new_tokens or train.prompts"
-                )
-            limits.append(room)
-        return min(limits)
+    def fit(self, shape: KvShape, most: int | None = None) -> Room:
+        """What to allocate: never more slots than requests, nor than `most`, nor than the budget holds.
+
+        A prefix of everybody's, to order the rest by, costs slots. No order is twice as fast as another (Graham), so it
+        may cost half of them and no more; what has room for less goes without.
+        """
+        if self.kv_budget is None:
+            return _unbounded(self.slots or DEFAULT_SLOTS, shape, most)
+        budget = parse_bytes(self.kv_budget)
+        limit = _least(shape.requests, self.slots, most)
+        slots = min(limit, shape.slots(budget))
+        if slots < 1:
+            raise UserError(
+                f"sampler.kv_budget={self.kv_budget} ({budget} bytes) holds not even one sequence; the least that "
+                f"would do is {shape.prompt_bytes + shape.slot_bytes} bytes ({shape.slot_bytes} for a slot, "
+                f"{shape.prompt_bytes} beside it): raise it, or lower sampling.max_new_tokens or leave out the longest "
+                "prompts"
+            )
+        if not shape.parked_bytes or slots == shape.requests:
+            return Room(slots, bounded=True, probes=False)
+        probing = min(limit, shape.probing_slots(budget))
+        if 2 * probing >= slots:
+            return Room(probing, bounded=True, probes=True)
+        enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
+        return Room(slots, bounded=True, probes=False, probes_with=next(enough))
+
+
+def _least(*limits: int | None) -> int:
+    return min(limit for limit in limits if limit is not None)
+
+
+def _unbounded(slots: int, shape: KvShape, most: int | None) -> Room:
+    """So many slots, or as few as are wanted or allowed, and whatever else it takes."""
+    slots = _least(slots, shape.requests, most)
+    return Room(slots, bounded=False, probes=shape.parked_bytes > 0 and slots < shape.requests)
 
 
 @dataclass(frozen=True)
@@ -114,15 +176,18 @@ class Sampler(Protocol):
     @property
     def on_oom(self) -> str: ...
 
-    def fit(self, requests: int, shape: KvShape) -> int: ...
+    def fit(self, shape: KvShape, most: int | None = None) -> Room: ...
 
 
 class Capped:
-    """A sampler and the most slots that have turned out to fit. `last` is what it answered last, 0 before."""
+    """A sampler and the most slots that have turned out to fit (`most`, None: nothing was ever too much).
+
+    `last` is what it answered last, 0 before.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._most: int | None = None
+        self.most: int | None = None
         self.last = 0
 
     @property
@@ -130,17 +195,21 @@ class Capped:
         return self._sampler.refills
 
     @property
+    def may_halve(self) -> bool:
+        return self._sampler.on_oom == "halve"
+
+    @property
     def halves(self) -> bool:
         """Whether there is anything left to halve, and it may be."""
-        return self._sampler.on_oom == "halve" and self.last > 1
+        return self.may_halve and self.last > 1
 
     def halve(self) -> int:
         """From now on at most half the slots of the last answer."""
-        self._most = self.last // 2
-        return self._most
+        self.most = self.last // 2
+        return self.most
 
-    def fit(self, requests: int, shape: KvShape) -> int:
-        """How many slots to allocate, as the sampler's own `fit`."""
-        wanted = self._sampler.fit(requests, shape)
-        self.last = wanted if self._most is None else min(wanted, self._most)
-        return self.last
+    def fit(self, shape: KvShape) -> Room:
+        """What to allocate, as the sampler's own `fit`."""
+        room = self._sampler.fit(shape, self.most)
+        self.last = room.slots
+        return room

@@ -18,7 +18,8 @@ class Parked:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     sees_prompt: bool  # whether it still attends to its prompt in the pool
-    kept_kv: int  # most keys held so far
+    kept: int  # most response keys held before an eviction so far
+    prompt_kept: int  # fewest prompt keys among those above, over layers and heads
     notes: tuple[Tensor, ...]  # the keeper's
 
     @property

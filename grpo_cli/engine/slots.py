@@ -41,10 +41,12 @@ class Slots:
         self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
         self._first_cell = torch.arange(count, device=device) * max_new_tokens  # of a slot, in the three tables above
         # One column each: prompt length, tokens generated, most tokens to generate, last token, keys held less tokens
-        # generated (-1 while nothing was evicted), prompt keys that are seen in the pool (0 after an eviction of some).
-        self._counts = torch.zeros(count, 6, dtype=torch.long, device=device)
+        # generated (-1 while nothing was evicted), prompt keys that are seen in the pool (0 after an eviction of some),
+        # most response keys held when the slot was cut down, fewest prompt keys among those in the slot.
+        self._counts = torch.zeros(count, 8, dtype=torch.long, device=device)
         columns = self._counts.unbind(1)
-        self._prompt_length, self._generated, self._limit, self._last, self._offset, self._prompt_seen = columns
+        self._prompt_length, self._generated, self._limit, self._last, self._offset, self._prompt_seen = columns[:6]
+        self._kept, self._prompt_kept = columns[6:]
         self._sampling = SamplingTable(count, device)
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
@@ -53,14 +55,12 @@ class Slots:
         self._host_offset = np.zeros(count, dtype=np.int64)
         self._host_prompt = np.zeros(count, dtype=np.int64)
         self._host_seen = np.zeros(count, dtype=np.int64)
-        self._host_kept = np.zeros(count, dtype=np.int64)  # most keys held when a slot was cut down
         self._host_entry = np.zeros(count, dtype=np.int64)
         self._host_columns = (
             self.host_generated,
             self._host_offset,
             self._host_prompt,
             self._host_seen,
-            self._host_kept,
             self._host_entry,
         )
         self._table: Tensor | None = None
@@ -87,14 +87,14 @@ class Slots:
         self._counts[index] = torch.tensor(counts, device=device)
         self._uniforms[index] = uniforms([r.seed for r in requests], self._uniforms.shape[1]).to(device)
         self._sampling.put(slots, [r.sampling for r in requests])
-        for slot, sequence, (prompt, made, _, _, offset, seen) in zip(slots, sequences, counts, strict=True):
+        for slot, sequence, (prompt, made, _, _, offset, seen, *_) in zip(slots, sequences, counts, strict=True):
             assert self.sequences[slot] is None, f"slot {slot} is taken"
             if self._host_entry[slot] != sequence.entry:
                 self._table = None
             self.sequences[slot] = sequence
             self.running += 1
             self.host_generated[slot], self._host_offset[slot] = made, offset
-            self._host_prompt[slot], self._host_seen[slot], self._host_kept[slot] = prompt, seen, 0
+            self._host_prompt[slot], self._host_seen[slot] = prompt, seen
             self._host_entry[slot] = sequence.entry
             if sequence.parked is None:
                 self.keeper.claim(slot, sequence.entry)
@@ -118,9 +118,13 @@ class Slots:
         """The host's note that each of `slots` has made a token."""
         self.host_generated[slots] += 1
 
-    def kept_kv(self, slot: int) -> int:
-        """Most keys that the slot has held of this sequence."""
-        return int(max(self._host_kept[slot], self._held()[slot]))
+    def kept_kv(self, slots: Seq[int]) -> list[int]:
+        """Most response keys that each slot has held of its sequence, in the layer and head that held most."""
+        return self._most_response_keys(torch.tensor(slots, device=self._counts.device)).tolist()
+
+    def _most_response_keys(self, index: Int[Tensor, "R"]) -> Int[Tensor, "R"]:
+        held = self._generated[index] + self._offset[index]
+        return torch.maximum(self._kept[index], held - self._prompt_kept[index])
 
     def _held(self) -> np.ndarray:
         return self.host_generated + self._host_offset
@@ -130,16 +134,17 @@ class Slots:
         tally = self._tally(running)
         for due in self.keeper.due(tally):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
-            self.keeper.evict(due, requests, self._host_entry[due.rows].tolist(), self.kv, prompts)
-            self._cut_down(due)
+            prompt_kept = self.keeper.evict(due, requests, self._host_entry[due.rows].tolist(), self.kv, prompts)
+            self._cut_down(due, prompt_kept)
             tally = self._tally(running)
         self.keeper.count(tally, prompts.held_keys)
 
-    def _cut_down(self, due: Due) -> None:
+    def _cut_down(self, due: Due, prompt_kept: Int[Tensor, "R"]) -> None:
         index = torch.from_numpy(due.rows).to(self._offset.device)
+        self._kept[index] = self._most_response_keys(index)
+        self._prompt_kept[index] = prompt_kept
         self._offset[index] += due.left - due.own
         self._host_offset[due.rows] += due.left - due.own
-        self._host_kept[due.rows] = np.maximum(self._host_kept[due.rows], due.own)
         if due.prompt:
             self._prompt_seen[index] = 0
             self._host_seen[due.rows] = 0
@@ -197,23 +202,25 @@ class Slots:
 
     def park(self, slots: Seq[int]) -> list[Parked]:
         """Everything needed to go on with these slots' sequences in others."""
+        index = torch.tensor(slots, device=self._counts.device)
+        counts = torch.stack([self._kept[index], self._prompt_kept[index]], dim=1).tolist()
         return [
             Parked(
                 *self.kv.read(slot, int(self._held()[slot])),
                 token_ids,
                 logprobs,
                 bool(self._host_seen[slot]),
-                self.kept_kv(slot),
+                kept,
+                prompt_kept,
                 self.keeper.park(slot),
             )
-            for slot, (token_ids, logprobs) in zip(slots, self.read(slots), strict=True)
+            for slot, (token_ids, logprobs), (kept, prompt_kept) in zip(slots, self.read(slots), counts, strict=True)
         ]
 
     def _unpark(self, slot: int, parked: Parked) -> None:
         count = len(parked.token_ids)
         self.kv.restore(slot, parked.keys, parked.values)
         self.keeper.unpark(slot, parked.notes)
-        self._host_kept[slot] = parked.kept_kv
         self._tokens[slot, :count] = torch.tensor(parked.token_ids, device=self._tokens.device)
         self._logprobs[slot, :count] = torch.tensor(parked.logprobs, device=self._tokens.device)
         self._last[slot] = parked.token_ids[-1]
@@ -249,14 +256,14 @@ class Slots:
         self.sequences[target], self.sequences[source] = self.sequences[source], None
 
 
-def _counts(sequence: Sequence) -> tuple[int, int, int, int, int, int]:
+def _counts(sequence: Sequence) -> tuple[int, ...]:
     """A new tenant's row of counts (see `Slots`)."""
     prompt, parked = len(sequence.request.prompt.token_ids), sequence.parked
     limit = sequence.request.sampling.max_new_tokens
     if parked is None:
-        return prompt, 0, limit, 0, -1, prompt
-    made = len(parked.token_ids)
-    return prompt, made, limit, 0, parked.keys.shape[2] - made, prompt if parked.sees_prompt else 0
+        return prompt, 0, limit, 0, -1, prompt, 0, 0
+    made, seen = len(parked.token_ids), prompt if parked.sees_prompt else 0
+    return prompt, made, limit, 0, parked.keys.shape[2] - made, seen, parked.kept, parked.prompt_kept
 
 
 def _power_of_two(count: int) -> int:

@@ -139,9 +139,9 @@ class ShapeModel:
         with self._watched(training=False) as allocations:
             decoder = Decoder(self.model)
             generation = Generation(
-                decoder, (0,), engine.sampler, engine.sparsity, requests, None, NeverStop(), NullMeter()
+                decoder, (0,), engine.sampler, engine.sparsity, requests, None, NeverStop(), NullMeter(), engine.prefix
             )
-            parked = self._parked(generation, decoder, requests, engine.prefix)
+            parked = self._parked(generation, work, engine.prefix)
             for store in (generation.slots.kv, generation.prompts.store):
                 allocations.mark(store.keys, KV)
                 allocations.mark(store.values, KV)
@@ -153,10 +153,11 @@ class ShapeModel:
         most = max(decode, key=lambda sizes: sum(sizes.values()))
         return _with(prefill, parked), _with(most, parked)
 
-    def _parked(self, generation: Generation, decoder: Decoder, requests: Sequence[Request], prefix: int) -> int:
-        """Keys of those that wait for a slot after their prefix."""
-        waiting = len(requests) - generation.slots.count
-        return max(0, waiting) * prefix * decoder.layout().bytes_per_token
+    def _parked(self, generation: Generation, work: Work, prefix: int) -> int:
+        """Keys of those that wait after their prefix: all that go on after the token that its last key comes with."""
+        if not generation.room.probes:
+            return 0
+        return sum(length > prefix + 1 for length in work.lengths) * generation.shape.parked_bytes
 
     def _prefill(
         self, generation: Generation, decoder: Decoder, requests: Sequence[Request], allocations: Allocations

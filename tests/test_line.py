@@ -1,0 +1,86 @@
+"""Who leaves the line: the scheduler's order, as far as there is room for a prompt, and nobody forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from grpo_cli.engine.interfaces import Plan, Running, Waiting
+from grpo_cli.engine.line import Line
+from grpo_cli.engine.sequence import Sequence as Rollout
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Prompt, Request
+
+
+class InTurn:
+    """The given order, at most so many at a time; notes what it was shown."""
+
+    needs_lengths = False
+
+    def __init__(self, order: Sequence[int], at_once: int = 99) -> None:
+        self._order, self._at_once = order, at_once
+        self.shown: list[tuple[list[int], list[tuple[int, int]], list[int]]] = []
+
+    def start(self, waiting: Sequence[Waiting], slots: int) -> None:
+        self.began = [view.index for view in waiting], slots
+
+    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
+        left = [view.index for view in waiting]
+        self.shown.append((left, [(view.index, view.slot) for view in running], list(free_slots)))
+        order = [index for index in self._order if index in left]
+        return Plan(tuple(zip(order[: self._at_once], free_slots, strict=False)))
+
+
+def line(prompts: str, scheduler: InTurn) -> Line:
+    """A line of requests whose prompts are named by these letters."""
+    requests = [Request(Prompt(name, (1,), ""), i, 0, Sampling(max_new_tokens=9)) for i, name in enumerate(prompts)]
+    return Line([Rollout(index, request) for index, request in enumerate(requests)], scheduler, 2)
+
+
+def room_for(prompts: str) -> Callable[[Rollout], bool]:
+    return lambda sequence: sequence.request.prompt.id in prompts
+
+
+def places(entering: list[tuple[int, Rollout]]) -> list[tuple[int, int]]:
+    return [(sequence.index, slot) for slot, sequence in entering]
+
+
+def test_with_room_for_all_the_plan_is_followed() -> None:
+    scheduler = InTurn([3, 1, 0, 2])
+    waiting = line("aabb", scheduler)
+    assert scheduler.began == ([0, 1, 2, 3], 2) and len(waiting) == 4
+    assert places(waiting.leave([], [5, 2], room_for("ab"))) == [(3, 5), (1, 2)]
+    assert places(waiting.leave([Running(1, 2, 4, None)], [5], room_for("ab"))) == [(0, 5)]
+    assert len(waiting) == 1
+    assert scheduler.shown == [([0, 1, 2, 3], [], [5, 2]), ([0, 2], [(1, 2)], [5])]
+
+
+def test_who_has_no_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
+    scheduler = InTurn([2, 3, 0, 4, 1])
+    waiting = line("aabbc", scheduler)
+    # Both rollouts of b are chosen and have no room; so the two of a begin, and c is chosen on the way.
+    assert places(waiting.leave([], [0, 1], room_for("a"))) == [(0, 0), (1, 1)]
+    assert scheduler.shown[0] == ([0, 1, 2, 3, 4], [], [0, 1])
+    assert scheduler.shown[1] == ([0, 1, 4], [], [0, 1])
+    assert scheduler.shown[2] == ([1], [(0, 0)], [1])
+    # Nobody is left to choose: there is room for all now, and two of the three begin in the order they were chosen in.
+    assert len(waiting) == 3
+    assert places(waiting.leave([], [1, 0], room_for("abc"))) == [(2, 1), (3, 0)]
+    assert len(scheduler.shown) == 3 and len(waiting) == 1
+    assert places(waiting.leave([Running(3, 0, 1, None)], [1], room_for("abc"))) == [(4, 1)]
+    assert not waiting
+
+
+def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step() -> None:
+    scheduler = InTurn([0, 1, 2], at_once=1)
+    waiting = line("aaa", scheduler)
+    assert places(waiting.leave([], [0, 1], room_for("a"))) == [(0, 0)]
+    assert len(scheduler.shown) == 1
+    idle = line("aa", InTurn([0, 1], at_once=0))
+    assert idle.leave([Running(7, 1, 1, None)], [0], room_for("a")) == []
+
+
+def test_a_line_in_which_nobody_can_ever_begin_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="who waits for an entry is not kept from it"):
+        line("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))

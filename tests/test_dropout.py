@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import small_model
 from test_adapters import moved
 from test_learner import make_batch, make_learner
 from test_model_runs import last_record, trainer
 from torch import nn
 
-from grpo_cli.correction import Correct
-from grpo_cli.logprobs import token_logprobs
-from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.load import load_model
 from grpo_cli.settings import LoraSettings, ModelSettings
-from grpo_cli.types import Batch, LossOutput, Totals
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -68,3 +63,29 @@ def test_recomputing_activations_changes_no_weight_and_no_metric_under_dropout(t
     trainer(tmp_path / "recomputing", (*recomputing, f"resume={tmp_path / 'recomputing'}")).fit()
     assert equal(saved(tmp_path / "plain"), saved(tmp_path / "recomputing"))
     assert last_record(tmp_path / "plain") == pytest.approx(last_record(tmp_path / "recomputing"), rel=1e-6)
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """What was logged of each step."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward/mean" in row]
+
+
+TRUNCATED = ("correction.is=token", "correction.is_threshold=2")
+VETOED = (*TRUNCATED, "correction.rs=veto")
+
+
+@pytest.mark.parametrize("correction", [(), TRUNCATED, VETOED], ids=["none", "tis", "veto"])
+def test_dropout_is_no_mismatch_and_clips_nothing(correction: tuple[str, ...], tmp_path: Path) -> None:
+    """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
+    trainer(tmp_path, (*WORDS, *correction)).fit()
+    for row in records(tmp_path):
+        assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
+        assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("dropout", "passes"), [("0", False), ("0.5", True)])
+def test_only_dropout_costs_a_pass_of_its_own(dropout: str, passes: bool, tmp_path: Path) -> None:
+    trainer(tmp_path, (*WORDS, f"model.lora.dropout={dropout}")).fit()
+    assert ["time/policy_logprobs" in row for row in records(tmp_path)] == [passes, passes]

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_cli.batch import rows_of, to_device, totals
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.optimizer import make_optimizer
+from grpo_cli.optimizer import load_state, make_optimizer
 from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch, Totals
@@ -163,7 +163,7 @@ class Learner:
         return self._optimizer.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(dict(state))
+        load_state(self._optimizer, state)
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
@@ -181,3 +181,28 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     if optim.schedule == "cosine":
         return optim.lr * 0.5 * (1.0 + torch.cos(torch.tensor(torch.pi * done)).item())
     return optim.lr
+
+
+def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
+    """What the learning rate follows, by the keys of the settings: a checkpoint keeps it."""
+    return {
+        "optim.lr": optim.lr,
+        "optim.warmup_steps": optim.warmup_steps,
+        "optim.schedule": optim.schedule,
+        "train.steps": train.steps,
+    }
+
+
+def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
+    """What to say if the rate of update `step` is not what it would have been under a `schedule_of` that was saved."""
+    words = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
+    then = learning_rate(replace(optim, **words), step, saved["train.steps"])
+    now = learning_rate(optim, step, train.steps)
+    if now == then:
+        return None
+    given = schedule_of(optim, train)
+    changed = ", ".join(f"{key}={given[key]} (was {value})" for key, value in saved.items() if given[key] != value)
+    return (
+        f"the learning rate of the next update is {now:.3g}, and would have been {then:.3g} under the settings that "
+        f"this run was saved with: {changed}"
+    )

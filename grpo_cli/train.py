@@ -28,7 +28,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
 from grpo_cli.health import HealthCheck
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
-from grpo_cli.learner import Learner, Update
+from grpo_cli.learner import Learner, Update, rate_jump, schedule_of
 from grpo_cli.meter import peak_bytes
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.provenance import code_version
@@ -306,6 +306,7 @@ class Trainer:
         state = {
             "progress": dict(vars(self._progress)),
             "optimizer": self._learner.state(),
+            "schedule": schedule_of(self._settings.optim, self._settings.train),
             "engine": dict(getattr(self._parts.engine, "state", dict)()),
             "rng": rng_state(),
         }
@@ -337,6 +338,7 @@ class Trainer:
         if hasattr(self._parts.engine, "load_state"):
             self._parts.engine.load_state(state["engine"])
         set_rng_state(state["rng"])
+        self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
         if self._progress.step >= self._settings.train.steps and is_completed(self._run_dir):
@@ -344,6 +346,13 @@ class Trainer:
                 f"this run has done its {self._progress.step} steps already "
                 f"(train.steps={self._settings.train.steps}): raise train.steps to go on"
             )
+
+    def _say_if_the_rate_jumps(self, state: Mapping[str, Any]) -> None:
+        settings = self._settings
+        if "schedule" in state and self._progress.step < settings.train.steps:
+            jump = rate_jump(state["schedule"], settings.optim, settings.train, self._progress.step)
+            if jump:
+                self._parts.warn(jump)
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
         measured = {**vars(self._progress), "peak_memory_bytes": self._peak_bytes()}

@@ -19,7 +19,7 @@ from grpo_cli import downsample, loss
 from grpo_cli.checkpoint import find_checkpoint
 from grpo_cli.correction import Correct
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
-from grpo_cli.types import Batch, LossOutput, Prompt, Request, ScoredGroup, Totals
+from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
 
 TIS = Correct(importance="token", is_threshold=2.0)
 
@@ -321,3 +321,23 @@ def test_whether_the_rejected_count_is_the_correction_s_word(tmp_path: Path, cou
         quiet(settings_for(tmp_path, steps=1)), model=model, engine=engine, loss=spy, correction=correction
     ).fit()
     assert len(spy.batches[0]) == (12 if count_rejected else 9)
+
+
+class Forgets(CountTask):
+    """Held-out problems are solved once each, in the first evaluation; those that are trained on never."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        held_out, new = prompt.id.startswith("eval"), prompt.id not in self._seen
+        if rollout.request.sampling.temperature == 0.0:
+            self._seen.add(prompt.id)
+        return Reward(1.0 if held_out and new else rollout.token_ids[0] / 1000)
+
+
+def test_the_best_accuracy_need_not_be_the_last_one(tmp_path: Path) -> None:
+    recorder, settings = Recorder(), replace(settings_for(tmp_path, steps=1), eval=EvalSettings(1, 3, 2, 1.0))
+    summary = make_trainer(settings, task=Forgets(), trackers=(recorder,)).fit()
+    assert (summary["best_accuracy"], summary["final_accuracy"]) == (1.0, 0.0)
+    assert [len(record.examples) for record in recorder.records] == [0, 5], "record.rollouts of 12"

@@ -55,7 +55,7 @@ class Engine(Protocol):
         """What the last `generate` cost; complete once its iterator is exhausted."""
 
     def update_weights(self) -> None:
-        """Called after each optimizer step; a no-op for an engine that shares the trainer's modules."""
+        """Called after a step whose updates moved the weights; a no-op where the modules are the trainer's."""
 
 
 @runtime_checkable
@@ -112,7 +112,10 @@ class Correction(Protocol):
 
 @runtime_checkable
 class LossFn(Protocol):
-    """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum."""
+    """Log-probabilities to a scalar. Divisors come from `totals`, so micro-batching cannot change the sum.
+
+    Asked of an update in which `batch.loss_mask` leaves a token at all. If the gradient is zero, nothing moves.
+    """
 
     def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput: ...
 

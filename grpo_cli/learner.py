@@ -16,7 +16,8 @@ from torch import Tensor
 
 from grpo_cli.batch import rows_of, to_device, totals
 from grpo_cli.interfaces import LossFn, Meter
-from grpo_cli.optimizer import make_optimizer
+from grpo_cli.model.anatomy import has_dropout
+from grpo_cli.optimizer import load_state, make_optimizer
 from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch, Totals
@@ -24,11 +25,15 @@ from grpo_cli.types import Batch, Totals
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step, or the reason why there was none. `logprobs` are the learner's, from before the step."""
+    """What came of a batch. `logprobs` are the learner's own, dropout included, from before the step.
+
+    `fault` says what was not finite. `moved` says whether the optimizer has stepped; without gradient it does not.
+    """
 
     metrics: Mapping[str, float]
     logprobs: Float[Tensor, "B T"]
     fault: str | None
+    moved: bool
 
 
 class Learner:
@@ -52,6 +57,7 @@ class Learner:
         self._compared = self._pass.plain
         self._span = meter.span
         self._autocast_word = model_settings.autocast
+        self.drops = has_dropout(model)  # so that the passes of `update` are not those of `logprobs`
         self.updates = 0  # optimizer steps begun by this process
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
@@ -76,7 +82,7 @@ class Learner:
         return result
 
     def update(self, batch: Batch, temperature: float, max_new_tokens: int, step: int) -> Update:
-        """Gradients of the whole batch, then one optimizer step, unless something in them is not finite."""
+        """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, max_new_tokens)
         self._compare_with_padded(batch, divisors, temperature)
@@ -95,34 +101,43 @@ class Learner:
                     sums[name] = sums[name] + share if name in sums else share
         metrics = {name: float(value) for name, value in sums.items()}
         with self._span("optimizer"):
-            fault = self._move(metrics, step)
+            fault, moved = self._move(metrics, step)
         self._optimizer.zero_grad(set_to_none=True)
-        return Update(metrics, logprobs, fault)
+        return Update(metrics, logprobs, fault, moved)
 
-    def _move(self, metrics: dict[str, float], step: int) -> str | None:
-        """One optimizer step, or the reason why there was none. Notes the gradient's norm and the rate in `metrics`."""
+    def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:
+        """One optimizer step, if the gradient is finite and there is any: without one, the averages of earlier ones and
+        weight decay would move the weights. Notes the gradient's norm and the rate in `metrics`."""
         metrics["optim/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm))
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
-        if fault is None:
-            rate = learning_rate(self._optim, step, self._train.steps)
-            metrics["optim/lr"] = rate
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self.updates += 1  # first: a step that is cut short has moved some of the weights
-            self._optimizer.step()
-        return fault
+        if fault is not None:
+            return fault, False
+        rate = learning_rate(self._optim, step, self._train.steps)
+        metrics["optim/lr"] = rate
+        if metrics["optim/grad_norm"] == 0.0 and not self._has_gradient():
+            return None, False
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self.updates += 1  # first: a step that is cut short has moved some of the weights
+        self._optimizer.step()
+        return None, True
+
+    def _has_gradient(self) -> bool:
+        """The squares of small numbers, and so their norm, may be 0 where they are not."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
     def _compare_with_padded(self, batch: Batch, divisors: Totals, temperature: float) -> None:
         """Before the first update, a few rows as padded ones too: any other way must give the same to rounding.
 
-        Without dropout, and with advantages that make a gradient whatever was earned.
+        Without dropout, with advantages that make a gradient whatever was earned, and on-policy: by an old policy of
+        other roundings a narrow clip would tell the two apart.
         """
         if self._compared:
             return
         self._model.eval()
         part = to_device(rows_of(batch, rows_to_compare(batch, self._train.micro_batch_tokens)), self._device)
         signs = torch.where(torch.arange(len(part), device=self._device) % 2 == 0, 1.0, -0.5)
-        part = replace(part, advantages=signs)
+        part = replace(part, advantages=signs, policy_logprobs=None)
 
         def loss_of(logprobs: Tensor) -> Tensor:
             return self._loss(logprobs, part, divisors).loss
@@ -148,7 +163,7 @@ class Learner:
         return self._optimizer.state_dict()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(dict(state))
+        load_state(self._optimizer, state)
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
@@ -166,3 +181,28 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     if optim.schedule == "cosine":
         return optim.lr * 0.5 * (1.0 + torch.cos(torch.tensor(torch.pi * done)).item())
     return optim.lr
+
+
+def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
+    """What the learning rate follows, by the keys of the settings: a checkpoint keeps it."""
+    return {
+        "optim.lr": optim.lr,
+        "optim.warmup_steps": optim.warmup_steps,
+        "optim.schedule": optim.schedule,
+        "train.steps": train.steps,
+    }
+
+
+def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
+    """What to say if the rate of update `step` is not what it would have been under a `schedule_of` that was saved."""
+    words = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
+    then = learning_rate(replace(optim, **words), step, saved["train.steps"])
+    now = learning_rate(optim, step, train.steps)
+    if now == then:
+        return None
+    given = schedule_of(optim, train)
+    changed = ", ".join(f"{key}={given[key]} (was {value})" for key, value in saved.items() if given[key] != value)
+    return (
+        f"the learning rate of the next update is {now:.3g}, and would have been {then:.3g} under the settings that "
+        f"this run was saved with: {changed}"
+    )

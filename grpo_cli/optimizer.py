@@ -14,14 +14,45 @@ from grpo_cli.settings import OptimSettings
 
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
-    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work."""
+    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work.
+
+    Weight decay acts on weights of two or more dimensions: matrices, embeddings, adapters. Norms and biases do not
+    decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
+    """
     check_optimizer(optim, weights[0].device)
-    words: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    words: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "adamw8bit":
-        return _eight_bit(weights, words)
+        return _eight_bit(_groups(weights, optim.weight_decay), words)
     if optim.offload:
-        return Offloaded(weights, words)
-    return torch.optim.AdamW(weights, fused=True, **words)
+        return Offloaded(weights, optim.weight_decay, words)
+    return torch.optim.AdamW(_groups(weights, optim.weight_decay), fused=True, **words)
+
+
+def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Those that decay, then those that do not; a group that would be empty is left out."""
+    decaying, others = [w for w in weights if w.dim() >= 2], [w for w in weights if w.dim() < 2]
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """The averages of a checkpoint. Rate, betas, eps and decay stay those that `optimizer` was made with: PyTorch would
+    bring back the saved ones. Raises UserError for an optimizer of other weights, or of weights in other groups."""
+    saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
+    if saved != here:
+        raise UserError(
+            f"the checkpoint's optimizer has weights in groups of {saved}, and this one {here} (those that decay, and "
+            "norms and biases, which do not), so its averages cannot be told apart: resume with the version that saved "
+            "it (summary.json names it under code), or start a new run from its weights with model.path=<checkpoint>"
+        )
+    given = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    for group, words in zip(optimizer.param_groups, given, strict=True):
+        group.update(words)
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
+    return " + ".join(str(len(group["params"])) for group in groups)
 
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
@@ -56,11 +87,11 @@ def _eight_bit_bytes(count: int) -> int:
     return 2 * 4 * count if count < _SMALL else 2 * (count + 4 * -(-count // _BLOCK))
 
 
-def _eight_bit(weights: Sequence[Tensor], words: Mapping[str, Any]) -> Any:
+def _eight_bit(groups: Sequence[Mapping[str, Any]], words: Mapping[str, Any]) -> Any:
     """AdamW with averages of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(weights, **words)
+    return AdamW8bit(groups, **words)
 
 
 class Offloaded:
@@ -70,10 +101,10 @@ class Offloaded:
     through the same operations, on the CPU.
     """
 
-    def __init__(self, weights: Sequence[Tensor], words: Mapping[str, Any]) -> None:
+    def __init__(self, weights: Sequence[Tensor], weight_decay: float, words: Mapping[str, Any]) -> None:
         self._weights = list(weights)
         self._copies = [self._on_cpu(weight.detach()) for weight in weights]
-        self._adamw = torch.optim.AdamW(self._copies, fused=True, **words)
+        self._adamw = torch.optim.AdamW(_groups(self._copies, weight_decay), fused=True, **words)
 
     @staticmethod
     def _on_cpu(tensor: Tensor) -> Tensor:

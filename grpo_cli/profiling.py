@@ -7,6 +7,7 @@ import gc
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.engine.sampler import parse_bytes
 from grpo_cli.errors import UserError, is_out_of_memory
-from grpo_cli.interfaces import Correction
+from grpo_cli.interfaces import AdvantageFn, Correction
 from grpo_cli.logprobs import logprobs_at
 from grpo_cli.making import Rules, build_rules, make
 from grpo_cli.meter import resident_bytes, spans_around
+from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.optimizer import state_bytes
 from grpo_cli.passes import make_pass
@@ -52,8 +54,9 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     if not settings.profile.plan_only:
         measured = _measured(settings, rules, lengths, folder, say, warn)
     say("predicting from shapes")
-    sampler, plan = _plan(settings, rules.correction, lengths, measured)
-    predictor = _predictor(settings, device, other)
+    shapes = _shapes(settings.model)
+    sampler, plan = _plan(settings, rules.correction, lengths, measured, has_dropout(shapes.model))
+    predictor = _predictor(settings, shapes, device, other)
     room = _room(settings, device)
     predicted = predictor.predict(plan)
     report = Report(
@@ -110,6 +113,7 @@ def _measured(
         bench = experiment.set_up(settings, settings.model, meter=probe, warn=warn, **instead)
         engine = ProfiledEngine(bench.engine, lengths)
         bench = replace(bench, engine=engine)
+        rules = replace(rules, advantage=partial(_never_all_equal, rules.advantage))
         parts = experiment.parts_of(settings, rules, bench, (), probe, say, warn)
         trainer = Trainer(settings, parts, folder)
         seen = Bench(trainer, parts.model, parts.reference, engine, probe)
@@ -125,14 +129,23 @@ def _measured(
     return measured
 
 
-def _predictor(settings: RunSettings, device: torch.device, other: int) -> Predictor:
-    model = settings.model
+def _never_all_equal(rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
+    """A group's advantages, made up where all are 0: steps are measured with a gradient, without which the optimizer
+    neither steps nor holds anything, also where replies of forced length all earn nothing."""
+    advantages = rule(kept_rewards, group_rewards)
+    return advantages if advantages.any() else torch.ones_like(advantages)
+
+
+def _shapes(model: ModelSettings) -> ShapeModel:
     bits = {"none": None, "8bit": 8, "4bit": 4}[model.quantize]
 
     def load() -> Any:
         return load_model(replace(model, random_init=True, quantize="none"), torch.device("cpu"))
 
-    shapes = ShapeModel(load, model.autocast, bits)
+    return ShapeModel(load, model.autocast, bits)
+
+
+def _predictor(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Predictor:
     return Predictor(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
 
 
@@ -161,7 +174,7 @@ def _not_predicted(settings: RunSettings) -> tuple[str, ...]:
 
 
 def _plan(
-    settings: RunSettings, correction: Correction, lengths: Lengths | None, measured: Measured | None
+    settings: RunSettings, correction: Correction, lengths: Lengths | None, measured: Measured | None, dropout: bool
 ) -> tuple[Any, Plan]:
     """The sampler, and what a step is made of: as it was measured, else with lengths as they are forced, else with all
     rollouts as long as may be."""
@@ -183,7 +196,7 @@ def _plan(
         minibatches=settings.train.minibatches,
         passes=Passes(
             policy_over_all=correction.rejects,
-            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several),
+            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several or dropout),
             reference=experiment.wants_reference(settings),
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),
@@ -247,8 +260,9 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
-        sampler, plan = _plan(settings, rules.correction, None, None)
-        predicted = _predictor(settings, experiment.pick_device(settings.device), 0).predict(plan)
+        shapes = _shapes(settings.model)
+        sampler, plan = _plan(settings, rules.correction, None, None, has_dropout(shapes.model))
+        predicted = _predictor(settings, shapes, experiment.pick_device(settings.device), 0).predict(plan)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")
         return UserError("\n".join(lines))

@@ -28,7 +28,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
 from grpo_cli.health import HealthCheck
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
-from grpo_cli.learner import Learner, Update
+from grpo_cli.learner import Learner, Update, rate_jump, schedule_of
 from grpo_cli.meter import peak_bytes
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.provenance import code_version
@@ -177,37 +177,41 @@ class Trainer:
     def _train_on(self, selected: Sequence[Selection], judged: Judged, step: int) -> Trained:
         """The batch of what was selected, the log-probabilities that it lacks, and the updates made from it."""
         span, parts = self._parts.meter.span, self._parts
-        mismatch = judged.metrics
         if not any(selection.indices for selection in selected):
-            return self._nothing_to_train_on(mismatch, step)
+            self._warn_of_rejection(step)
+            return self._nothing_learnt((), judged.metrics or {})
         batch = collate([s.kept for s in selected], [s.advantages for s in selected], parts.pad_token_id)
         with span("logprobs"):
             batch, corrections = self._logprobs(batch, selected, judged)
-        mismatch = mismatch or corrections
-        if not batch.weights.any():  # the optimizer's averages would move the weights even without a gradient
-            return self._nothing_to_train_on(mismatch, step)
+        if not batch.weights.any():
+            self._warn_of_rejection(step)
         with span("update"):
             updates = self._update(batch, step)
-        if mismatch is None:  # the learner's own pass, made before it moved, has the old policy's log-probabilities
+        mismatch = judged.metrics or corrections or {}
+        if corrections is None and updates:  # the learner's own pass was of the policy before it moved
             mismatch = parts.correction(batch.sampler_logprobs, updates[0].logprobs, batch.response_mask)[2]
-        return Trained(tuple(updates), len(batch), int(batch.loss_mask.sum()), mismatch)
+        if not any(update.moved or update.fault for update in updates):
+            return self._nothing_learnt(updates, mismatch)
+        return Trained(updates, len(batch), int(batch.loss_mask.sum()), mismatch)
 
-    def _nothing_to_train_on(self, mismatch: Mapping[str, float] | None, step: int) -> Trained:
+    def _nothing_learnt(self, updates: tuple[Update, ...], mismatch: Mapping[str, float]) -> Trained:
         self._progress.empty_steps += 1
+        return Trained(updates, 0, 0, mismatch)
+
+    def _warn_of_rejection(self, step: int) -> None:
         self._parts.warn(
-            f"step {step + 1}: every rollout was rejected by the correction, so there was no update; look at "
+            f"step {step + 1}: every rollout was rejected by the correction, so that none of them teaches; look at "
             "mismatch/log_ratio_q001, then raise sparsity.budget, lower correction.veto, or widen "
             "correction.is_threshold_low and correction.is_threshold or correction.mask_low and correction.mask_high"
         )
-        return Trained((), 0, 0, mismatch or {})
 
     def _logprobs(
         self, batch: Batch, selected: Sequence[Selection], judged: Judged
     ) -> tuple[Batch, Mapping[str, float] | None]:
         """The old policy's and the reference's log-probabilities, where the loss or the correction needs them.
 
-        With one update per round the learner's own forward pass gives the old policy's, so that measuring the mismatch
-        (None here) can wait for it.
+        With one update per round, and without dropout, the learner's own forward pass gives the old policy's, so that
+        measuring the mismatch (None here) can wait for it.
         """
         parts, settings = self._parts, self._settings
         if parts.reference is not None:
@@ -215,7 +219,11 @@ class Trainer:
             batch = replace(batch, ref_logprobs=reference)
         if judged.policy_logprobs is not None:
             policy = judged.policy_logprobs[batch_rows(selected), : batch.input_ids.shape[1]]
-        elif parts.correction.needs_policy_logprobs or settings.train.epochs * settings.train.minibatches > 1:
+        elif (
+            parts.correction.needs_policy_logprobs
+            or settings.train.epochs * settings.train.minibatches > 1
+            or self._learner.drops
+        ):
             policy = self._logprobs_under(parts.model, "policy_logprobs", batch)
         else:
             return batch, None
@@ -226,22 +234,27 @@ class Trainer:
         with self._parts.meter.span(span):
             return self._learner.logprobs(model, batch, self._settings.sampling.temperature)
 
-    def _update(self, batch: Batch, step: int) -> list[Update]:
-        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and counts; one of which all was
-        rejected is passed over."""
+    def _update(self, batch: Batch, step: int) -> tuple[Update, ...]:
+        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and counts; one without gradient
+        changes nothing. One without a token left to train on, and so without divisors, is passed over."""
         settings, progress = self._settings, self._progress
-        updates = []
+        updates: list[Update] = []
+        begun = self._learner.updates
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
-                if not part.weights.any():
+                if not part.loss_mask.any():
                     continue
+                if self._learner.updates == begun:
+                    # It has not moved, and is the old policy itself: what another pass says of that differs by rounding
+                    # and dropout, which the loss would take for a policy that has moved, and clip.
+                    part = replace(part, policy_logprobs=None)
                 update = self._learner.update(
                     part, settings.sampling.temperature, settings.sampling.max_new_tokens, step
                 )
                 updates.append(update)
                 if update.fault is None:
-                    progress.updates += 1
+                    progress.updates += update.moved
                     progress.bad_in_a_row = 0
                     continue
                 progress.skipped_steps += 1
@@ -254,8 +267,9 @@ class Trainer:
                         f"(train.max_bad_steps={settings.train.max_bad_steps}); the last batches are below "
                         f"{where.parent}. Lower optim.lr or optim.max_grad_norm, or use model.dtype=float32"
                     )
-        self._parts.engine.update_weights()
-        return updates
+        if self._learner.updates > begun:
+            self._parts.engine.update_weights()
+        return tuple(updates)
 
     def _dump(self, batch: Batch, step: int) -> Path:
         folder = self._run_dir / "bad_batches"
@@ -292,6 +306,7 @@ class Trainer:
         state = {
             "progress": dict(vars(self._progress)),
             "optimizer": self._learner.state(),
+            "schedule": schedule_of(self._settings.optim, self._settings.train),
             "engine": dict(getattr(self._parts.engine, "state", dict)()),
             "rng": rng_state(),
         }
@@ -323,6 +338,7 @@ class Trainer:
         if hasattr(self._parts.engine, "load_state"):
             self._parts.engine.load_state(state["engine"])
         set_rng_state(state["rng"])
+        self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
         if self._progress.step >= self._settings.train.steps and is_completed(self._run_dir):
@@ -330,6 +346,13 @@ class Trainer:
                 f"this run has done its {self._progress.step} steps already "
                 f"(train.steps={self._settings.train.steps}): raise train.steps to go on"
             )
+
+    def _say_if_the_rate_jumps(self, state: Mapping[str, Any]) -> None:
+        settings = self._settings
+        if "schedule" in state and self._progress.step < settings.train.steps:
+            jump = rate_jump(state["schedule"], settings.optim, settings.train, self._progress.step)
+            if jump:
+                self._parts.warn(jump)
 
     def _summary(self, status: str, fault: str | None) -> dict[str, Any]:
         measured = {**vars(self._progress), "peak_memory_bytes": self._peak_bytes()}

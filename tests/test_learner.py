@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,3 +78,52 @@ def test_the_model_trains_in_training_mode_and_samples_in_evaluation_mode() -> N
 
     make_learner(model, watched).update(make_batch(), 1.0, 4, 0)
     assert modes == [True] and not model.training
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def unmoved(model: Any, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def flat(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+    return LossOutput(0.0 * logprobs.sum(), {})
+
+
+def test_a_gradient_of_zero_is_no_update() -> None:
+    """AdamW would move every weight, by its averages of earlier gradients and by its decay."""
+    losses = [steep, flat]
+    model = small_model()
+    learner = make_learner(model, lambda *words: losses[0](*words), weight_decay=0.5)
+    assert learner.update(make_batch(), 1.0, 4, 0).moved
+    before, averages = weights_of(model), copy.deepcopy(learner.state())
+    losses.pop(0)
+    update = learner.update(make_batch(), 1.0, 4, 1)
+    assert (update.moved, update.fault, update.metrics["optim/grad_norm"], learner.updates) == (False, None, 0.0, 1)
+    assert unmoved(model, before)
+    for old, new in zip(averages["state"].values(), learner.state()["state"].values(), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_a_gradient_whose_norm_is_too_small_for_a_number_is_still_one() -> None:
+    """The square of 1e-30 is 0 in float32; AdamW steps by the sign of a gradient of any size."""
+    model = small_model()
+    before = weights_of(model)
+
+    def faint(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(1e-30 * logprobs.sum(), {})
+
+    update = make_learner(model, faint, eps=1e-38).update(make_batch(), 1.0, 4, 0)
+    assert update.metrics["optim/grad_norm"] == 0.0 and update.moved and not unmoved(model, before)
+
+
+def test_a_fault_moves_nothing() -> None:
+    def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(logprobs.sum() * float("nan"), {})
+
+    model = small_model()
+    before = weights_of(model)
+    update = make_learner(model, broken).update(make_batch(), 1.0, 4, 0)
+    assert not update.moved and update.fault == "loss/total is nan" and unmoved(model, before)

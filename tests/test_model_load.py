@@ -147,7 +147,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tmp_path: Pat
         model = load_model(settings(tmp_path, gradient_checkpointing=checkpointing), CPU)
         seen: list[int] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         gradients[checkpointing] = [weight.grad for weight in model.parameters()]
         calls[checkpointing] = len(seen)
     assert calls == {False: 1, True: 2}

@@ -21,7 +21,8 @@ from grpo_cli.errors import UserError
 from grpo_cli.experiment import build, checkpoint_overrides
 from grpo_cli.model.adapters import AdapterOff
 
-COMMON = ("n=4", "train.prompts=2", "train.checkpoint_every=1", "train.keep_checkpoints=9")
+# With this seed the rewards of every step differ, so that there is something to learn in each.
+COMMON = ("n=8", "seed=1", "train.prompts=2", "train.checkpoint_every=1", "train.keep_checkpoints=9")
 SHORT = ("eval.every=0", "sampling.max_new_tokens=10", "train.steps=2")
 LORA = ("model.lora.rank=2",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 
+from grpo_cli import loss
 from grpo_cli.batch import rows_of
 from grpo_cli.errors import UserError
 from grpo_cli.learner import Learner
-from grpo_cli.loss import grpo
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
@@ -26,6 +27,7 @@ from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch
 
 MODEL = ModelSettings("", "float32", "none", False, False, False)
+METER = NullMeter()
 OPTIM = OptimSettings(1e-3, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0)
 
 
@@ -141,8 +143,8 @@ def _prompt_lengths(batch: Batch) -> torch.Tensor:
 
 
 def make_learner(model: Any, **train: Any) -> Learner:
-    loss: Any = partial(grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    return Learner(model, loss, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM, NullMeter())
+    rule: Any = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
+    return Learner(model, rule, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM, METER)
 
 
 @pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
@@ -170,6 +172,18 @@ def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest
     with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
         make_learner(model, shared_prefix=True).update(make_batch(UNEVEN), 1.0, 9, 0)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_rounding_of_the_old_policy_is_no_difference_between_the_ways() -> None:
+    """GSPO clips a sequence whole where it is 3e-4 from the old policy, and bfloat16 takes padded rows that far."""
+    gspo: Any = partial(loss.gspo, clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="sequence")
+    model, batch = small_model(), make_batch(UNEVEN)
+    half = replace(MODEL, autocast="bfloat16")
+    learner = Learner(
+        model, gspo, half, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, shared_prefix=True), OPTIM, METER
+    )
+    old = learner.logprobs(model, batch, 1.0)
+    assert learner.update(replace(batch, policy_logprobs=old), 1.0, 9, 0).fault is None
 
 
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:

@@ -60,6 +60,22 @@ def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
     assert all(name in shown for name in ("decode", "backward", "To lower it", "fits"))
 
 
+def test_a_profile_steps_though_all_replies_of_full_length_earn_nothing():
+    found, _ = profile("profile.steps=1", "profile.warmup=0", "profile.lengths=full", "eval.every=0")
+    measured, predicted = found["measured"]["exact_bytes"], found["predicted"]["exact_bytes"]
+    assert measured["optimizer"] == predicted["optimizer"] > 0
+    assert measured["gradients"] == predicted["gradients"] > 0
+
+
+def test_the_pass_that_dropout_costs_is_predicted_too():
+    pytest.importorskip("peft")
+    words = ["profile.steps=1", "profile.warmup=0", "eval.every=0", "model.lora.rank=2"]
+    for dropout, passes in ((0.5, True), (0, False)):
+        found, _ = profile(*words, f"model.lora.dropout={dropout}")
+        for side in ("measured", "predicted"):
+            assert ("policy_logprobs" in found[side]["phases"]) == passes, (side, dropout)
+
+
 def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("grpo_cli.profiling.Trainer", None)
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]

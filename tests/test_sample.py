@@ -30,6 +30,16 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval() -> None:
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25]))
 
 
+def test_a_number_on_a_border_belongs_to_the_token_above_it_and_none_to_a_token_of_probability_zero() -> None:
+    """Tokens 1 and 3 have half each, and shares [0, 0.5) and [0.5, 1): 0 is no number of token 0, whose share is empty,
+    nor is 0.5 one of token 1 or 2."""
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(4, 5)
+    uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = table(*[Sampling()] * 4).draw(logits, uniform, slice(0, 4))
+    assert tokens.tolist() == [1, 1, 3, 3]
+    torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
+
+
 def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:
     logits = torch.tensor([[0.0, 2.0]])
     _, logprob = table(Sampling(temperature=2.0)).draw(logits, torch.tensor([0.9], dtype=torch.float64), slice(0, 1))

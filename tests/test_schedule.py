@@ -105,6 +105,12 @@ def test_the_dynamic_programme_improves_on_all_else_and_says_so_when_it_is_given
     assert plan.makespan <= 1.01 * optimum(lengths, 3)
 
 
+def test_a_programme_that_was_given_up_guarantees_nothing():
+    lengths = [862, 715, 646, 558, 508, 466, 426, 384, 303, 273, 271, 262]
+    plan = assign(lengths, 3, epsilon=1e-6, max_states=100)
+    assert plan.capped and plan.guarantee == plan.makespan / plan.proven_bound > 1 + 1e-6
+
+
 def test_three_equal_jobs_on_two_slots_are_proven_to_take_two_turns():
     assert lower_bound([10, 10, 10], 2) == 15
     assert proven_lower_bound([10, 10, 10], 2) == 20

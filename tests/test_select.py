@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from grpo_cli import advantage, downsample
-from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, examples, select
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -64,3 +65,29 @@ def test_rows_are_places_among_all_rollouts_of_the_step() -> None:
     selections = [chosen((0.0, 1.0, 2.0), (), 2), chosen((0.0, 5.0), (), 2), chosen((3.0, 1.0, 2.0), (), 2)]
     assert [s.indices for s in selections] == [(0, 2), (0, 1), (0, 1)]
     assert torch.equal(batch_rows(selections), torch.tensor([0, 2, 3, 4, 5, 6]))
+
+
+class Words:
+    """As much of a task as a recorded rollout asks for."""
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return []
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        raise NotImplementedError
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage() -> None:
+    """Of two groups of four the first and third rollout each; the best and the worst of each group are trained on."""
+    selections = [chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)]
+    rows = examples(Words(), selections, 4)
+    assert [(row.sample, row.reward, row.kept, row.advantage) for row in rows] == [
+        (0, 0.0, True, -4.5),
+        (2, 5.0, False, None),
+        (0, 8.0, True, 4.0),
+        (2, 0.0, True, -4.0),
+    ]
+    assert len(examples(Words(), selections, -1)) == len(examples(Words(), selections, 8)) == 8

@@ -39,7 +39,8 @@ from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, T
 
 
 class CountTask:
-    """Earns more the more tokens are 7: a random model learns it within a few updates."""
+    """Earns more the more tokens are 7: a random model learns it within a few updates. A little also hangs on the first
+    token, so that there is something to learn before there is a 7."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         start = 0 if split == "train" else 100
@@ -47,7 +48,7 @@ class CountTask:
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         share = sum(token == 7 for token in rollout.token_ids) / len(rollout)
-        return Reward(share, {"sevens": share})
+        return Reward(share + rollout.token_ids[0] / 1000, {"sevens": share})
 
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 def unwrapped(model: Any) -> Any:
     """The causal language model inside a PEFT wrapper, whose layers PEFT has replaced in place; else the model."""
@@ -18,3 +22,8 @@ def backbone(model: Any) -> Any:
 def head(model: Any) -> Any:
     """Hidden states to logits."""
     return unwrapped(model).lm_head
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether a pass in train mode leaves numbers out at random, and so differs from one in eval mode."""
+    return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())

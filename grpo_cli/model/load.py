@@ -49,13 +49,13 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def load_model(settings: ModelSettings, device: torch.device) -> Any:
-    """The model of `model.path` on `device`, without dropout.
+    """The model of `model.path` on `device`, in eval mode, its attention without dropout in either mode.
 
-    With `random_init` only the config is read and the weights come from torch's global generator. Layers recompute
-    their activations only in train mode, so a model with gradient checkpointing comes back in train mode and any other
-    in eval mode; since every dropout is zero, both compute the same.
+    With `random_init` only the config is read and the weights come from torch's global generator. With
+    `gradient_checkpointing` layers recompute their activations, in train mode only: whoever updates the weights turns
+    that on for as long.
 
-    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train.
+    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
 
     Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
     what `device` cannot do.
@@ -80,7 +80,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         enable({"use_reentrant": False})
     if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
         model = model.to(device)
-    return with_adapters(model, settings).train(settings.gradient_checkpointing)
+    return with_adapters(model, settings).eval()
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:

@@ -15,7 +15,7 @@ _TIME: Mapping[str, str] = {
     "prefill": "lower train.prompts, or take shorter prompts",
     "decode": "sampler=infinite with scheduler=lpt ends rounds earlier; sampling.max_new_tokens and n bound the tokens",
     "reward": "the task's judge is slow: task=<another>, or fewer rollouts with n",
-    "policy_logprobs": "correction=none or train.epochs=1 train.minibatches=1 need no pass of their own",
+    "policy_logprobs": "correction=none train.epochs=1 train.minibatches=1 model.lora.dropout=0 need no such pass",
     "ref_logprobs": "loss.kl_coef=0 needs no reference",
     "forward": "lower m (downsample=maxvar chooses which are trained on), or model.autocast=bfloat16 on a GPU",
     "backward": "lower m (downsample=maxvar chooses which are trained on); model.gradient_checkpointing=false",

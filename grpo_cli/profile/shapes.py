@@ -62,7 +62,7 @@ class ShapeModel:
     def __init__(self, load: Any, autocast: str, bits: int | None = None) -> None:
         """`load` makes the model; it is called where every new tensor is a fake one."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with self._fake:
+        with self._fake, _unmoved():
             self.model = load()
         # Fake tensors have no values, so transformers could not see that nothing is packed, and would make masks and
         # biases of rows x width x width that a run does not have. With this attention it makes none.
@@ -201,6 +201,18 @@ class ShapeModel:
         hidden = decoder.step(step, generation.slots.kv, generation.prompts, generation.slots.keeper)
         generation.slots.record(whole, decoder.logits(hidden), torch.zeros(1, dtype=torch.long))
         return allocations.take_peak()
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """Modules stay where they are: PEFT moves new adapters to where their layer is already, and PyTorch moves a fake
+    parameter by swapping it for another, which one that the mode watches does not allow."""
+    move = nn.Module.to
+    setattr(nn.Module, "to", lambda module, *_, **__: module)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "to", move)  # noqa: B010
 
 
 def fullest(lengths: Sequence[int], slots: int, capacity: int) -> list[tuple[int, int]]:

@@ -1,0 +1,113 @@
+"""Steps that teach nothing: one rule for equal rewards, for rejected rollouts and for a loss that does not care."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import small_model
+from test_seams import Spy, quiet
+from test_train import (
+    GRPO,
+    SEQUENCE_MASK,
+    SPARSE_RL,
+    CountTask,
+    Recorder,
+    make_trainer,
+    same,
+    settings_for,
+    with_sampler_off_by,
+)
+
+from grpo_cli import loss
+from grpo_cli.settings import RunSettings
+from grpo_cli.types import Batch, LossOutput, Prompt, Reward, Rollout, Totals
+
+
+class Equal(CountTask):
+    """Every rollout of the first `steps` steps earns the same."""
+
+    def __init__(self, steps: int, rollouts_per_step: int = 12) -> None:
+        self._left = steps * rollouts_per_step
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        self._left -= 1
+        return Reward(0.3) if self._left >= 0 else super().reward(prompt, rollout)
+
+
+def decaying(folder: Path, **train: Any) -> RunSettings:
+    settings = quiet(settings_for(folder, **train))
+    return replace(settings, optim=replace(settings.optim, weight_decay=0.1))
+
+
+def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Decay, and averages of the step before, would move the weights without a gradient."""
+    model, recorder, warnings = small_model(), Recorder(), list[str]()
+    kept: list[dict[str, torch.Tensor]] = [copy.deepcopy(dict(model.state_dict()))]
+    recorder._on_log = lambda record: kept.append(copy.deepcopy(dict(model.state_dict())))
+    settings = decaying(tmp_path, steps=3, epochs=2, minibatches=2)
+    parts: dict[str, Any] = dict(task=Equal(2), trackers=(recorder,), warn=warnings.append)
+    summary = make_trainer(settings, model=model, **parts).fit()
+    assert [same(kept[0], later) for later in kept[1:]] == [True, True, True, False]
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (4, 2, 0)
+    first, last = recorder.records[1].metrics, recorder.records[3].metrics
+    assert (first["optim/empty_steps"], first["optim/grad_norm"], first["loss/policy"]) == (1, 0.0, 0.0)
+    assert (first["rollouts/trained"], first["tokens/trained"], last["rollouts/trained"]) == (0, 0, 12)
+    assert first["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert not [text for text in warnings if "rejected" in text]
+
+
+def test_equal_rewards_do_step_towards_the_reference(tmp_path: Path) -> None:
+    model, far = small_model(), small_model(seed=1)
+    near = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=1.0, aggregation="sequence")
+    settings, recorder = decaying(tmp_path, steps=2), Recorder()
+    parts: dict[str, Any] = dict(task=Equal(2), loss=near, reference=far, trackers=(recorder,))
+    summary = make_trainer(settings, model=model, **parts).fit()
+    assert (summary["updates"], summary["empty_steps"]) == (2, 0)
+    assert recorder.records[2].metrics["loss/kl"] < recorder.records[1].metrics["loss/kl"]
+
+
+@pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
+def test_a_term_of_the_loss_s_own_is_asked_as_long_as_a_token_is_left(tmp_path: Path, correction: Any) -> None:
+    """Weights of 0 leave the tokens in the mask, a veto takes them out of it; all rollouts are rejected both ways."""
+
+    def with_own_term(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        output = GRPO(logprobs, batch, totals)
+        return replace(output, loss=output.loss + logprobs[batch.loss_mask].sum() / totals.tokens)
+
+    model, warnings = small_model(), list[str]()
+    engine = with_sampler_off_by(model, lambda rollout: 20.0)
+    settings = decaying(tmp_path, steps=1)
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=with_own_term, warn=warnings.append)
+    summary = make_trainer(settings, model=model, **parts).fit()
+    moved = correction is SEQUENCE_MASK
+    assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (moved, 1 - moved, 0)
+    assert len([text for text in warnings if "every rollout was rejected" in text]) == 1
+
+
+def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_on_policy(tmp_path: Path) -> None:
+    """One prompt, two minibatches of two: the pairs are equal within the first alone when the advantages are given."""
+    spy = Spy()
+
+    def halves(kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=kept_rewards.dtype)
+
+    settings = quiet(settings_for(tmp_path, steps=1, prompts=1, minibatches=4))
+    summary = make_trainer(settings, loss=spy, advantage=halves).fit()
+    assert (summary["updates"], summary["empty_steps"], len(spy.batches)) == (1, 0, 4)
+    moved = [float(batch.advantages) for batch in spy.batches].index(1.0)
+    old = [batch.policy_logprobs is None for batch in spy.batches]
+    assert old == [place <= moved for place in range(4)]
+
+
+def test_an_engine_is_told_of_weights_that_moved_and_of_no_others(tmp_path: Path) -> None:
+    told: list[int] = []
+    trainer = make_trainer(quiet(settings_for(tmp_path, steps=3, minibatches=2)), task=Equal(2))
+    trainer._parts.engine.update_weights = lambda: told.append(trainer._progress.step)
+    trainer.fit()
+    assert told == [2]

@@ -179,24 +179,23 @@ class Trainer:
         span, parts = self._parts.meter.span, self._parts
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step)
-            return self._nothing_learnt((), judged.metrics or {})
+            self._progress.empty_steps += 1
+            return Trained((), 0, 0, judged.metrics or {})
         batch = collate([s.kept for s in selected], [s.advantages for s in selected], parts.pad_token_id)
         with span("logprobs"):
             batch, corrections = self._logprobs(batch, selected, judged)
+        rollouts, tokens = len(batch), int(batch.loss_mask.sum())
         if not batch.weights.any():
             self._warn_of_rejection(step)
+            rollouts, tokens = 0, 0
         with span("update"):
             updates = self._update(batch, step)
+        if not any(update.moved or update.fault for update in updates):
+            self._progress.empty_steps += 1
         mismatch = judged.metrics or corrections or {}
         if corrections is None and updates:  # the learner's own pass was of the policy before it moved
             mismatch = parts.correction(batch.sampler_logprobs, updates[0].logprobs, batch.response_mask)[2]
-        if not any(update.moved or update.fault for update in updates):
-            return self._nothing_learnt(updates, mismatch)
-        return Trained(updates, len(batch), int(batch.loss_mask.sum()), mismatch)
-
-    def _nothing_learnt(self, updates: tuple[Update, ...], mismatch: Mapping[str, float]) -> Trained:
-        self._progress.empty_steps += 1
-        return Trained(updates, 0, 0, mismatch)
+        return Trained(updates, rollouts, tokens, mismatch)
 
     def _warn_of_rejection(self, step: int) -> None:
         self._parts.warn(

@@ -57,7 +57,7 @@ def test_a_step_of_equal_rewards_is_as_if_it_had_not_been(tmp_path: Path) -> Non
     assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (4, 2, 0)
     first, last = recorder.records[1].metrics, recorder.records[3].metrics
     assert (first["optim/empty_steps"], first["optim/grad_norm"], first["loss/policy"]) == (1, 0.0, 0.0)
-    assert (first["rollouts/trained"], first["tokens/trained"], last["rollouts/trained"]) == (0, 0, 12)
+    assert (first["rollouts/trained"], last["rollouts/trained"]) == (12, 36), "they were gone over all the same"
     assert first["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert not [text for text in warnings if "rejected" in text]
 
@@ -94,6 +94,7 @@ def test_a_term_of_the_loss_s_own_is_asked_as_long_as_a_token_is_left(tmp_path: 
     summary = make_trainer(settings, model=model, **parts).fit()
     moved = correction is SEQUENCE_MASK
     assert (summary["updates"], summary["empty_steps"], summary["skipped_steps"]) == (moved, 1 - moved, 0)
+    assert (summary["trained_rollouts"], summary["trained_tokens"]) == (0, 0)
     assert len([text for text in warnings if "every rollout was rejected" in text]) == 1
 
 

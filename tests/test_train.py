@@ -173,7 +173,7 @@ def test_micro_batching_changes_memory_and_time_only(tmp_path: Path) -> None:
         changed = replace(changed, train=replace(changed.train, micro_batch_tokens=tokens))
         make_trainer(changed, trackers=(recorder,)).fit()
         metrics.append(recorder.records[1].metrics)
-    for name in ("loss/total", "optim/grad_norm", "mismatch/ratio_mean"):
+    for name in ("loss/total", "loss/policy_ratio_mean", "optim/grad_norm", "mismatch/ratio_mean"):
         assert [m[name] for m in metrics] == pytest.approx([metrics[0][name]] * 3, rel=1e-4, abs=1e-6)
 
 
@@ -381,6 +381,7 @@ def test_one_bad_update_is_survived(tmp_path: Path) -> None:
     recorder = Recorder()
     summary = make_trainer(settings_for(tmp_path), loss=hiccup, trackers=(recorder,)).fit()
     assert (summary["status"], summary["skipped_steps"], summary["updates"]) == ("completed", 1, 3)
+    assert summary["empty_steps"] == 0
     assert recorder.records[-1].metrics["optim/skipped_steps"] == 1
 
 

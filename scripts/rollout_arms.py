@@ -23,8 +23,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_cli.engine.cache import round_up
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo

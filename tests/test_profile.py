@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from grpo_cli import cli
 from grpo_cli.engine.cache import KvStore
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.engine.sampler import Full, Infinite
 from grpo_cli.errors import UserError, is_out_of_memory
@@ -233,19 +234,20 @@ def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPa
         assert short.asked[0] == 12
 
 
+@pytest.mark.bits
 def test_out_of_memory_half_way_keeps_what_was_made(monkeypatch: pytest.MonkeyPatch):
     requests = some_requests(prompts=2, n=6)
     wanted = contents(make_engine(small_model()).generate(requests))
     engine = make_engine(small_model(), sampler=Infinite(slots=8, on_oom="halve"), warn=lambda text: None)
-    draw, left = engine._decoder.logits, [25]
+    draw, left = Decoder.logits, [25]
 
-    def failing(hidden: Any) -> Any:
+    def failing(decoder: Decoder, hidden: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
-        return draw(hidden)
+        return draw(decoder, hidden)
 
-    monkeypatch.setattr(engine._decoder, "logits", failing)
+    monkeypatch.setattr(Decoder, "logits", failing)
     assert contents(engine.generate(requests)) == wanted
     assert engine.stats().generated_tokens == sum(len(tokens) for tokens, _, _ in wanted.values())
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from grpo_cli import cli, tracking
@@ -293,8 +294,9 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     assert len(logged) == 3
     told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
-    code = summary.pop("code")
+    code, engine = summary.pop("code"), summary.pop("engine")
     assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
+    assert json.loads(told["engine"]) == engine and engine["threads"] == torch.get_num_threads()
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()
     assert (started.run_group, started.job_type) == ("my sweep", "train")
     assert {"mine", "model=tiny", "downsample=maxvar", "task=arithmetic"} <= set(started.tags)

@@ -303,13 +303,15 @@ def test_the_rate_follows_the_step(tmp_path: Path) -> None:
 
 
 def test_updates_that_fail_now_and_then_do_not_stop_a_run(tmp_path: Path) -> None:
-    """Two in a row would."""
+    """Two in a row would. What was not finite is in no mean."""
 
     def every_other(call: int, output: LossOutput) -> LossOutput:
         return replace(output, loss=output.loss * float("inf")) if call % 2 else output
 
-    summary = make_trainer(quiet(settings_for(tmp_path, steps=6)), loss=Spy(change=every_other)).fit()
+    recorder, spy = Recorder(), Spy(change=every_other)
+    summary = make_trainer(quiet(settings_for(tmp_path, steps=6)), loss=spy, trackers=(recorder,)).fit()
     assert (summary["status"], summary["skipped_steps"], summary["updates"]) == ("completed", 3, 3)
+    assert ["loss/total" in record.metrics for record in recorder.records[1:]] == [True, False] * 3
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])

@@ -45,8 +45,8 @@ _FOUND: dict[tuple[Any, ...], Invariance] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
-    """The padding for this model here: some milliseconds for a small model, a second for billions of weights. Asked
-    again for the same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
+    """The padding for this model here: 0.05 s for the embedded model, 0.4 s at hidden size 576. Asked again for the
+    same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
     plain = unpadded(decoder.group, decoder.dim)
     if not decoder.promises_bits:
         return Invariance(plain, False)
@@ -93,7 +93,7 @@ def _rows_agree(decoder: Decoder) -> bool:
         return False
     few = reference[:HEAD_ROWS]
     logits = decoder.logits(few)
-    return all(torch.equal(decoder.logits(few[:size]), logits[:size]) for size in sizes[:3])
+    return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
 
 
 def _block_weights(decoder: Decoder) -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that is checked: makes .venv if there is none, installs grpo-cli with its dev extras, then lint, format, types
-# and all tests that this machine can run; on Linux also those of engine=vllm, in .venv-vllm. Arguments go to pytest, and
-# then only that runs, for example: scripts/test.sh -m "not slow" -k config
+# Everything that is checked: makes .venv if there is none, installs grpo-cli with its dev extras, then lint, format,
+# types, all tests that this machine can run and the default run with 8 threads; on Linux also the tests of engine=vllm,
+# in .venv-vllm. Arguments go to pytest, and then only that runs, for example: scripts/test.sh -m "not slow" -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh

@@ -1,7 +1,7 @@
 """Breaks the code in one place at a time and asks its tests: what no test notices, nobody would.
 
     python scripts/mutate.py                              # all of scripts/mutations/*.json
-    python scripts/mutate.py --only train.py --jobs 2 --json out.json
+    python scripts/mutate.py trainer engine --only train.py --jobs 2 --json out.json
 
 Each entry of a list names a file, a piece of it that occurs once, what stands there instead, the tests that must fail,
 and in a sentence what is then wrong. Every breakage is made in a copy of the tree, never in the tree itself. Ends with
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -41,8 +41,9 @@ class Mutation:
     what: str
 
 
-def mutations(folder: Path) -> Iterator[Mutation]:
-    for path in sorted(folder.glob("*.json")):
+def mutations(folder: Path, lists: Sequence[str]) -> Iterator[Mutation]:
+    """Those of the named lists, of all if none is named."""
+    for path in [folder / f"{name}.json" for name in lists] or sorted(folder.glob("*.json")):
         for entry in json.loads(path.read_text(encoding="utf-8")):
             yield Mutation(**entry | {"tests": tuple(entry["tests"])})
 
@@ -90,11 +91,12 @@ def outcome(mutation: Mutation, root: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", help="lists in scripts/mutations, such as trainer; default: all")
     parser.add_argument("--only", default="", help="part of a file's name, or of a breakage's sentence")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write what became of each")
     args = parser.parse_args()
-    asked = [m for m in mutations(ROOT / "scripts/mutations") if args.only in m.file or args.only in m.what]
+    asked = [m for m in mutations(ROOT / "scripts/mutations", args.lists) if args.only in m.file or args.only in m.what]
     done: list[dict[str, object]] = []
 
     def tried(mutation: Mutation) -> str:

@@ -27,6 +27,7 @@ from grpo_cli.config import config_dir, parse_profile
 from grpo_cli.interfaces import Meter
 from grpo_cli.making import build_rules
 from grpo_cli.meter import NullMeter
+from grpo_cli.processor import settle
 from grpo_cli.profile.lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
 from grpo_cli.train import Trainer
@@ -97,4 +98,5 @@ def timed(trainer: Trainer, switch: Switch, on: bool) -> float:
 
 
 if __name__ == "__main__":
+    settle()
     main()

@@ -50,6 +50,7 @@ from rollout_arms import ARMS, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.meter import peak_bytes
+from grpo_cli.processor import settle
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
 MIB = 2**20
@@ -400,6 +401,7 @@ def child(arm: str, case: str, out: str) -> None:
 
 
 if __name__ == "__main__":
+    settle()
     if sys.argv[1:2] == ["--child"]:
         child(*sys.argv[2:])
     else:

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.learner import Learner
 from grpo_cli.loss import grpo
+from grpo_cli.processor import settle
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch
 
@@ -147,4 +148,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    settle()
     main()

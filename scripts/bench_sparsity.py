@@ -34,6 +34,7 @@ from grpo_cli.engine.sampler import Infinite
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.model.load import load_model
+from grpo_cli.processor import settle
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import ModelSettings, Sampling
 from grpo_cli.types import Prompt, Request
@@ -177,4 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    settle()
     main()

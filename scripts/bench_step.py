@@ -39,6 +39,7 @@ from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Dense
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id
+from grpo_cli.processor import settle
 from grpo_cli.settings import (
     EvalSettings,
     ModelSettings,
@@ -222,4 +223,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    settle()
     main()

@@ -39,6 +39,8 @@ from bench_rollout import (
 from rich.table import Table
 from rollout_arms import SHAPES, Case
 
+from grpo_cli.processor import settle
+
 PUBLISHED = 10.64 / 21.55
 GIB = 2**30
 
@@ -151,4 +153,5 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    settle()
     main()

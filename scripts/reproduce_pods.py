@@ -41,6 +41,7 @@ from study import (
 )
 
 from grpo_cli.config import choices
+from grpo_cli.processor import settle
 
 RULES = [rule for rule in choices("downsample") if rule != "all"]
 ARMS = {
@@ -195,5 +196,6 @@ def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
 
 
 if __name__ == "__main__":
+    settle()
     args = parsed_words()
     conduct(args, planned(args), report)

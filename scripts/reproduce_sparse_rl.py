@@ -43,6 +43,7 @@ from study import (
 
 from grpo_cli.config import choices
 from grpo_cli.overrides import overrides
+from grpo_cli.processor import settle
 
 POLICIES = [name for name in choices("sparsity") if name != "dense"]
 CORRECTIONS = {"sparse": "none", "sparse_rl": "sparse_rl"}
@@ -265,5 +266,6 @@ def parsed_words(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    settle()
     args = parsed_words()
     conduct(args, planned(args), report)

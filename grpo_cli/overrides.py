@@ -18,7 +18,8 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
 
     Choices and values are those of the composed config rather than of the command line, so that neither a named
-    experiment nor a default that has changed since makes a difference.
+    experiment nor a default that has changed since makes a difference. What a choice of ours is built by is the
+    choice's own word: where that code stands now may not be where it stood when the run was made.
     """
     config, hydra = (run_dir / ".hydra" / name for name in ("config.yaml", "hydra.yaml"))
     chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
@@ -31,6 +32,7 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
     for group in groups:
         values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+    values = {key: value for key, value in values.items() if not _is_our_target(key, value)}
     if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
         values["model.eos_tokens"] = []
     return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
@@ -54,6 +56,10 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {key: value}
     return {leaf: item for name, below in value.items() for leaf, item in _leaves(f"{key}.{name}", below).items()}
+
+
+def _is_our_target(key: str, value: Any) -> bool:
+    return key.endswith("._target_") and str(value).startswith("grpo_cli.")
 
 
 def _quoted(value: Any) -> str:

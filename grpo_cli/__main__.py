@@ -1,5 +1,5 @@
 """`python -m grpo_cli` is `grpo`."""
 
-from grpo_cli.cli import main
+from grpo_cli.cli.main import main
 
 main()

@@ -1,14 +1,24 @@
-"""The one error that means: a person asked for something that cannot be had, and here is what to do. And how to know
-that what could not be had was memory."""
+"""The one error that means: a person asked for something that cannot be had, and here is what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
     """Says what was asked, what was found and what to do. The command line prints it alone and exits with 2."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python. Asks no library to be loaded."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    signs = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+def closest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean x?` for the nearest known word, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises UserError with all of the problems, if there are any."""
+    if len(problems) == 1:
+        raise UserError(problems[0])
+    if problems:
+        raise UserError("\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_cli.examples import example
 from grpo_cli.interfaces import Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
-from grpo_cli.rollout import example, group_rollouts, requests_for, score_all
+from grpo_cli.rollout import group_rollouts, requests_for, score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
 

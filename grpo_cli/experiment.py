@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.checkpoint import find_checkpoint, resolve_run, write_summary
-from grpo_cli.config import ENGINE_PARTS
-from grpo_cli.console import ConsoleTracker
+from grpo_cli.config.choices import ENGINE_PARTS
+from grpo_cli.config.instantiate import Rules, build_rules, make
+from grpo_cli.config.overrides import overrides, overrides_of_run, overrides_to_resume
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate
-from grpo_cli.files import json_line, write_atomically
 from grpo_cli.interfaces import Engine, Meter, Task, Tracker
-from grpo_cli.making import Rules, build_rules, make
+from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
 from grpo_cli.model.load import (
@@ -37,12 +36,14 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
-from grpo_cli.optimizer import check_optimizer
-from grpo_cli.overrides import overrides, overrides_of_run, overrides_to_resume
 from grpo_cli.processor import remarks
-from grpo_cli.provenance import code_version
+from grpo_cli.runs.checkpoint import find_checkpoint, resolve_run
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
-from grpo_cli.tracking import JsonlTracker
+from grpo_cli.tracking.console import ConsoleTracker
+from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.types import Record
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_cli.learner import Update
+from grpo_cli.learner.learner import Update
 from grpo_cli.metrics import kept_metrics, rollout_metrics
 from grpo_cli.select import Selection
 from grpo_cli.types import EngineStats, ScoredGroup

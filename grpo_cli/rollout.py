@@ -11,7 +11,7 @@ from grpo_cli.downsample import check_rewards
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Example, Group, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import Group, Prompt, Request, Rollout, ScoredGroup
 
 
 def seed_of(*names: object) -> int:
@@ -95,22 +95,3 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     for group in scored:
         check_rewards(group)
     return scored
-
-
-def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
-    """One rollout of a scored group as a person reads it, and what became of it."""
-    rollout, reward = group.rollouts[index], group.rewards[index]
-    return Example(
-        prompt_id=group.prompt.id,
-        sample=rollout.request.sample,
-        prompt=task.text(group.prompt.token_ids),
-        reply=task.text(rollout.token_ids),
-        answer=group.prompt.answer,
-        reward=reward.total,
-        parts=dict(reward.parts),
-        length=len(rollout),
-        finish=rollout.finish.value,
-        kept=kept,
-        reason=reason,
-        advantage=advantage,
-    )

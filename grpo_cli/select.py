@@ -16,9 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.downsample import choose
-from grpo_cli.interfaces import AdvantageFn, DownsampleRule, Task
-from grpo_cli.rollout import example
-from grpo_cli.types import Example, ScoredGroup
+from grpo_cli.interfaces import AdvantageFn, DownsampleRule
+from grpo_cli.types import ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
 
@@ -76,19 +75,3 @@ def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
         rows += [start + index for index in selection.indices]
         start += len(selection.group.rollouts)
     return torch.tensor(rows)
-
-
-def examples(task: Task, selected: Sequence[Selection], count: int) -> tuple[Example, ...]:
-    """Rows for `rollouts.jsonl`: `count` spread evenly over the step's rollouts, all if it is negative."""
-    places = [(selection, index) for selection in selected for index in range(len(selection.group.rollouts))]
-    if 0 <= count < len(places):
-        places = [places[i * len(places) // count] for i in range(count)]
-    rows = []
-    for selection, index in places:
-        why = selection.reasons[index]
-        advantage = None
-        if index in selection.indices:
-            advantage = float(selection.advantages[selection.indices.index(index)])
-        row = example(task, selection.group, index, kept=not why, reason=why or "kept", advantage=advantage)
-        rows.append(row)
-    return tuple(rows)

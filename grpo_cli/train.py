@@ -14,27 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.batch import collate, corrected, minibatches
-from grpo_cli.checkpoint import (
-    MARKER,
-    is_completed,
-    load_state,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-    write_summary,
-)
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
-from grpo_cli.health import HealthCheck
+from grpo_cli.examples import examples
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, Engine, LossFn, Meter, Task, Tracker
-from grpo_cli.learner import Learner, Update, rate_jump, schedule_of
-from grpo_cli.meter import peak_bytes
+from grpo_cli.learner.batch import collate, corrected, minibatches
+from grpo_cli.learner.learner import Learner, Update, rate_jump, schedule_of
+from grpo_cli.memory import peak_bytes
 from grpo_cli.progress import Progress, Trained, step_metrics
-from grpo_cli.provenance import code_version
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
-from grpo_cli.select import Selection, batch_rows, examples, select
+from grpo_cli.runs.checkpoint import MARKER, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.summary import is_completed, write_summary
+from grpo_cli.select import Selection, batch_rows, select
 from grpo_cli.settings import RunSettings
+from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.types import Batch, EngineStats, Prompt, Record, ScoredGroup
 
 

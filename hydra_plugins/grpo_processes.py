@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_cli import launcher
+from grpo_cli.sweep import launcher
 
 
 class ProcessLauncher(launcher.ProcessLauncher):

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grpo_cli import cli
-from grpo_cli.jobs import Job
-from grpo_cli.launcher import ProcessLauncher
+from grpo_cli.cli.main import main as cli
+from grpo_cli.sweep.launcher import ProcessLauncher
+from grpo_cli.sweep.pool import Job
 
 SWEEP = "--sweep"  # how the program starts itself as the one that is measured
 

@@ -23,12 +23,13 @@ import hydra
 import torch
 
 from grpo_cli import experiment
-from grpo_cli.config import config_dir, parse_profile
+from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import parse_profile
+from grpo_cli.config.instantiate import build_rules
 from grpo_cli.interfaces import Meter
-from grpo_cli.making import build_rules
 from grpo_cli.meter import NullMeter
 from grpo_cli.processor import settle
-from grpo_cli.profile.lengths import NEVER, ProfiledEngine
+from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
 from grpo_cli.train import Trainer
 

@@ -49,7 +49,7 @@ from rich.table import Table
 from rollout_arms import ARMS, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.meter import peak_bytes
+from grpo_cli.memory import peak_bytes
 from grpo_cli.processor import settle
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")

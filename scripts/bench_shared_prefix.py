@@ -26,7 +26,7 @@ import transformers
 from rollout_arms import SHAPES
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.learner import Learner
+from grpo_cli.learner.learner import Learner
 from grpo_cli.loss import grpo
 from grpo_cli.processor import settle
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings

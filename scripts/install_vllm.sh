@@ -52,7 +52,7 @@ else
 fi
 cat >"$venv/bin/grpo" <<END
 #!$PWD/$venv/bin/python
-from grpo_cli.cli import main
+from grpo_cli.cli.main import main
 
 main()
 END

@@ -40,7 +40,7 @@ from study import (
     write_results,
 )
 
-from grpo_cli.config import choices
+from grpo_cli.config.choices import choices
 from grpo_cli.processor import settle
 
 RULES = [rule for rule in choices("downsample") if rule != "all"]

@@ -41,8 +41,8 @@ from study import (
     write_results,
 )
 
-from grpo_cli.config import choices
-from grpo_cli.overrides import overrides
+from grpo_cli.config.choices import choices
+from grpo_cli.config.overrides import overrides
 from grpo_cli.processor import settle
 
 POLICIES = [name for name in choices("sparsity") if name != "dense"]

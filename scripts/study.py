@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import yaml
 
-from grpo_cli.overrides import overrides
+from grpo_cli.config.overrides import overrides
 from grpo_cli.report import curves, plots, read
 from grpo_cli.report.curves import AXES, CLOCK, Rows, mean_curve
 

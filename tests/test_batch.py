@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
+from grpo_cli.learner.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_cli import files
-from grpo_cli.checkpoint import (
+from grpo_cli.errors import UserError
+from grpo_cli.runs import files
+from grpo_cli.runs.checkpoint import (
     CheckpointError,
     find_checkpoint,
     load_state,
@@ -30,9 +31,8 @@ from grpo_cli.checkpoint import (
     rng_state,
     save_checkpoint,
     set_rng_state,
-    write_summary,
 )
-from grpo_cli.errors import UserError
+from grpo_cli.runs.summary import write_summary
 
 
 def write_model(folder: Path) -> None:

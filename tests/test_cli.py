@@ -13,11 +13,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from grpo_cli import __version__, cli
+from grpo_cli import __version__
+from grpo_cli.cli.completion import offered as offers
+from grpo_cli.cli.main import main as cli
+from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
-from grpo_cli.overrides import overrides
-from grpo_cli.words import offered as offers
-from grpo_cli.words import unquoted
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_help_and_completion_import_neither_torch_nor_hydra(environment):
     heavy = ("torch", "transformers", "hydra", "wandb", "rich")
     program = (
         "import os, sys, contextlib, io\n"
-        "from grpo_cli.cli import main\n"
+        "from grpo_cli.cli.main import main\n"
         "sys.argv = ['grpo', '--help']\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
         f"print([name for name in {heavy} if name in sys.modules], os.environ['OMP_WAIT_POLICY'])"
@@ -74,7 +74,7 @@ def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
 
 def after(start: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`grpo <words>` as a process of its own, which first does what `start` says."""
-    program = [sys.executable, "-c", f"{start}; from grpo_cli.cli import main; main()", *words]
+    program = [sys.executable, "-c", f"{start}; from grpo_cli.cli.main import main; main()", *words]
     return subprocess.run(program, capture_output=True, text=True, env={**os.environ, **environment})
 
 
@@ -82,14 +82,14 @@ def test_a_folder_that_is_no_more_is_said(tmp_path):
     """PyTorch's mathematics library ended the process with a line about a file of its own."""
     gone = tmp_path / "gone"
     gone.mkdir()
-    said = after(f"import os; import grpo_cli.cli; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})", "train")
+    said = after(f"import os; import grpo_cli.cli.main; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})", "train")
     assert said.returncode == 2
     assert said.stderr == "error: the folder that you are in is no more; change into another one\n"
 
 
 def test_a_screen_that_is_not_utf_8_gets_question_marks():
     """The report's dashes and sparklines ended in a UnicodeEncodeError."""
-    unfit = "import grpo_cli.cli as cli; cli.app = lambda **words: print('0.2\u20130.4')"
+    unfit = "import grpo_cli.cli.main as cli; cli.app = lambda **words: print('0.2\u20130.4')"
     said = after(unfit, PYTHONIOENCODING="ascii")
     assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
 

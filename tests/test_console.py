@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from grpo_cli.console import STILL_SECONDS, ConsoleTracker, duration, short, size, sparkline, step_line, summary_line
 from grpo_cli.interfaces import Tracker
+from grpo_cli.tracking.console import (
+    STILL_SECONDS,
+    ConsoleTracker,
+    duration,
+    short,
+    size,
+    sparkline,
+    step_line,
+    summary_line,
+)
 from grpo_cli.types import Record
 
 METRICS = {

@@ -16,9 +16,10 @@ from grpo_cli.engine.engine import _sum
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.padding import TILE, round_up
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro, parse_bytes
+from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import parse_bytes
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_cli.config import config_dir, parse
+from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import parse
+from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.errors import UserError
 from grpo_cli.experiment import introduction, pick_device
-from grpo_cli.making import build_rules, make
 
 GRPO = {"_target_": "grpo_cli.advantage.grpo", "_partial_": True, "stats_over": "kept"}
 LOSS = {

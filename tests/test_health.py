@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from grpo_cli.health import HealthCheck
 from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+from grpo_cli.tracking.health import HealthCheck
 
 WELL = {
     "reward/mean": 0.5,

@@ -18,11 +18,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from grpo_cli import checkpoint
-from grpo_cli import jobs as jobs_module
-from grpo_cli.board import Board
 from grpo_cli.errors import UserError
-from grpo_cli.jobs import (
+from grpo_cli.runs import checkpoint
+from grpo_cli.sweep import pool as jobs_module
+from grpo_cli.sweep.board import Board
+from grpo_cli.sweep.pool import (
     Job,
     Pool,
     Status,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small import small_model
 
-from grpo_cli.learner import Learner
+from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch, LossOutput, Totals

@@ -9,7 +9,7 @@ import torch
 from small import VOCABULARY, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.logprobs import token_logprobs
+from grpo_cli.learner.logprobs import token_logprobs
 
 
 def some_rows() -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from small import contents, make_engine, require_bits, small_model, some_requests
 from typer.testing import CliRunner
 
-from grpo_cli.cli import app
+from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder, _silu
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import PrefixHead

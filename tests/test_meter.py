@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo_cli.interfaces import Meter
-from grpo_cli.meter import NullMeter, WallMeter, peak_bytes
+from grpo_cli.memory import peak_bytes
+from grpo_cli.meter import NullMeter, WallMeter
 from grpo_cli.metrics import describe
 
 

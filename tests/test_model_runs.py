@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.config import check, config_dir, parse
+from grpo_cli.config import check
+from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import parse
 from grpo_cli.errors import UserError
 from grpo_cli.experiment import build, checkpoint_overrides
 from grpo_cli.model.adapters import AdapterOff

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from grpo_cli.cli import app
+from grpo_cli.cli.main import app
 
 OLD = Path(__file__).parent / "old_run"
 

@@ -12,8 +12,8 @@ from test_adapters import settings as with_lora
 from test_learner import make_batch, make_learner
 
 from grpo_cli.errors import UserError
+from grpo_cli.learner.optimizer import load_state, make_optimizer
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.optimizer import load_state, make_optimizer
 from grpo_cli.settings import OptimSettings
 
 OFFLOAD = pytest.mark.parametrize("offload", [False, True])

@@ -16,13 +16,13 @@ from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 
 from grpo_cli import loss
-from grpo_cli.batch import rows_of
 from grpo_cli.errors import UserError
-from grpo_cli.learner import Learner
+from grpo_cli.learner.batch import rows_of
+from grpo_cli.learner.forward import Padded, PaddingFree, Row, flatten
+from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
-from grpo_cli.passes import Padded, PaddingFree, Row, flatten
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch
 

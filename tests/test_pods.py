@@ -16,10 +16,13 @@ import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
-from grpo_cli import advantage, cli, downsample, loss
-from grpo_cli.batch import collate, micro_batches, rows_of, totals
-from grpo_cli.config import check, choices, config_dir, parse
-from grpo_cli.logprobs import token_logprobs
+from grpo_cli import advantage, downsample, loss
+from grpo_cli.cli.main import main as cli
+from grpo_cli.config import check, choices
+from grpo_cli.config.choices import config_dir
+from grpo_cli.config.compose import parse
+from grpo_cli.learner.batch import collate, micro_batches, rows_of, totals
+from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.select import Selection, select
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup

@@ -15,17 +15,18 @@ import torch
 from small import contents, make_engine, small_model, some_requests
 from typer.testing import CliRunner
 
-from grpo_cli import cli
+from grpo_cli.cli.main import main as cli
 from grpo_cli.engine.cache import KvStore
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.engine.sampler import Full, Infinite
-from grpo_cli.errors import UserError, is_out_of_memory
-from grpo_cli.meter import PhasePeaks, ResidentPeak, WallMeter, spans_around
+from grpo_cli.errors import UserError
+from grpo_cli.memory import PhasePeaks, ResidentPeak, is_out_of_memory
+from grpo_cli.meter import WallMeter, spans_around
 from grpo_cli.profile import compare
+from grpo_cli.profile.findings import SCHEMA, read
+from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, lognormal
 from grpo_cli.profile.jobs import combinations
-from grpo_cli.profile.lengths import NEVER, ProfiledEngine, forced, lognormal
-from grpo_cli.profile.report import SCHEMA, read
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
 
@@ -78,7 +79,7 @@ def test_the_pass_that_dropout_costs_is_predicted_too():
 
 
 def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("grpo_cli.profiling.Trainer", None)
+    monkeypatch.setattr("grpo_cli.profile.command.Trainer", None)
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]
     words = [*shape, "sampler=infinite", "sampler.slots=2", "profile.fit=2GB", "eval.every=0"]
     found, _ = profile("profile.plan_only=true", *words)
@@ -300,7 +301,7 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("grpo_cli.passes.token_logprobs", failing)
+    monkeypatch.setattr("grpo_cli.learner.forward.token_logprobs", failing)
     result = grpo("train", *SMALL, "train.steps=1", "hydra.run.dir=out", "eval.every=0")
     assert result.exit_code == 2
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr

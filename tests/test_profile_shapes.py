@@ -14,12 +14,12 @@ from grpo_cli.engine.predict import PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.engine.sparsity import Dense, SnapKv
-from grpo_cli.logprobs import logprobs_at
-from grpo_cli.optimizer import make_optimizer, state_bytes
-from grpo_cli.passes import Padded, PaddingFree, Row
+from grpo_cli.learner.forward import Padded, PaddingFree, Row
+from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
-from grpo_cli.profile.predict import GRADIENTS as HELD
-from grpo_cli.profile.predict import KINDS, Passes, Plan, Predictor, total
+from grpo_cli.profile.estimate import GRADIENTS as HELD
+from grpo_cli.profile.estimate import KINDS, Passes, Plan, Predictor, total
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Work, fullest
 from grpo_cli.settings import OptimSettings
 

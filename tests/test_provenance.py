@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from grpo_cli import __version__, provenance
-from grpo_cli.provenance import checkout_state, code_version
+from grpo_cli import __version__
+from grpo_cli.runs import provenance
+from grpo_cli.runs.provenance import checkout_state, code_version
 
 
 @pytest.fixture

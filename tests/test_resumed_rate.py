@@ -10,7 +10,7 @@ import pytest
 from test_seams import quiet
 from test_train import make_trainer, settings_for
 
-from grpo_cli.checkpoint import load_state
+from grpo_cli.runs.checkpoint import load_state
 
 # A run of 4 steps at rate 0.01, resumed after 2 with these words changed: the next update's rate, and what was to be.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str, str]] = [

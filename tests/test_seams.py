@@ -16,8 +16,8 @@ from small import make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
 from grpo_cli import downsample, loss
-from grpo_cli.checkpoint import find_checkpoint
 from grpo_cli.correction import Correct
+from grpo_cli.runs.checkpoint import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
 

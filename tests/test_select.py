@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo_cli import advantage, downsample
-from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, examples, select
+from grpo_cli.examples import examples
+from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 

@@ -14,8 +14,10 @@ from small import contents, make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli import arguments, experiment, making
-from grpo_cli.config import choices, config_dir
+from grpo_cli import experiment
+from grpo_cli.cli import arguments
+from grpo_cli.config import instantiate as making
+from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.keeper import Keeper, Tally
 from grpo_cli.engine.predict import NoPredictor, PrefixHead

@@ -17,10 +17,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from grpo_cli import cli, launcher
+from grpo_cli.cli.main import main as cli
 from grpo_cli.errors import UserError
-from grpo_cli.launcher import gpus_listed, places, visible_gpus
 from grpo_cli.metrics import METRICS
+from grpo_cli.sweep import launcher
+from grpo_cli.sweep.launcher import gpus_listed, places, visible_gpus
 
 SMALL = [
     "train.prompts=1",

@@ -20,12 +20,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from grpo_cli import cli, tracking
+from grpo_cli.cli.main import main as cli
 from grpo_cli.errors import UserError
-from grpo_cli.hiding import HIDDEN, without_secrets, words_without_secrets
 from grpo_cli.interfaces import Tracker
-from grpo_cli.provenance import code_version
-from grpo_cli.tracking import JsonlTracker, NoTracker, WandbTracker
+from grpo_cli.runs.provenance import code_version
+from grpo_cli.tracking import wandb as tracking
+from grpo_cli.tracking.jsonl import JsonlTracker, NoTracker
+from grpo_cli.tracking.redact import HIDDEN, without_secrets, words_without_secrets
+from grpo_cli.tracking.wandb import WandbTracker
 from grpo_cli.types import Example, Record
 
 METRICS = {"reward/mean": 0.5, "loss/kl": float("nan"), "optim/lr": 1e-3}

@@ -18,13 +18,13 @@ import torch
 from small import make_engine, small_model
 
 from grpo_cli import advantage, downsample, loss
-from grpo_cli.checkpoint import find_checkpoint
 from grpo_cli.correction import Correct
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Task
-from grpo_cli.learner import learning_rate
+from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
+from grpo_cli.runs.checkpoint import find_checkpoint
 from grpo_cli.settings import (
     EvalSettings,
     ModelSettings,

@@ -16,9 +16,10 @@ import torch
 from small import small_model
 from typer.testing import CliRunner
 
-from grpo_cli import advantage, batch, downsample, logprobs, loss, metrics, rollout, select
-from grpo_cli.cli import app
+from grpo_cli import advantage, downsample, loss, metrics, rollout, select
+from grpo_cli.cli.main import app
 from grpo_cli.correction import Correct
+from grpo_cli.learner import batch, logprobs
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 

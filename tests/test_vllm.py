@@ -288,7 +288,7 @@ def test_norms_of_keys_forbid_larger_heads():
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
 RUN = """
 import grpo_cli.engine.vllm as engine
-from grpo_cli.cli import main
+from grpo_cli.cli.main import main
 
 calls, build = [0], engine.VllmEngine._update
 step = engine.VllmEngine._step

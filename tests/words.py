@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.config import config_dir
+from grpo_cli.config.choices import config_dir
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.types import Finish, Prompt, Request, Rollout

@@ -21,8 +21,9 @@ from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import stop_of
-from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
+from grpo_cli.memory import is_out_of_memory
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout

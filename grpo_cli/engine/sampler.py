@@ -3,23 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import parse_bytes
 
 DEFAULT_SLOTS = 16
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
-    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is who says so."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS:
-        raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 @dataclass(frozen=True)

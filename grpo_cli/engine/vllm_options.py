@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_cli.engine.vllm_process import guest
-from grpo_cli.errors import UserError
-from grpo_cli.typed import closest
+from grpo_cli.errors import UserError, closest
 
 _OURS = (
     "model dtype seed max_num_seqs kv_cache_memory_bytes gpu_memory_utilization enforce_eager enable_prefix_caching "

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, closest
 from grpo_cli.settings import LoraSettings, ModelSettings
-from grpo_cli.typed import closest
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpo_cli.formatting import gib
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
+from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, total
 from grpo_cli.profile.measure import PHASES, Measured
-from grpo_cli.profile.predict import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, total
 from grpo_cli.profile.shapes import KV, Sizes
 
 _ROLLOUTS = ("prefill", "decode")
@@ -76,12 +77,3 @@ def breakdown(phase: str, sizes: Sizes, sampler: str) -> list[str]:
     for size, kind in parts:
         lines.append(f"  {kind} {gib(size)}: {memory_keys(kind, phase, sampler)}")
     return lines
-
-
-def gib(size: int) -> str:
-    """Bytes as a person reads them.
-
-    >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
-    ('3.0 MiB', '2.50 GiB')
-    """
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli.files import json_line, write_atomically
-from grpo_cli.profile.advice import gib
-from grpo_cli.profile.predict import KINDS
-from grpo_cli.profile.report import FILE, read
+from grpo_cli.formatting import gib
+from grpo_cli.profile.estimate import KINDS
+from grpo_cli.profile.findings import FILE, read
+from grpo_cli.runs.files import json_line, write_atomically
 
 TABLE, PICTURE = "comparison.json", "comparison.png"
 # Okabe and Ito's colours, which the colour-blind tell apart.

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from grpo_cli.meter import AllocatedPeak, PhasePeaks, ResidentPeak, WallMeter
+from grpo_cli.memory import AllocatedPeak, PhasePeaks, ResidentPeak
+from grpo_cli.meter import WallMeter
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
-from grpo_cli.profile.lengths import ProfiledEngine
-from grpo_cli.profile.predict import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
+from grpo_cli.profile.estimate import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
+from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.profile.shapes import KV, Sizes, Work
 from grpo_cli.settings import ProfileSettings
 

@@ -24,9 +24,9 @@ from grpo_cli.engine.padding import TILE, round_up
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import NeverStop
+from grpo_cli.learner.forward import Pass, Row
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
-from grpo_cli.passes import Pass, Row
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request

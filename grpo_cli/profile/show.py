@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli.profile.advice import gib
+from grpo_cli.formatting import gib
+from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
+from grpo_cli.profile.findings import Report, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured, Phase
-from grpo_cli.profile.predict import EXACT, KINDS, MOST, total
-from grpo_cli.profile.report import Report, tokens_per_second
 
 
 def show(report: Report, console: Console) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.text import plain
+from grpo_cli.formatting import plain
 
 Setting = str | int | float | bool | None
 

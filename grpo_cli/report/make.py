@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_cli.errors import UserError
-from grpo_cli.files import json_line
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
@@ -18,6 +17,7 @@ from grpo_cli.report.html import page
 from grpo_cli.report.read import read_runs
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
+from grpo_cli.runs.files import json_line
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
 

@@ -19,10 +19,9 @@ import torch
 from hydra.errors import InstantiationException
 
 from grpo_cli.downsample import choose
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, closest
 from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, LossFn
 from grpo_cli.settings import Sampling
-from grpo_cli.typed import closest
 from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
 
 

@@ -1,6 +1,6 @@
-"""The words of a command line: what those that cannot be used should have been, and how an unfinished one may go on.
+"""A command line that cannot be used: what it should have been, in the words of the person who typed it.
 
-Hydra is imported where it is needed only, so that help and completion answer at once.
+Hydra is imported where it is needed only, so that help answers at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     """An error of the composition, in the words of the person who typed the arguments."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
-    from grpo_cli.typed import closest
+    from grpo_cli.errors import closest
 
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -35,23 +35,10 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     return str(error).split("\n\n")[0].strip()
 
 
-def unquoted(value: str) -> str:
-    """A value as Hydra reads it if it is one quoted text: `'it\\'s'` is it's. Anything else stays as it is."""
-    if not value.startswith(("'", '"')):
-        return value
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return str(OverridesParser.create().parse_override(f"value={value}").value())
-    except HydraException:
-        return value
-
-
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
-    from grpo_cli.config import choices, config_dir
-    from grpo_cli.typed import closest
+    from grpo_cli.config.choices import choices, config_dir
+    from grpo_cli.errors import closest
 
     group, _, word = key.partition(".")
     if word and (config_dir() / group).is_dir():
@@ -68,7 +55,7 @@ def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    from grpo_cli.config import config_dir
+    from grpo_cli.config.choices import config_dir
 
     groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
     chosen = [argument for argument in arguments if argument.split("=", 1)[0] in groups]
@@ -85,31 +72,3 @@ def _keys(values: Any, prefix: str) -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, dict):
             yield from _keys(value, f"{prefix}{name}.")
-
-
-def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
-    """How the word that is being typed may go on: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
-
-    Bash cuts words at `=`, so that `incomplete` is what follows it, and `words` ends with the group (and `=`, once
-    something follows). Where only one group is left its choices are offered, so that no shell ends the word at `=`.
-    """
-    from grpo_cli.config import choices
-
-    groups = groups_of(command)
-    before = [word for word in words if word != "="]
-    if before and before[-1] in groups:
-        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
-    typed, equals, _ = incomplete.partition("=")
-    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
-    if len(begun) == 1:
-        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
-    return [f"{group}=" for group in begun]
-
-
-def groups_of(command: str) -> list[str]:
-    """The groups that a command's configuration chooses from."""
-    from grpo_cli.config import config_dir
-
-    file = "train" if command == "profile" else command  # a profile is of a training run
-    text = (config_dir() / f"{file}.yaml").read_text(encoding="utf-8")
-    return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -1,9 +1,12 @@
-"""Numbers, and series of numbers, in few characters: what the console and the report have in common."""
+"""Numbers, series of numbers, sizes and durations as people write and read them."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+
+from grpo_cli.errors import UserError
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
@@ -46,3 +49,23 @@ def duration(seconds: float | int) -> str:
 def plain(text: object) -> str:
     """What a file says, as one line that a terminal can be given: no line breaks, no control or escape characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
+    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is who says so."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def gib(size: int) -> str:
+    """Bytes as a person reads them.
+
+    >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
+    ('3.0 MiB', '2.50 GiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

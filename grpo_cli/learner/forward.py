@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_cli.batch import micro_batch_rows, micro_batches
 from grpo_cli.errors import UserError
-from grpo_cli.logprobs import chosen_logprobs, logprobs_at, token_logprobs
+from grpo_cli.learner.batch import micro_batch_rows, micro_batches
+from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.settings import TrainSettings
 from grpo_cli.types import Batch

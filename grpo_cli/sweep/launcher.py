@@ -28,23 +28,13 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import grpo_cli
-from grpo_cli.board import Board
+from grpo_cli.config.overrides import overrides, unquoted
+from grpo_cli.config.read import is_a, shown
 from grpo_cli.errors import UserError
-from grpo_cli.files import json_line, write_atomically
-from grpo_cli.jobs import (
-    Job,
-    Pool,
-    Status,
-    is_done,
-    is_running,
-    read_object,
-    read_status,
-    resumes_from,
-    write_status,
-)
-from grpo_cli.overrides import overrides
-from grpo_cli.typed import is_a, shown
-from grpo_cli.words import unquoted
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.summary import read_object
+from grpo_cli.sweep.board import Board
+from grpo_cli.sweep.pool import Job, Pool, Status, is_done, is_running, read_status, resumes_from, write_status
 
 RESUME = "resume=sweep"
 # Of Hydra's own settings, those that concern the sweep and not its jobs.

@@ -15,24 +15,25 @@ import psutil
 import torch
 
 from grpo_cli import __version__, experiment
-from grpo_cli.config import ENGINE_PARTS
+from grpo_cli.config.choices import ENGINE_PARTS
+from grpo_cli.config.instantiate import Rules, build_rules, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.lengths import read_trace
-from grpo_cli.engine.sampler import parse_bytes
-from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.errors import UserError
+from grpo_cli.formatting import parse_bytes
 from grpo_cli.interfaces import AdvantageFn, Correction
-from grpo_cli.logprobs import logprobs_at
-from grpo_cli.making import Rules, build_rules, make
-from grpo_cli.meter import resident_bytes, spans_around
+from grpo_cli.learner.forward import make_pass
+from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.optimizer import state_bytes
+from grpo_cli.memory import is_out_of_memory, resident_bytes
+from grpo_cli.meter import spans_around
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
-from grpo_cli.optimizer import state_bytes
-from grpo_cli.passes import make_pass
 from grpo_cli.profile import advice
-from grpo_cli.profile.lengths import NEVER, Lengths, ProfiledEngine, forced
+from grpo_cli.profile.estimate import Passes, Plan, Prediction, Predictor
+from grpo_cli.profile.findings import Report, metrics, versions, write
+from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
 from grpo_cli.profile.measure import Bench, Measured, Probe, measure, write_trace
-from grpo_cli.profile.predict import Passes, Plan, Prediction, Predictor
-from grpo_cli.profile.report import Report, metrics, versions, write
 from grpo_cli.profile.shapes import EngineShape, ShapeModel, Work
 from grpo_cli.rollout import PromptOrder
 from grpo_cli.settings import ModelSettings, ProfileRunSettings, RunSettings

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.files import json_line, write_atomically
+from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
-from grpo_cli.profile.predict import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.shapes import Sizes
+from grpo_cli.runs.files import json_line, write_atomically
 
 SCHEMA = 1
 FILE = "profile.json"

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.batch import rows_of, to_device, totals
 from grpo_cli.interfaces import LossFn, Meter
+from grpo_cli.learner.batch import rows_of, to_device, totals
+from grpo_cli.learner.forward import Padded, make_pass, outcome, require_agreement, rows_to_compare
+from grpo_cli.learner.optimizer import load_state, make_optimizer
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.optimizer import load_state, make_optimizer
-from grpo_cli.passes import Padded, make_pass, outcome, require_agreement, rows_to_compare
 from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch, Totals
 

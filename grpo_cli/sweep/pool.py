@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
-from grpo_cli.files import json_line, write_atomically
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.summary import read_object
 
 POLL_SECONDS = 0.05
 TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
@@ -71,19 +72,6 @@ def read_status(folder: Path) -> Status | None:
         return Status(**known | {"overrides": tuple(kept["overrides"])})
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / 'status.json'} is no job's status ({error}); remove it to run the job") from error
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object; empty if there is no file. UserError if it holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; repair or remove it")
-    return value
 
 
 def is_done(folder: Path) -> bool:

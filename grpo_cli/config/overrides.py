@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config import EVAL_PARTS
+from grpo_cli.config.choices import EVAL_PARTS
+from grpo_cli.config.read import read
 from grpo_cli.settings import ModelSettings
-from grpo_cli.typed import read
 
 
 def overrides_of_run(run_dir: Path) -> list[str]:
@@ -70,3 +70,16 @@ def _quoted(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{_quoted(item)}" for name, item in value.items()) + "}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def unquoted(value: str) -> str:
+    """A value as Hydra reads it if it is one quoted text: `'it\\'s'` is it's. Anything else stays as it is."""
+    if not value.startswith(("'", '"')):
+        return value
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return str(OverridesParser.create().parse_override(f"value={value}").value())
+    except HydraException:
+        return value

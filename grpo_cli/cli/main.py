@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
-from grpo_cli.errors import UserError, is_out_of_memory
+from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
+from grpo_cli.cli.completion import offered
+from grpo_cli.cli.mistakes import explained
+from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
-from grpo_cli.words import explained, offered
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from grpo_cli.launcher import Sweep
     from grpo_cli.settings import RunSettings
+    from grpo_cli.sweep.launcher import Sweep
 
 MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
 
@@ -137,14 +138,15 @@ def _profile_each(arguments: Sequence[str]) -> None:
 
 
 def _profile(cfg: DictConfig) -> Any:
-    from grpo_cli.config import check_profile, parse_profile
+    from grpo_cli.config.check import check_profile
+    from grpo_cli.config.compose import parse_profile
 
     settings = parse_profile(cfg)
     check_profile(settings)
     from hydra.core.hydra_config import HydraConfig
     from rich.console import Console
 
-    from grpo_cli import profiling
+    from grpo_cli.profile import command as profiling
     from grpo_cli.profile.show import show
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
@@ -186,7 +188,8 @@ def report(
 
 
 def _checked(cfg: DictConfig) -> Any:
-    from grpo_cli.config import check, parse
+    from grpo_cli.config.check import check
+    from grpo_cli.config.compose import parse
 
     settings = parse(cfg)
     check(settings)
@@ -194,7 +197,8 @@ def _checked(cfg: DictConfig) -> Any:
 
 
 def _checked_eval(cfg: DictConfig) -> Any:
-    from grpo_cli.config import check_eval, parse_eval
+    from grpo_cli.config.check import check_eval
+    from grpo_cli.config.compose import parse_eval
 
     settings = parse_eval(cfg)
     check_eval(settings)
@@ -215,9 +219,11 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        from grpo_cli.memory import is_out_of_memory
+
         if not is_out_of_memory(error):
             raise
-        from grpo_cli.profiling import out_of_memory
+        from grpo_cli.profile.command import out_of_memory
 
         raise out_of_memory(settings, error) from error
 
@@ -256,7 +262,7 @@ def _hand_over(
 
     A sweeper optimises the `objective` in a run's `summary.json`.
     """
-    from grpo_cli.launcher import sweep_of
+    from grpo_cli.sweep.launcher import sweep_of
 
     with _refusals():
         arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
@@ -274,7 +280,7 @@ def _hydra(command: str, task: _Called) -> None:
     import hydra
     from omegaconf import OmegaConf
 
-    from grpo_cli.config import config_dir
+    from grpo_cli.config.choices import config_dir
 
     # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)

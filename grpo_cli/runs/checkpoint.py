@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import UserError
-from grpo_cli.files import json_line, sync_file, sync_folder, write_atomically
+from grpo_cli.runs.files import json_line, sync_file, sync_folder, write_atomically
 
 MARKER = "COMPLETE"
 STATE_FILE = "trainer_state.pt"
@@ -322,24 +322,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
-
-
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / "summary.json", (json_line(summary, indent=2) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"{run_dir / 'summary.json'} cannot be written ({error.strerror or error}).") from error
-
-
-def is_completed(run_dir: Path) -> bool:
-    """Whether a run's `summary.json` says that it took its last step; a missing or damaged one says nothing."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("status") == "completed"
 
 
 _PLAIN = (type(None), bool, int, float, str, bytes)

@@ -6,11 +6,12 @@ Nothing is converted but a whole number to a float: `true` is no number, `2.0` n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
+
+from grpo_cli.errors import closest
 
 T = TypeVar("T")
 
@@ -33,12 +34,6 @@ def missing(key: str, value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from missing(f"{key}.{name}", item)
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def is_a(kind: Any, value: Any) -> bool:

@@ -18,8 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_cli import screen
-from grpo_cli.text import duration, short, size, sparkline
+from grpo_cli.formatting import duration, short, size, sparkline
+from grpo_cli.tracking import terminal as screen
 from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints

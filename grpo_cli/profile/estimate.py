@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
-from grpo_cli.passes import Pass, Row
+from grpo_cli.learner.forward import Pass, Row
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from grpo_cli.config.overrides import unquoted
 from grpo_cli.errors import UserError
-from grpo_cli.words import unquoted
 
 
 def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
@@ -24,7 +24,7 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
     if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
         return list(arguments)
-    from grpo_cli.config import config_dir
+    from grpo_cli.config.choices import config_dir
 
     choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
     if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):

@@ -1,22 +1,18 @@
-"""From what Hydra composed to typed settings, and every rule that relates two of them.
+"""Every range of a setting, and every rule that relates two of them: what is broken is said all at once.
 
-`parse` finds wrong types, missing values and unknown keys; `check` finds what does not go together. Each says all that
-it found at once. Nothing here touches a model: a run that cannot work is refused in the first second.
+Nothing here touches a model: a run that cannot work is refused in the first second.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from grpo_cli.engine.sampler import parse_bytes
-from grpo_cli.errors import UserError
+from grpo_cli.config.choices import choices
+from grpo_cli.config.read import is_a, shown
+from grpo_cli.errors import UserError, closest, refuse
+from grpo_cli.formatting import parse_bytes
 from grpo_cli.settings import (
     EvalRunSettings,
     EvalSettings,
@@ -28,11 +24,6 @@ from grpo_cli.settings import (
     Sampling,
     TrainSettings,
 )
-from grpo_cli.typed import closest, is_a, missing, read, shown
-
-ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
-EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
-TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
 
 # By the class that `_target_` ends with. A scheduler from outside says so itself, when it is built.
 _NEEDS_LENGTHS = {"Sjf": "sjf", "Lpt": "lpt", "Fptas": "fptas"}
@@ -44,68 +35,10 @@ _AUTOCASTS = ("none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
-Settings = TypeVar("Settings")
-
-
-def config_dir() -> Path:
-    """`conf/`: inside the package in an installed wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
-
-
-def choices(group: str) -> list[str]:
-    """The choices that `conf/` offers for a group."""
-    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
-
-
-def parse(cfg: DictConfig) -> RunSettings:
-    """The settings of `grpo train`. UserError names every missing value, wrong type and unknown key."""
-    return _parse(cfg, RunSettings, TRAIN_PARTS)
-
-
-def parse_eval(cfg: DictConfig) -> EvalRunSettings:
-    """The settings of `grpo eval`; as `parse`."""
-    return _parse(cfg, EvalRunSettings, EVAL_PARTS)
-
-
-def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
-    """The settings of `grpo profile`; as `parse`."""
-    settings = _parse(cfg, ProfileRunSettings, TRAIN_PARTS)
-    return replace(settings, device=settings.profile.device)
-
-
-def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Settings:
-    try:
-        values = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
-    assert isinstance(values, dict), "Hydra composes a mapping"
-    problems: list[str] = []
-    groups = {name: values.pop(name) for name in parts if name in values}
-    values.pop("experiment", None)  # a named experiment leaves its settings in the other keys
-    for name, group in groups.items():
-        problems += missing(name, group)
-        if not isinstance(group, dict) or "_target_" not in group:
-            problems.append(f"{name} says nowhere what to build: choose one of {', '.join(choices(name))}")
-    settings = read(kind, values | {"parts": groups}, problems)
-    _refuse(problems)
-    assert settings is not None, "without a problem there are settings"
-    return settings
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if len(problems) == 1:
-        raise UserError(problems[0])
-    if problems:
-        raise UserError("\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]))
-
 
 def check(settings: RunSettings) -> None:
     """Every rule that relates settings of a training run. UserError lists all that are broken."""
-    _refuse(
+    refuse(
         [
             *_seed_problems(settings.seed),
             *_group_problems(settings),
@@ -124,7 +57,7 @@ def check(settings: RunSettings) -> None:
 def check_profile(settings: ProfileRunSettings) -> None:
     """The same for `grpo profile`: those of the training run, then those of the profile."""
     check(settings)
-    _refuse([*_profile_problems(settings.profile, settings.sampling)])
+    refuse([*_profile_problems(settings.profile, settings.sampling)])
 
 
 def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[str]:
@@ -151,7 +84,7 @@ def check_eval(settings: EvalRunSettings) -> None:
     problems = settings.eval.problems
     drawn = settings.sampling
     sampling = Sampling(1.0, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
-    _refuse(
+    refuse(
         [
             *(
                 [f"eval.problems={problems} must be at least 1, or -1 for all"]

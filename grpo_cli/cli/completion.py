@@ -1,0 +1,34 @@
+"""How an unfinished word of the command line may go on. Asks for no Hydra, so that a shell is answered at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
+    """How the word that is being typed may go on: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
+
+    Bash cuts words at `=`, so that `incomplete` is what follows it, and `words` ends with the group (and `=`, once
+    something follows). Where only one group is left its choices are offered, so that no shell ends the word at `=`.
+    """
+    from grpo_cli.config.choices import choices
+
+    groups = groups_of(command)
+    before = [word for word in words if word != "="]
+    if before and before[-1] in groups:
+        return [choice for choice in choices(before[-1]) if choice.startswith(incomplete)]
+    typed, equals, _ = incomplete.partition("=")
+    begun = [group for group in groups if (group == typed if equals else group.startswith(typed))]
+    if len(begun) == 1:
+        return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
+    return [f"{group}=" for group in begun]
+
+
+def groups_of(command: str) -> list[str]:
+    """The groups that a command's configuration chooses from."""
+    from grpo_cli.config.choices import config_dir
+
+    file = "train" if command == "profile" else command  # a profile is of a training run
+    text = (config_dir() / f"{file}.yaml").read_text(encoding="utf-8")
+    return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -1,0 +1,42 @@
+"""`summary.json`, what a run says of itself when it has ended, and other files that hold one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.errors import UserError
+from grpo_cli.runs.files import json_line, write_atomically
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / "summary.json", (json_line(summary, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{run_dir / 'summary.json'} cannot be written ({error.strerror or error}).") from error
+
+
+def is_completed(run_dir: Path) -> bool:
+    """Whether a run's `summary.json` says that it took its last step; a missing or damaged one says nothing."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("status") == "completed"
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty if there is no file. UserError if it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; repair or remove it")
+    return value

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grpo_cli.cli.main import main as cli
+from grpo_cli.cli import main as cli
 from grpo_cli.sweep.launcher import ProcessLauncher
 from grpo_cli.sweep.pool import Job
 

@@ -14,8 +14,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__
+from grpo_cli.cli import main as cli
 from grpo_cli.cli.completion import offered as offers
-from grpo_cli.cli.main import main as cli
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 

@@ -14,9 +14,8 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config import check, choices
-from grpo_cli.config.check import check_eval
-from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, config_dir
+from grpo_cli.config.check import check, check_eval
+from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir
 from grpo_cli.config.compose import parse, parse_eval
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.errors import UserError

@@ -17,9 +17,9 @@ from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
 from grpo_cli import advantage, downsample, loss
-from grpo_cli.cli.main import main as cli
-from grpo_cli.config import check, choices
-from grpo_cli.config.choices import config_dir
+from grpo_cli.cli import main as cli
+from grpo_cli.config.check import check
+from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.learner.batch import collate, micro_batches, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs

@@ -15,7 +15,7 @@ import torch
 from small import contents, make_engine, small_model, some_requests
 from typer.testing import CliRunner
 
-from grpo_cli.cli.main import main as cli
+from grpo_cli.cli import main as cli
 from grpo_cli.engine.cache import KvStore
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.lengths import TraceRow

@@ -18,7 +18,7 @@ from rich.console import Console
 from test_report import launched, leave
 from typer.testing import CliRunner
 
-from grpo_cli.cli.main import main as cli
+from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.report.make import make
 

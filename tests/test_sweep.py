@@ -17,7 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from grpo_cli.cli.main import main as cli
+from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
 from grpo_cli.sweep import launcher
@@ -54,7 +54,7 @@ def advantage(kept_rewards, group_rewards, **settings):
 def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-P", "-m", "grpo_cli", "train", "-m", *arguments]
     # `python -m pytest` finds the package in the current folder, a process elsewhere does not.
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -132,7 +132,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
 def test_the_process_that_starts_the_jobs_loads_no_torch() -> None:
     """It would take seconds, and memory for as long as the sweep runs."""
     program = "import sys, hydra_plugins.grpo_processes; print({'torch', 'wandb'} & {*sys.modules})"
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout == "set()\n"
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from grpo_cli.cli.main import main as cli
+from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Tracker
 from grpo_cli.runs.provenance import code_version

@@ -14,7 +14,7 @@ import torch
 
 from grpo_cli import __version__
 
-SOURCE = Path(__file__).resolve().parents[1]
+SOURCE = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 3.0  # a run does not wait longer for git; asking takes some hundredths of a second
 
 

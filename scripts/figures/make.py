@@ -5,7 +5,7 @@
 
 The same data give the same bytes. `train` shows rows of a recorded run (`train.json`); to record another one:
 
-    OMP_NUM_THREADS=1 grpo train logger=jsonl hydra.run.dir=outputs/recorded | tee outputs/recorded.txt
+    OMP_NUM_THREADS=1 grpo train logger=jsonl hydra.run.dir=outputs/recorded
     python scripts/figures/make.py --record outputs/recorded train
 """
 
@@ -26,12 +26,10 @@ import numpy as np
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.terminal_theme import MONOKAI
 
 from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
 from grpo_cli.report.plots import COLOURS, paper_style
-from grpo_cli.tracking.console import ConsoleTracker
+from grpo_cli.tracking.console import picture
 from grpo_cli.types import Record
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +37,7 @@ RECORDED = HERE / "train.json"
 PODS = HERE.parent / "baselines" / "pods.json"
 
 SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
-SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/")
+SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
 
 ARMS = {"grpo": "GRPO, n = m = 16", "grpo_ga": "GRPO-GA, n = m = 64", "maxvar": "PODS, n = 64, m = 16"}
 SVG_STYLE = {"svg.hashsalt": "grpo", "svg.fonttype": "none"}
@@ -49,23 +47,12 @@ PANELS = {"default": "one update per step", "update_bound": "two updates per ste
 def train() -> str:
     """What a terminal shows in the middle of the recorded run."""
     recorded = json.loads(RECORDED.read_text())
-    now = 0.0
-    tracker = ConsoleTracker(recorded["steps"], Console(file=io.StringIO()), clock=lambda: now)
-    for row in recorded["rows"]:
-        metrics = {name: value for name, value in row.items() if name != "step"}
-        now += metrics.get("time/step", 0.0) + metrics.get("time/eval", 0.0)
-        tracker.log(Record(row["step"], metrics))
-    tracker.phase(("step", "rollout"))
-    screen = Console(file=io.StringIO(), record=True, width=100, force_terminal=True, color_system="truecolor")
-    screen.print("[bold green]$[/] grpo train", highlight=False)
-    screen.print(recorded["introduction"], markup=False, highlight=False)
-    screen.print(tracker._view())  # the frame that a live terminal redraws
-    tracker.close({})
-    return screen.export_svg(title="grpo train", theme=MONOKAI, unique_id="grpo-train")
+    rows = [Record(row.pop("step"), row) for row in recorded["rows"]]
+    return picture(rows, recorded["steps"])
 
 
 def record(run: Path) -> None:
-    """Keep of a run what `train` shows: its introduction, and the rows up to SHOWN_STEP in four digits."""
+    """Keep of a run what `train` shows: the rows up to SHOWN_STEP, in four digits."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [
         {name: _rounded(value) for name, value in row.items() if name == "step" or name.startswith(SHOWN_METRICS)}
@@ -73,9 +60,8 @@ def record(run: Path) -> None:
         if row["step"] <= SHOWN_STEP
     ]
     steps = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["steps"]
-    found = {"introduction": run.with_suffix(".txt").read_text().splitlines()[0], "steps": steps}
     lines = ",\n  ".join(json.dumps(row) for row in kept)
-    RECORDED.write_text(f'{json.dumps(found)[:-1]}, "rows": [\n  {lines}\n]}}\n')
+    RECORDED.write_text(f'{{"steps": {steps}, "rows": [\n  {lines}\n]}}\n')
 
 
 def _rounded(value: float) -> float:

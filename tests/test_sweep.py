@@ -17,6 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
@@ -185,7 +186,7 @@ def test_the_exit_code_is_the_number_of_failed_jobs(
     result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
     assert result.exit_code == 3
     assert "6 jobs: 3 done, 3 failed" in result.stdout
-    monkeypatch.setattr(cli, "MOST_FAILED", 2)
+    monkeypatch.setattr(hydra_run, "MOST_FAILED", 2)
     assert grpo("train", "-m", "seed=13,13,13").exit_code == 2
 
 

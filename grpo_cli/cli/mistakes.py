@@ -7,7 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+
+from grpo_cli.errors import UserError
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Ends the program with a UserError's message."""
+    try:
+        yield
+    except UserError as error:
+        fail(error)
+
+
+def fail(error: UserError | str) -> NoReturn:
+    """End the program as every mistake does: one message, and exit code 2."""
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2)
 
 
 def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
-from grpo_cli.sweep import launcher
-from grpo_cli.sweep.launcher import gpus_listed, places, visible_gpus
+from grpo_cli.sweep import launcher, resume
+from grpo_cli.sweep.gpus import gpus_listed, places, visible_gpus
 
 SMALL = [
     "train.prompts=1",
@@ -261,7 +261,7 @@ def test_a_file_that_lists_no_sweep_is_named(tmp_path: Path) -> None:
     for text in ('{"flags": []}', '{"command": "train", "flags": [], "hydra": 3, "overrides": []}'):
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(UserError, match=r"sweep\.json lists no sweep"):
-            launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+            resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -309,7 +309,7 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 
 @pytest.mark.parametrize("sweeper", ["optuna", "basic"])
 def test_optuna_looks_for_the_greatest_accuracy_unless_told_otherwise(sweeper: str) -> None:
-    words = launcher.sweeper_words([f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=minimize"])
+    words = resume.sweeper_words([f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=minimize"])
     assert words[-1] == "hydra.sweeper.direction=minimize", "the last one counts"
     assert ("hydra.sweeper.direction=maximize" in words) == (sweeper == "optuna")
 
@@ -391,6 +391,6 @@ def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyP
 def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"command": "eval"}')
     with pytest.raises(UserError, match="is a sweep of grpo eval"):
-        launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+        resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
     with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
-        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])
+        resume.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

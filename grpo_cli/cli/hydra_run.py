@@ -21,7 +21,7 @@ from grpo_cli.errors import UserError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from grpo_cli.sweep.launcher import Sweep
+    from grpo_cli.sweep.resume import Sweep
 
 MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
 
@@ -37,7 +37,7 @@ def hand_over(
 
     A sweeper optimises the `objective` in a run's `summary.json`.
     """
-    from grpo_cli.sweep.launcher import sweep_of
+    from grpo_cli.sweep.resume import sweep_of
 
     with refusals():
         arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)

@@ -23,6 +23,7 @@ from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import explained, fail, refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
+from grpo_cli.runs.layout import PROFILE, SAMPLES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -149,7 +150,7 @@ def _profile(cfg: DictConfig) -> Any:
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
     show(found, Console())
-    typer.echo(f"all of it: {settings.run_dir}/profile.json")
+    typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
     return found.predicted.peak if found.measured is None else found.measured.peak_bytes
 
 
@@ -231,7 +232,7 @@ def _evaluate(cfg: DictConfig) -> Any:
 
     result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
-    typer.echo(f"every answer: {settings.run_dir}/samples.jsonl")
+    typer.echo(f"every answer: {settings.run_dir}/{SAMPLES}")
     return result.metrics["eval/accuracy"]
 
 

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import KINDS
-from grpo_cli.profile.findings import FILE, read
+from grpo_cli.profile.findings import read
+from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 
-TABLE, PICTURE = "comparison.json", "comparison.png"
 # Okabe and Ito's colours, which the colour-blind tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#8C6D31", "#BBBBBB")
 
@@ -60,7 +60,7 @@ def row(name: str, found: Mapping[str, Any]) -> Row:
 
 def rows_of(jobs: Sequence[tuple[str, Path]]) -> list[Row]:
     """The rows of finished jobs: their overrides and their folders."""
-    return [row(name, read(folder / FILE)) for name, folder in jobs]
+    return [row(name, read(folder / layout.PROFILE)) for name, folder in jobs]
 
 
 def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
@@ -68,11 +68,11 @@ def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
     console, rows = Console(), rows_of(jobs)
     console.print(table(rows))
     text = json_line([asdict(line) for line in rows], indent=2)
-    write_atomically(folder / TABLE, f"{text}\n".encode())
-    written = TABLE
+    write_atomically(folder / layout.COMPARISON, f"{text}\n".encode())
+    written = layout.COMPARISON
     if can_draw():
-        draw(rows, folder / PICTURE)
-        written = f"{TABLE} and {PICTURE}"
+        draw(rows, folder / layout.COMPARISON_PICTURE)
+        written = f"{layout.COMPARISON} and {layout.COMPARISON_PICTURE}"
     else:
         console.print("no picture: matplotlib is not installed; pip install 'grpo-cli[plot]'", markup=False)
     console.print(f"{written}: {folder}", highlight=False, soft_wrap=True)

@@ -308,10 +308,13 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 
 
 @pytest.mark.parametrize("sweeper", ["optuna", "basic"])
-def test_optuna_looks_for_the_greatest_accuracy_unless_told_otherwise(sweeper: str) -> None:
-    words = resume.sweeper_words([f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=minimize"])
-    assert words[-1] == "hydra.sweeper.direction=minimize", "the last one counts"
-    assert ("hydra.sweeper.direction=maximize" in words) == (sweeper == "optuna")
+@pytest.mark.parametrize(("command", "direction"), [("train", "maximize"), ("profile", "minimize")])
+def test_optuna_looks_for_accuracy_or_for_a_low_peak_unless_told_otherwise(
+    sweeper: str, command: str, direction: str
+) -> None:
+    words = resume.sweeper_words(command, [f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=mine"])
+    assert words[-1] == "hydra.sweeper.direction=mine", "the last one counts"
+    assert (f"hydra.sweeper.direction={direction}" in words) == (sweeper == "optuna")
 
 
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports

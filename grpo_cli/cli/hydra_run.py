@@ -30,12 +30,14 @@ def hand_over(
     command: str,
     arguments: Sequence[str],
     job: Callable[[DictConfig], Any],
-    check: Callable[[DictConfig], Any] = lambda cfg: None,
-    objective: str = "final_accuracy",
+    check: Callable[[DictConfig], Any],
+    objective: str,
+    conclude: Callable[[Sweep], int] = lambda sweep: min(sweep.counts()["failed"], MOST_FAILED),
 ) -> None:
     """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
 
-    A sweeper optimises the `objective` in a run's `summary.json`.
+    A sweeper optimises the `objective` in a run's `summary.json`; `conclude` gives the exit code when all jobs have
+    ended.
     """
     from grpo_cli.sweep.resume import sweep_of
 
@@ -47,7 +49,9 @@ def hand_over(
     if called.refused:
         fail(called.refused)
     if sweep.outcomes:
-        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
+        with refusals():
+            code = conclude(sweep)
+        _end(sweep, code)
 
 
 def _hydra(command: str, task: _Called) -> None:

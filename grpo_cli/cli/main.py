@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
+from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_slots
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
-from grpo_cli.cli.mistakes import explained, fail, refusals
+from grpo_cli.cli.mistakes import refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
 from grpo_cli.runs.layout import PROFILE, SAMPLES
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpo_cli.settings import RunSettings
+    from grpo_cli.sweep.resume import Sweep
 
 app = typer.Typer(
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
@@ -113,45 +114,45 @@ def evaluate(overrides: Overrides = None) -> None:
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    arguments = with_slots(overrides or [])
-    sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
-    _profile_each(arguments) if sweeps else hand_over("profile", arguments, _profile)
+    hand_over("profile", with_slots(overrides or []), _profile, _checked_profile, "peak_bytes", _compared)
 
 
-def _profile_each(arguments: Sequence[str]) -> None:
-    from hydra.errors import HydraException
-
+def _compared(sweep: Sweep) -> int:
+    """Show the profiles of a sweep side by side. Returns the exit code, 2 if one is missing."""
     from grpo_cli.profile.compare import compare
-    from grpo_cli.profile.jobs import run_each
 
-    flags, words = sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
-    try:
-        root, jobs, failed = run_each(words, flags, typer.echo)
-        if jobs:
-            compare(jobs, root)
-    except (HydraException, UserError) as error:
-        fail(error if isinstance(error, UserError) else explained(error, "profile", arguments))
-    if failed:
-        raise typer.Exit(2)
+    done = sweep.done()
+    if done:
+        assert sweep.folder is not None, "the launcher has written there"
+        compare([(job.label, job.folder) for job in done], sweep.folder)
+    return 0 if len(done) == len(sweep.jobs) else 2
 
 
-def _profile(cfg: DictConfig) -> Any:
+def _checked_profile(cfg: DictConfig) -> Any:
     from grpo_cli.config.check import check_profile
     from grpo_cli.config.compose import parse_profile
 
     settings = parse_profile(cfg)
     check_profile(settings)
+    return settings
+
+
+def _profile(cfg: DictConfig) -> Any:
+    settings = _checked_profile(cfg)
     from hydra.core.hydra_config import HydraConfig
     from rich.console import Console
 
     from grpo_cli.profile import command as profiling
     from grpo_cli.profile.show import show
+    from grpo_cli.runs.summary import write_summary
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
     show(found, Console())
     typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
-    return found.predicted.peak if found.measured is None else found.measured.peak_bytes
+    peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
+    write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    return peak
 
 
 def _to_stderr(text: str) -> None:

@@ -26,7 +26,7 @@ SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 PROFILE = "profile.json"  # of a profile: all that was measured and predicted
 COMPARISON, COMPARISON_PICTURE = "comparison.json", "comparison.png"  # of a sweep of profiles
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
-OTHERS_SWEEP = "multirun.yaml"  # what Hydra leaves in a sweep's folder where the launcher is not ours
+HYDRAS_SWEEP = "multirun.yaml"  # what Hydra leaves in a sweep's folder, whatever the launcher
 WANDB, WANDB_ID = "wandb", "wandb_id.txt"
 BAD_BATCHES = "bad_batches"
 

@@ -30,9 +30,9 @@ from grpo_cli.runs.layout import SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import places, visible_gpus
-from grpo_cli.sweep.pool import Job, Pool
+from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep, is_of, names_the_folder
-from grpo_cli.sweep.status import Status, is_done, is_running, read_status, resumes_from, write_status
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, resumes_from, write_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
@@ -41,7 +41,6 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 class ProcessLauncher(Launcher):
     def __init__(self, jobs: Any, gpus: Any) -> None:
         self._at_a_time, self._gpus = jobs, gpus
-        self._listed: dict[int, Job] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
         if not is_a(int, self._at_a_time) or self._at_a_time < 1:
@@ -159,12 +158,12 @@ class ProcessLauncher(Launcher):
         """Write `sweep.json`: all that is needed to go on, and the jobs so far."""
         path = self._folder / SWEEP
         before = read_object(path).get("jobs", [])
-        self._listed |= {job.number: job for job in jobs}
+        self._sweep.jobs |= {job.number: job for job in jobs}
         ours = [
             {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
-            for job in self._listed.values()
+            for job in self._sweep.jobs.values()
         ]
-        rest = [job for job in before if job["number"] not in self._listed]
+        rest = [job for job in before if job["number"] not in self._sweep.jobs]
         asked = {
             "command": self._sweep.command,
             "flags": list(self._sweep.flags),

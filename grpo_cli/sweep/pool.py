@@ -11,26 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
-from grpo_cli.sweep.status import Status, failure, locked, read_status, write_status
+from grpo_cli.sweep.status import Job, Status, failure, locked, read_status, write_status
 
 POLL_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a sweep. `label` is what sets it apart, `steps` how many there are, `refusal` why it cannot run."""
-
-    number: int
-    folder: Path
-    overrides: tuple[str, ...]
-    label: str
-    steps: int | None = None
-    refusal: str | None = None
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 from grpo_cli.runs.layout import MULTIRUN, SWEEP
 from grpo_cli.runs.summary import read_object
-from grpo_cli.sweep.status import Status
+from grpo_cli.sweep.status import Job, Status
 
 RESUME = "resume=sweep"
 
@@ -34,10 +34,14 @@ class Sweep:
     flags: Sequence[str] = ()
     resume: bool = False
     folder: Path | None = None
+    jobs: dict[int, Job] = field(default_factory=dict)
     outcomes: dict[int, Status] = field(default_factory=dict)
 
     def counts(self) -> Counter[str]:
         return Counter(status.state for status in self.outcomes.values())
+
+    def done(self) -> list[Job]:
+        return [job for number, job in self.jobs.items() if self.outcomes[number].state == "done"]
 
     def told(self) -> str:
         """How it ended, and how to go on with it."""
@@ -60,7 +64,7 @@ def sweep_of(
     multirun = {"-m", "--multirun"} & set(flags)
     others = [flag for flag in flags if flag not in multirun]
     if RESUME not in words:
-        return [*flags, *sweeper_words(words)], Sweep(command, check, objective, others)
+        return [*flags, *sweeper_words(command, words)], Sweep(command, check, objective, others)
     if not multirun:
         raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
     own = [word for word in words if word != RESUME]
@@ -102,14 +106,16 @@ def started_with(command: str, own: Sequence[str]) -> Began:
 
 
 # Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
-_FOR_OPTUNA = {"direction": "maximize", "max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
+_FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
 
 
-def sweeper_words(words: Sequence[str]) -> list[str]:
-    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run."""
+def sweeper_words(command: str, words: Sequence[str]) -> list[str]:
+    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run: the one with the
+    highest accuracy, or of profiles the one with the lowest peak of memory."""
     if "hydra/sweeper=optuna" not in words:
         return list(words)
-    return [*(f"hydra.sweeper.{key}={value}" for key, value in _FOR_OPTUNA.items()), *words]
+    ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *words]
 
 
 def _last_sweep(below: Path) -> Path:

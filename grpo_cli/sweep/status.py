@@ -25,6 +25,18 @@ TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
 
 
 @dataclass(frozen=True)
+class Job:
+    """One run of a sweep. `label` is what sets it apart, `steps` how many there are, `refusal` why it cannot run."""
+
+    number: int
+    folder: Path
+    overrides: tuple[str, ...]
+    label: str
+    steps: int | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
 class Status:
     """`status.json`. `seconds` are those of all its processes: a job that was resumed has had several."""
 

@@ -249,7 +249,7 @@ def _run_id(run_dir: Path) -> str:
 def _sweep_of(run_dir: Path) -> str | None:
     """The name of the sweep that a run is a job of: its folder's, where Hydra or our launcher has left its mark."""
     folder = run_dir.absolute().parent
-    return folder.name if any((folder / mark).exists() for mark in (layout.SWEEP, layout.OTHERS_SWEEP)) else None
+    return folder.name if any((folder / mark).exists() for mark in (layout.SWEEP, layout.HYDRAS_SWEEP)) else None
 
 
 def _choice_tags(choices: Mapping[str, str]) -> list[str]:

@@ -15,7 +15,9 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__
 from grpo_cli.cli import main as cli
+from grpo_cli.cli.arguments import all_of_a_named_file
 from grpo_cli.cli.completion import offered as offers
+from grpo_cli.config.choices import groups_of, keys_of
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 
@@ -126,7 +128,9 @@ def test_every_example_in_the_help_composes():
             ["sampler=full", "sampler.slots=3"],
             "sampler.slots is no setting of this sampler; it is one of sampler=infinite, ",
         ),
+        (["task.weights.format=1"], "task.weights.format is no setting of this task; it is one of task="),
         (["zzz=3"], "zzz is no setting\n"),
+        ([".zzz=3"], "zzz"),
         (["fast"], "fast cannot be read: write key=value or group=choice"),
         (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),
         (["n=abc"], "n=abc must be a whole number"),
@@ -247,6 +251,19 @@ def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
 def test_completion_offers_only_the_groups_of_the_command():
     assert "loss=" in offers("train", [], "")
     assert "loss=" not in offers("eval", [], "")
+
+
+def test_a_choice_has_the_keys_of_the_files_that_it_is_based_on():
+    """A text was looked for in the choice's own file, where what it shares with others does not stand."""
+    keys = keys_of("model", "qwen3_4b")
+    assert (keys["path"], keys["quantize"]) == ("Qwen/Qwen3-4B", "none") and "defaults" not in keys
+    assert groups_of("profile") == groups_of("train") and "experiment" in groups_of("train")
+
+
+def test_all_of_a_file_is_evaluated_only_where_a_task_knows_of_shares():
+    for task, whole in (("gsm8k", True), ("arithmetic", False), ("one_of_my_own", False)):
+        words = ["task.path=x.jsonl", f"task={task}"]
+        assert (all_of_a_named_file(words) != words) == whole, task
 
 
 @pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'", "~/x"])

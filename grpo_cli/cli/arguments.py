@@ -13,9 +13,10 @@ from grpo_cli.errors import UserError
 
 
 def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and that all of a file is evaluated if `task.path=` names it here, and nothing else is said.
+    """The arguments, with `task.eval_fraction=1` where `task.path=` names another file than the run's: all of it.
 
-    Training holds a share of its file out; that share alone is evaluated as long as the file is that of the run.
+    Of the file that a run was trained on, only the share is evaluated that was held out. What the arguments say of
+    `task.eval_path` or `task.eval_fraction` counts.
     """
     from grpo_cli.config.overrides import unquoted
 
@@ -26,10 +27,10 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
     if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
         return list(arguments)
-    from grpo_cli.config.choices import config_dir
+    from grpo_cli.config.choices import choices, keys_of
 
-    choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
-    if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
+    task = typed.get("task", "arithmetic")
+    if task not in choices("task") or "eval_fraction" not in keys_of("task", task):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
 

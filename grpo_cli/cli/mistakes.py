@@ -57,15 +57,13 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
-    from grpo_cli.config.choices import choices, config_dir
+    from grpo_cli.config.choices import choices, keys_of
     from grpo_cli.errors import closest
 
     group, _, word = key.partition(".")
-    if word and (config_dir() / group).is_dir():
-        files = {choice: config_dir() / group / f"{choice}.yaml" for choice in choices(group)}
-        having = [f"{group}={choice}" for choice, file in files.items() if f"\n{word}:" in file.read_text("utf-8")]
-        if having:
-            return f" of this {group}; it is one of {', '.join(having)}"
+    having = [choice for choice in choices(group) if group and word in _keys(keys_of(group, choice), "")]
+    if having:
+        return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
     return closest(key, _known_keys(command, arguments))
 
 

@@ -21,6 +21,8 @@ from grpo_cli.config.choices import groups_of, keys_of
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 
+OLD_RUN = str(Path(__file__).parent / "old_run")
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -94,6 +96,17 @@ def test_a_screen_that_is_not_utf_8_gets_question_marks():
     unfit = "import grpo_cli.cli.main as cli; cli.app = lambda **words: print('0.2\u20130.4')"
     said = after(unfit, PYTHONIOENCODING="ascii")
     assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["report", OLD_RUN]], ids=lambda words: words[0])
+def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
+    """`grpo train --help | head` ended in "Broken pipe", and `grpo report | head` with exit code 1."""
+    program = [sys.executable, "-c", "from grpo_cli.cli.main import main; main()", *words]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), said) == (0, "")
 
 
 def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
@@ -357,6 +370,36 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
         "downsample._target_=rules_for_this_test.worst",
     )
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_run_whose_model_cannot_be_read_says_so_in_its_summary(elsewhere, command):
+    words = ["model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out"]
+    assert "model.path=./nowhere is no folder" in refusal(command, *words)
+    summary = json.loads((elsewhere / "out" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["error"].startswith("UserError: model.path=./nowhere is no folder")
+
+
+@pytest.mark.parametrize("there", ["summary.json", "metrics.jsonl"])
+def test_what_a_folder_says_of_another_run_is_not_overwritten(elsewhere, there):
+    (elsewhere / "out").mkdir()
+    (elsewhere / "out" / there).write_text('{"step": 3}\n')
+    refusal("train", "model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out")
+    assert [path.name for path in (elsewhere / "out").glob("*.json*")] == [there]
+    assert (elsewhere / "out" / there).read_text() == '{"step": 3}\n'
+
+
+def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monkeypatch):
+    (elsewhere / "task_for_this_test.py").write_text("from grpo_cli.tasks.arithmetic import Arithmetic as Mine\n")
+    words = ["eval.every=0", "train.steps=1", "hydra.run.dir=out", "task._target_=task_for_this_test.Mine"]
+    assert grpo("train", *SMALL, *words).exit_code == 0
+    (elsewhere / "task_for_this_test.py").unlink()
+    monkeypatch.delitem(sys.modules, "task_for_this_test")
+    before = (elsewhere / "out" / "summary.json").read_text()
+    for words in (["train", "resume=out", "train.steps=2"], ["eval", "checkpoint=out"]):
+        (line,) = refusal_after_words(*words).splitlines()
+        assert line.startswith("error: task._target_=task_for_this_test.Mine cannot be had: ")
+    assert (elsewhere / "out" / "summary.json").read_text() == before
 
 
 @pytest.mark.parametrize(

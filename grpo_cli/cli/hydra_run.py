@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -82,12 +83,15 @@ class _Called:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
+        from grpo_cli.runs.summary import failure_noted
+
         self.started = True
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if in_sweep:
             typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
         try:
-            return self._job(cfg)
+            with failure_noted(Path(HydraConfig.get().runtime.output_dir)):
+                return self._job(cfg)
         except UserError as error:
             if in_sweep:
                 raise

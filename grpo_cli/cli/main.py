@@ -24,6 +24,7 @@ from grpo_cli.cli.mistakes import refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
 from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.tracking.terminal import outlive_the_reader
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,6 +67,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    outlive_the_reader()
     try:
         os.getcwd()
     except FileNotFoundError:

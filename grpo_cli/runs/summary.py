@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.layout import SUMMARY
+from grpo_cli.runs.layout import METRICS, SUMMARY
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -19,6 +20,23 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
         write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
     except OSError as error:
         raise UserError(f"{run_dir / SUMMARY} cannot be written ({error.strerror or error}).") from error
+
+
+@contextmanager
+def failure_noted(run_dir: Path) -> Iterator[None]:
+    """What fails before the run has begun, such as reading its model, is in `summary.json` as what fails later is.
+
+    A folder that holds another summary, or records, tells of a run that did begin: it stays as it is.
+    """
+    try:
+        yield
+    except BaseException as error:
+        metrics = run_dir / METRICS
+        begun = (run_dir / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size > 0)
+        if not begun:
+            with suppress(UserError):  # a disk that is full as well is not what went wrong first
+                write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
+        raise
 
 
 def is_completed(run_dir: Path) -> bool:

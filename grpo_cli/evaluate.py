@@ -13,6 +13,7 @@ from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.rollout import group_rollouts, requests_for, score_all
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import EvalSettings, ExamSettings, SampleSettings, Sampling
 from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -60,7 +61,7 @@ def evaluate_with(
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
     """`samples.jsonl` of a run's folder."""
     rows = (json_line(asdict(example)) for example in examples)
-    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
+    write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 
 
 def is_correct(reward: Reward) -> bool:

@@ -19,14 +19,13 @@ from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.config.choices import ENGINE_PARTS
 from grpo_cli.config.instantiate import build_rules, make
-from grpo_cli.config.overrides import overrides, overrides_of_run, overrides_to_resume
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.meter import WallMeter
-from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
+from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.load import (
     at_checkpoint,
     check_device,
@@ -37,7 +36,8 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.processor import remarks
-from grpo_cli.runs.checkpoint import find_checkpoint, resolve_run
+from grpo_cli.runs.find import find_checkpoint, resolve_run
+from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
@@ -150,7 +150,7 @@ def parts_of(
 def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Path | None:
     if resume is None:
         return None
-    folder = resolve_run(resume, Path("outputs"))
+    folder = resolve_run(resume)
     found = find_checkpoint(folder)
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
@@ -166,7 +166,7 @@ def _trackers(
 ) -> tuple[Tracker, ...]:
     first_step = None
     if checkpoint is not None:
-        done = int(checkpoint.name.removeprefix("step_").partition(".")[0])
+        done = step_of(checkpoint.name)
         first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
     files = JsonlTracker(run_dir, first_step, console.warn)
     return files, console, _logger(settings, "train", console.say, console.warn)
@@ -234,31 +234,3 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[st
         result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed)
     write_samples(Path(settings.run_dir), result.examples)
     return result, time.perf_counter() - start, bench.engine.facts()
-
-
-def checkpoint_overrides(place: str) -> list[str]:
-    """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights."""
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
-    found = find_checkpoint(folder)
-    for reason in found.skipped:
-        print(f"passed over {reason}", file=sys.stderr)
-    if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
-        raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
-    weights = (found.path or folder).resolve()
-    run_dir = weights.parent.parent
-    of_the_run = overrides_of_run(run_dir) if (run_dir / ".hydra" / "config.yaml").is_file() else []
-    if not has_adapters(weights):
-        return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
-    words = {"model.adapter": str(weights), "model.random_init": False}
-    if not of_the_run or (weights / BASE).is_dir():
-        words |= {"model.path": base_of(weights)}
-    return [*of_the_run, *overrides(words)]
-
-
-def resume_overrides(place: str) -> list[str]:
-    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from."""
-    folder = resolve_run(place, Path("outputs"))
-    run_dir = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
-    return [*overrides_to_resume(run_dir), *overrides({"resume": str(folder)})]

@@ -21,6 +21,7 @@ from grpo_cli.memory import peak_bytes
 from grpo_cli.metrics import of_trained
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
+from grpo_cli.runs import layout
 from grpo_cli.select import Selection, batch_rows, select
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Batch, EngineStats, Group, Prompt, Record, ScoredGroup, Verdict
@@ -169,7 +170,7 @@ class Step:
         """Says what became of a faulty update; raises UserError when there were too many of them in a row."""
         progress.skipped_steps += 1
         progress.bad_in_a_row += 1
-        where = self._dump(batch, f"step_{step + 1:06d}_{progress.skipped_steps}.pt")
+        where = self._dump(batch, f"{layout.step_folder(step + 1)}_{progress.skipped_steps}.pt")
         self._parts.warn(f"step {step + 1}: {fault}; the update was skipped and its batch is in {where}")
         if progress.bad_in_a_row >= self._settings.train.max_bad_steps:
             raise UserError(
@@ -179,7 +180,7 @@ class Step:
             )
 
     def _dump(self, batch: Batch, name: str) -> Path:
-        path = Path(self._settings.run_dir) / "bad_batches" / name
+        path = Path(self._settings.run_dir) / layout.BAD_BATCHES / name
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         return path

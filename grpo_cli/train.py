@@ -15,7 +15,8 @@ from grpo_cli.interfaces import Parts
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.memory import peak_bytes
 from grpo_cli.progress import Progress
-from grpo_cli.runs.checkpoint import MARKER, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs import layout
+from grpo_cli.runs.checkpoint import load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.summary import is_completed, write_summary
 from grpo_cli.settings import RunSettings
@@ -42,7 +43,7 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or until a signal asks to stop; returns what `summary.json` says."""
         status, fault = "failed", None
-        (self._run_dir / "summary.json").unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
+        (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
         try:
             with self._signals():
                 self._loop()
@@ -110,7 +111,7 @@ class Trainer:
         }
         with self._parts.meter.span("checkpoint"):
             save_checkpoint(
-                self._run_dir / "checkpoints",
+                self._run_dir / layout.CHECKPOINTS,
                 self._progress.step,
                 self._parts.save_model,
                 state,
@@ -118,7 +119,8 @@ class Trainer:
             )
 
     def _saved(self) -> bool:
-        return (self._run_dir / "checkpoints" / f"step_{self._progress.step:06d}" / MARKER).exists()
+        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
+        return (saved / layout.COMPLETE).exists()
 
     def _save_what_is_done(self) -> None:
         """After a failure: the last finished step, unless it is saved or the weights are half-way to the next."""

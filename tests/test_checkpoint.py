@@ -22,16 +22,8 @@ from safetensors.torch import save_file
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs import files
-from grpo_cli.runs.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    load_state,
-    require_checkpoint,
-    resolve_run,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from grpo_cli.runs.checkpoint import CheckpointError, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.find import find_checkpoint, require_checkpoint, resolve_run
 from grpo_cli.runs.summary import write_summary
 
 
@@ -206,7 +198,7 @@ def test_a_real_writer_running_out_of_room_is_told_as_that(root: Path, writer: s
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from grpo_cli.checkpoint import save_checkpoint
+from grpo_cli.runs.checkpoint import save_checkpoint
 
 def save(root, step, mark, keep):
     def model(folder):

@@ -17,7 +17,7 @@ from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, setti
 
 from grpo_cli import downsample, loss
 from grpo_cli.correction import Correct
-from grpo_cli.runs.checkpoint import find_checkpoint
+from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
 

@@ -24,7 +24,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Bench, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
-from grpo_cli.runs.checkpoint import find_checkpoint
+from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import (
     EvalSettings,
     ModelSettings,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import yaml
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
 EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
 TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
@@ -16,6 +21,26 @@ def config_dir() -> Path:
         if (folder / "train.yaml").is_file():
             return folder
     raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
+
+
+def keys_of(group: str, choice: str) -> Mapping[str, Any]:
+    """A choice's keys and values as its file says them, with those of the files that it is based on."""
+    return {key: value for values in _files(f"{group}/{choice}") for key, value in values.items() if key != "defaults"}
+
+
+def groups_of(command: str) -> list[str]:
+    """The groups that a command's configuration chooses from."""
+    entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
+    return [group for entry in entries for group in entry if " " not in group]  # no `override hydra/launcher`
+
+
+def _files(name: str) -> Iterator[dict[str, Any]]:
+    """A file of `conf/`, unresolved, after those that its defaults list names without a group."""
+    values = yaml.load((config_dir() / f"{name}.yaml").read_text(encoding="utf-8"), _LOADER) or {}
+    for entry in values.get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _files(str(PurePosixPath("/", name).parent / entry.partition("@")[0])[1:])
+    yield values
 
 
 def choices(group: str) -> list[str]:

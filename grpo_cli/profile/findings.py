@@ -14,9 +14,9 @@ from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import PROFILE as FILE
 
 SCHEMA = 1
-FILE = "profile.json"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from grpo_cli.report.html import page
 from grpo_cli.report.read import read_runs
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
+from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
@@ -36,7 +36,7 @@ def make(
     """
     console = console or Console()
     now = datetime.now()
-    out = out or Path("outputs/report") / f"{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    out = out or layout.new_folder("report")
     found = read_runs(folders, metric)
     comparison = compare(found.runs, target, metric)
     notes = [] if plots.can_draw() else [NO_PICTURES]

@@ -21,11 +21,12 @@ from grpo_cli.errors import UserError
 from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
+from grpo_cli.runs import layout
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
 PHASES = ("rollout", "reward", "logprobs", "update")
-_A_RUN_HAS = ("metrics.jsonl", "summary.json", "status.json", ".hydra/config.yaml")
-_NOT_BELOW = {"checkpoints", "wandb", "bad_batches"}
+_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.CONFIG)
+_NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.BAD_BATCHES}
 
 
 class State(StrEnum):
@@ -108,8 +109,8 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
         besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
         named = ", ".join(plain(folder) for folder in folders)
         raise UserError(
-            f"no training run in or below {named}{besides}; `grpo train` leaves them in outputs/train, "
-            "`grpo train -m` in outputs/multirun"
+            f"no training run in or below {named}{besides}; `grpo train` leaves them in {layout.OUTPUTS}/train, "
+            f"`grpo train -m` in {layout.MULTIRUN}"
         )
     measured = sorted({name for run in runs for name in run.accuracies})
     if metric not in measured and (measured or metric != GREEDY):
@@ -145,7 +146,7 @@ def _natural(name: str) -> tuple[int, int, str]:
 
 def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
     """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
-    told, _ = _read_object(sweep / "sweep.json")
+    told, _ = _read_object(sweep / layout.SWEEP)
     jobs: dict[Path, Sequence[str] | None] = {}
     listed = told.get("jobs")
     for job in listed if isinstance(listed, list) else []:
@@ -161,9 +162,9 @@ def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
     """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
-    status, status_note = _read_object(folder / "status.json")
-    summary, summary_note = _read_object(folder / "summary.json")
-    rows, notes = read_rows(folder / "metrics.jsonl")
+    status, status_note = _read_object(folder / layout.STATUS)
+    summary, summary_note = _read_object(folder / layout.SUMMARY)
+    rows, notes = read_rows(folder / layout.METRICS)
     words = status.get("overrides", job)
     words = [str(word) for word in words] if isinstance(words, list) else []
     asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
@@ -215,13 +216,13 @@ def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any
     if ended in (State.COMPLETED, State.INTERRUPTED, State.FAILED):
         return State(ended), reason
     if not folder.exists():
-        return State.WAITING, "listed in sweep.json, not begun"
-    return State.UNFINISHED, f"no summary.json; {_last_sign(folder)}"
+        return State.WAITING, f"listed in {layout.SWEEP}, not begun"
+    return State.UNFINISHED, f"no {layout.SUMMARY}; {_last_sign(folder)}"
 
 
 def _last_sign(folder: Path) -> str:
     try:
-        return f"last record {duration(time.time() - (folder / 'metrics.jsonl').stat().st_mtime)} ago"
+        return f"last record {duration(time.time() - (folder / layout.METRICS).stat().st_mtime)} ago"
     except OSError:
         return "no record yet"
 

@@ -9,7 +9,7 @@ import pytest
 
 WRITES = """
 import sys
-from grpo_cli import screen
+from grpo_cli.tracking import terminal as screen
 console = screen.console()
 for line in range({lines}):
     console.print(line)

@@ -118,11 +118,12 @@ def test_help_pages_differ_as_the_commands_do():
     assert re.search("\nprofile.plan_only=false +Only predict", profile) and "train.steps=80 " in profile
 
 
-def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra():
+def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp_path):
     result = grpo("train", "loss=grop", "--help")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?" in result.stderr
     assert "See https://hydra.cc" in said("train", "--hydra-help")
+    assert "\n  max_new_tokens: 128\n" in said("train", "--help", f"--config-dir={tmp_path}")
 
 
 def test_bases_are_offered_nowhere():

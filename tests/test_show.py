@@ -87,10 +87,10 @@ def test_the_first_line_says_which_step_of_how_many_and_how_much_of_it():
 @pytest.mark.parametrize(
     ("options", "replies"),
     [
-        ([], ["a", "b", "c", "d"]),
+        ([], ["c", "d", "a", "b"]),
         (["--prompt", "q"], ["c", "d"]),
-        (["--kept"], ["a", "c"]),
-        (["--dropped"], ["b", "d"]),
+        (["--kept"], ["c", "a"]),
+        (["--dropped"], ["d", "b"]),
         (["--best", "1"], ["b"]),
         (["--worst", "2"], ["c", "d"]),
         (["--best", "1", "--worst", "1"], ["b", "d"]),
@@ -101,7 +101,7 @@ def test_the_first_line_says_which_step_of_how_many_and_how_much_of_it():
 )
 def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies):
     """A reward that is no number is the worst of all."""
-    told = [("a", "p", True, 0.5), ("b", "p", False, 1.0), ("c", "q", True, 0.0), ("d", "q", False, "NaN")]
+    told = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
     rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in told]
     lines = shown(run(tmp_path / "r", *rows), *options).splitlines()
     assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies

@@ -294,3 +294,27 @@ def test_the_benchmark_s_runs_are_runs(bench, tmp_path):
     assert (told["columns"], told["arms"][0]["runs"][0]["curve"]["steps"]) == (["downsample"], [0, 20, 40])
     assert told["arms"][0]["runs"][0]["notes"] == []
     assert bench.measure(runs=2, steps=3)["seconds"] > 0
+
+
+def test_the_page_has_the_best_and_the_worst_rollouts_of_each_run_s_last_step(tmp_path, without_matplotlib):
+    run = leave(tmp_path / "runs" / "0")
+    long = "y" * 5000
+    named = {"prompt_id": HOSTILE, "prompt": HOSTILE, "answer": "4", "parts": {}, "length": 9, "finish": "eos"}
+    texts = ["of another step", HOSTILE, "second", "neither good nor bad", "fourth", long]
+    rows = [
+        {"step": min(i, 1), "sample": i, "reply": text, "reward": -float(i), "kept": i == 1, **named}
+        for i, text in enumerate(texts)
+    ]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    leave(tmp_path / "runs" / "1")
+    _, out = reported(tmp_path / "runs")
+    html = (out / "report.html").read_text()
+    page = Page(html)
+    assert "0: 4 of the 5 recorded of step 1" in page.text and page.tags.count("details") == 1
+    assert {"script", "img"} & set(page.tags) == set() and "\x1b" not in html
+    readable = "<script>alert(1)</script><img src=http://example.org/x> [red]$a_b$ \\x1b[31m"
+    assert page.text.count(readable) == 5, "the prompt of four rollouts, and a reply"
+    assert "second" in page.text and "fourth" in page.text
+    assert "of another step" not in page.text and "neither good nor bad" not in page.text
+    assert "y" * 4000 + " [and 1000 more characters]" in page.text
+    assert "rollouts.jsonl: line 7 cannot be read" in page.text

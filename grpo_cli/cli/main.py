@@ -51,11 +51,24 @@ def _offer(ctx: Any, incomplete: str) -> list[str]:
     return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
 
 
+def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
+    """The page of a command, if that is asked for; with more of Hydra's flags it is Hydra's own."""
+    flags = {word for word in overrides or [] if word.startswith("-")}
+    if ctx.resilient_parsing or not {"--help", "-h"} & flags or flags - {"--help", "-h", "-m", "--multirun"}:
+        return overrides
+    from grpo_cli.cli.help import print_help
+
+    with _refusals():
+        print_help(ctx.info_name or "", with_slots(overrides or []))
+    raise typer.Exit()
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[group=choice ...] [key=value ...]",
         autocompletion=_offer,
+        callback=_help,
         help="Hydra overrides and flags; `--help` after the command lists them.",
     ),
 ]
@@ -186,6 +199,46 @@ def report(
 
     with refusals():
         make(folders, out, target, metric)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or an evaluation.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Of which step. Default: the last.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only of the prompt with this id.", show_default=False)] = None,
+    kept: Annotated[
+        bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or only the others.")
+    ] = None,
+    best: Annotated[int, typer.Option(min=0, help="Only so many with the highest rewards.", show_default=False)] = 0,
+    worst: Annotated[int, typer.Option(min=0, help="Only so many with the lowest rewards.", show_default=False)] = 0,
+) -> None:
+    """Read a step's rollouts: prompts, completions, rewards, advantages, and why each was kept or not."""
+    from grpo_cli.cli.show import show_rollouts
+
+    with _refusals():
+        show_rollouts(folder, step, prompt, kept, best, worst)
+
+
+@app.command("ls")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs, in it and below.")] = Path("outputs"),
+) -> None:
+    """List runs: how they ended or stand, what they were asked, and their accuracy; the newest first."""
+    from grpo_cli.cli.ls import list_runs as ls
+
+    with _refusals():
+        ls(folder)
+
+
+@app.command()
+def explain(
+    words: Annotated[list[str], typer.Argument(help="A group, group=choice, setting or metric.", show_default=False)],
+) -> None:
+    """Say what a group, a choice, a setting or a metric is: sampler, loss=grpo, train.epochs, mismatch/kl."""
+    from grpo_cli.cli.explain import explain_each
+
+    with _refusals():
+        explain_each(words)
 
 
 def _checked(cfg: DictConfig) -> Any:

@@ -14,6 +14,7 @@ from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.html import page
 from grpo_cli.report.read import read_runs
+from grpo_cli.report.rollouts import read_recording
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
@@ -43,7 +44,8 @@ def make(
     if found.others:
         notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}
-    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}")
+    recorded = [(run.name, told) for run in comparison.runs if (told := read_recording(run.folder)) and told.rollouts]
+    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}", recorded)
     files = {"report.html": html.encode(), **drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)

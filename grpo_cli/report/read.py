@@ -93,16 +93,7 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
     `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
     or if the runs have measured other accuracies only.
     """
-    found: dict[Path, tuple[str, Sequence[str] | None]] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{plain(folder)} is no folder: name run folders, sweep folders, or what holds them")
-        try:
-            for path, job in _run_folders(folder):
-                found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
-        except OSError as error:
-            raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
-    read = [read_run(path, name, job, metric) for path, (name, job) in found.items()]
+    read = read_all(folders, metric)
     runs = tuple(run for run in read if run.asked.command == "train")
     others = tuple(run.name for run in read if run.asked.command != "train")
     if not runs:
@@ -119,6 +110,20 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
     return Found(runs, others)
 
 
+def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
+    """The same of every command, and also if there are none."""
+    found: dict[Path, tuple[str, Sequence[str] | None]] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{plain(folder)} is no folder: name run folders, sweep folders, or what holds them")
+        try:
+            for path, job in _run_folders(folder):
+                found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
+        except OSError as error:
+            raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
+    return [read_run(path, name, job, metric) for path, (name, job) in found.items()]
+
+
 def _short_name(path: Path, given: Path, num_given: int) -> str:
     """The run's folder from the one that was named; with the latter's own name if there are several."""
     below = path.relative_to(given)
@@ -132,7 +137,7 @@ def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str] | None]]:
     if any((folder / name).is_file() for name in _A_RUN_HAS):
         yield folder, None
         return
-    jobs = _jobs_of(folder)
+    jobs = jobs_of(folder)
     yield from jobs.items()
     names = sorted((entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)), key=_natural)
     for name in names:
@@ -144,7 +149,7 @@ def _natural(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
 
 
-def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
+def jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
     """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
     told, _ = _read_object(sweep / layout.SWEEP)
     jobs: dict[Path, Sequence[str] | None] = {}
@@ -168,6 +173,8 @@ def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: 
     words = status.get("overrides", job)
     words = [str(word) for word in words] if isinstance(words, list) else []
     asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
+    if asked.command == "eval":  # has no steps, and says what it found in its summary
+        rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)
     notes = [*filter(None, (status_note, summary_note)), *notes]
     run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))

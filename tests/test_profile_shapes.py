@@ -10,17 +10,18 @@ import torch
 from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
+from grpo_cli.engine.eviction import Dense, SnapKv
+from grpo_cli.engine.fullest import fullest
 from grpo_cli.engine.predict import PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
-from grpo_cli.engine.sparsity import Dense, SnapKv
 from grpo_cli.learner.forward import Padded, PaddingFree, Row
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
 from grpo_cli.profile.estimate import KINDS, Passes, Plan, Predictor, total
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Work, fullest
+from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Work
 from grpo_cli.settings import OptimSettings
 
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)

@@ -31,7 +31,8 @@ from grpo_cli.meter import NullMeter
 from grpo_cli.processor import settle
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
-from grpo_cli.train import Trainer
+from grpo_cli.progress import Progress
+from grpo_cli.step import Step
 
 
 class Switch:
@@ -47,15 +48,14 @@ class Switch:
         return self.meter.take()
 
 
-def trainer_with(meter: Switch, tokens: int, words: list[str]) -> Trainer:
+def step_with(meter: Switch, tokens: int, words: list[str]) -> Step:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose("profile", ["run_dir=outputs/bench_meter", f"sampling.max_new_tokens={tokens}", *words])
     settings = parse_profile(cfg)
     rules = build_rules(settings.parts, settings.n, settings.m)
     bench = experiment.set_up(settings, settings.model, meter=meter, eos_token_ids=(NEVER,))
     bench = replace(bench, engine=ProfiledEngine(bench.engine, lambda count, longest: [longest] * count))
-    parts = experiment.parts_of(settings, rules, bench, (), meter, print, print)
-    return Trainer(settings, parts, Path(settings.run_dir))
+    return Step(settings, experiment.parts_of(settings, rules, bench, (), meter, print, print))
 
 
 def main() -> None:
@@ -66,13 +66,13 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="overrides, as of grpo profile")
     args = parser.parse_args()
     switch = Switch()
-    trainer = trainer_with(switch, args.tokens, args.words)
-    list(trainer.rehearse(1, False))
+    step = step_with(switch, args.tokens, args.words)
+    step.run(0, Progress())
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     loads = [os.getloadavg()]
     for turn in range(args.rounds):
         for state in ("off", "on") if turn % 2 else ("on", "off"):
-            seconds[state].append(timed(trainer, switch, state == "on"))
+            seconds[state].append(timed(step, switch, state == "on"))
     loads.append(os.getloadavg())
     ratio = median(seconds["on"]) / median(seconds["off"])
     print(f"processor seconds per step: off {median(seconds['off']):.3f}, on {median(seconds['on']):.3f}, {ratio:.3f}")
@@ -82,18 +82,18 @@ def main() -> None:
         args.json.write_text(json.dumps({"settings": settings} | found, indent=2) + "\n")
 
 
-def timed(trainer: Trainer, switch: Switch, on: bool) -> float:
+def timed(step: Step, switch: Switch, on: bool) -> float:
     """Processor seconds of one step."""
     if not on:
         switch.meter = NullMeter()
         start = time.process_time()
-        list(trainer.rehearse(1, False))
+        step.run(0, Progress())
         return time.process_time() - start
     with Probe(torch.device("cpu")) as probe:
         switch.meter = probe
         time.sleep(0.5)  # its first look at the process's children, once in a run, is not of a step
         start = time.process_time()
-        list(trainer.rehearse(1, False))
+        step.run(0, Progress())
         probe.take(), probe.peaks.take()
         return time.process_time() - start
 

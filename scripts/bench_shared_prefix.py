@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.loss import grpo
+from grpo_cli.meter import NullMeter
 from grpo_cli.processor import settle
-from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch
 
 ARMS = {
@@ -73,7 +74,7 @@ def make_learner(args: argparse.Namespace, arm: str) -> Learner:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
     train = TrainSettings(1, 1, args.micro_batch_tokens, 1, 1, 2048, 3, 1, 1, **ARMS[arm])
     loss: Any = partial(grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    return Learner(model, loss, MODEL, train, OPTIM)
+    return Learner(model, loss, MODEL, Sampling(max_new_tokens=1), train, OPTIM, NullMeter())
 
 
 def replace_context(config: Any, tokens: int) -> Any:
@@ -85,7 +86,7 @@ def measured(learner: Learner, batch: Batch, device: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     wall, processor = time.perf_counter(), time.process_time()
-    update = learner.update(batch, 1.0, 1, 0)
+    update = learner.update(batch, 0)
     if device == "cuda":
         torch.cuda.synchronize()
     wall, processor = time.perf_counter() - wall, time.process_time() - processor

@@ -37,6 +37,7 @@ from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
+from grpo_cli.interfaces import Bench, Parts, Rules
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id
 from grpo_cli.processor import settle
@@ -50,7 +51,7 @@ from grpo_cli.settings import (
     TrainSettings,
 )
 from grpo_cli.tasks.arithmetic import Arithmetic, final_answer
-from grpo_cli.train import Parts, Trainer
+from grpo_cli.train import Trainer
 from grpo_cli.types import Record
 
 RATE = 1e-9
@@ -79,22 +80,15 @@ def run_ours(args: argparse.Namespace, folder: Path) -> Steps:
     model, tokenizer = load_model(MODEL, torch.device("cpu")), load_tokenizer(MODEL)
     eos = eos_token_ids(model, tokenizer)
     collect = Collect()
-    parts = Parts(
-        model=model,
-        reference=None,
-        save_model=model.save_pretrained,
-        task=Arithmetic(tokenizer, args.seed),
-        engine=TorchEngine(model, eos, Full(), Fifo(), NoPredictor(), Dense()),
-        pad_token_id=pad_token_id(tokenizer, eos),
+    engine, pad = TorchEngine(model, eos, Full(), Fifo(), NoPredictor(), Dense()), pad_token_id(tokenizer, eos)
+    bench = Bench(torch.device("cpu"), model, tokenizer, pad, Arithmetic(tokenizer, args.seed), engine)
+    rules = Rules(
         downsample=downsample.all_rollouts,
         advantage=partial(advantage.grpo, stats_over="kept"),
-        correction=Correct(),
+        correction=Correct("none", None, None, "truncate", False, "none", 1e-4, None, None, True),
         loss=partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence"),
-        trackers=(collect,),
-        meter=WallMeter(),
-        say=print,
-        warn=print,
     )
+    parts = Parts(bench, rules, None, model.save_pretrained, (collect,), WallMeter(), print, print)
     settings = RunSettings(
         n=args.n,
         m=args.n,
@@ -110,7 +104,7 @@ def run_ours(args: argparse.Namespace, folder: Path) -> Steps:
         record=RecordSettings(0),
         parts={},
     )
-    Trainer(settings, parts, folder).fit()
+    Trainer(settings, parts).fit()
     return collect.steps[1:]
 
 

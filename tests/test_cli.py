@@ -127,6 +127,8 @@ def test_every_example_in_the_help_composes():
             "sampler.slots is no setting of this sampler; it is one of sampler=infinite, ",
         ),
         (["zzz=3"], "zzz is no setting\n"),
+        (["correction.is=token"], "correction.is is no setting; it is called correction.importance\n"),
+        (["+correction.rs=veto"], "takes no rs; it is called correction.rejection\n"),
         (["fast"], "fast cannot be read: write key=value or group=choice"),
         (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),
         (["n=abc"], "n=abc must be a whole number"),

@@ -214,21 +214,21 @@ def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPa
     requests, short, said = some_requests(prompts=1, n=12), Short(most=4), list[str]()
     monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
     engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=lambda text: None)
-    fresh = engine.state()
+    fresh = engine.state_dict()
     list(engine.generate(requests))
-    torch.save(dict(engine.state()), tmp_path / "state.pt")
+    torch.save(dict(engine.state_dict()), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
-    resumed.load_state(state)
+    resumed.load_state_dict(state)
     short.asked.clear()
     list(resumed.generate(requests))
     assert short.asked[0] == 3 and "at most 3 slots" in said[0] and len(said) == 1
-    assert resumed.state()["most_slots"] == 3
+    assert resumed.state_dict()["most_slots"] == 3
     # Nothing was ever too much, it was not yet written down, or the run is no longer to make do with fewer.
     before = {name: value for name, value in state.items() if name != "most_slots"}
     for given, on_oom in ((fresh, "halve"), (before, "halve"), (state, "fail")):
         other = make_engine(small_model(), sampler=Full(on_oom=on_oom), warn=said.append)
-        other.load_state(given)
+        other.load_state_dict(given)
         short.asked.clear()
         with pytest.raises(torch.OutOfMemoryError) if on_oom == "fail" else nullcontext():
             list(other.generate(requests))

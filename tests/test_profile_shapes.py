@@ -110,7 +110,7 @@ def test_quantised_are_the_linear_layers_but_the_head():
     assert whole - four_bits == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64) * (4 - 0.5)
 
 
-WAYS = [Padded(10_000, 32), PaddingFree(10_000, 32, False), PaddingFree(10_000, 32, True)]
+WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=repr)
@@ -120,11 +120,11 @@ def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any):
     rows = tuple(Row(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
     way.prepare(model)
     with Allocations(model) as allocations:
-        values = way.logprobs(model.train(), batch, 1.0)
+        values = way.logprobs(model.train(), batch)
         real = [allocations.take_peak()]
         values.sum().backward()
         real.append(allocations.take_peak())
-    for found, predicted in zip(real, fake_model().train_pass(way, rows, 1.0, False), strict=True):
+    for found, predicted in zip(real, fake_model().train_pass(way, rows, False), strict=True):
         # Attention of fake tensors lays its results out differently, which costs or saves a copy.
         assert total(predicted) == pytest.approx(total(found), rel=0.05)
         assert predicted.get(LOGITS, 0) == found.get(LOGITS, 0)
@@ -138,7 +138,7 @@ def test_a_model_of_any_size_has_shapes_and_no_memory():
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> Plan:
     sampler = Full() if slots is None else Infinite(slots=slots)
     passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
-    return Plan(work_of(requests, n, 30), m, EngineShape(sampler, Dense(), 0), None, Padded(tokens, 64), 1.0, 1, passes)
+    return Plan(work_of(requests, n, 30), m, EngineShape(sampler, Dense(), 0), None, Padded(tokens, 64, 1.0), 1, passes)
 
 
 def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
@@ -203,12 +203,14 @@ def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: 
 def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
     requests = some_requests(prompts=1, n=6)
     work = replace(work_of(requests, 6, 30), lengths=(5, 5, 30, 20, 10, 5))
-    way = PaddingFree(len(requests[0].prompt.token_ids) + 30, 64, False)  # two rows at most, or the longest by itself
+    way = PaddingFree(
+        len(requests[0].prompt.token_ids) + 30, 64, 1.0, False
+    )  # two rows at most, or the longest by itself
     given = replace(plan(requests, 6, 6), rollouts=work, way=way)
     rows = [Row(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
     model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]
     assert len({way.size(part) for part in parts[1:]}) > 1
-    passes = [model.train_pass(way, part, 1.0, place > 0) for place, part in enumerate(parts)]
+    passes = [model.train_pass(way, part, place > 0) for place, part in enumerate(parts)]
     for phase, sizes in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
         assert _predicted(given, phase) == model.weights + max(map(total, sizes))
 

@@ -38,8 +38,11 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
     from grpo_cli.config.choices import choices, config_dir
+    from grpo_cli.config.overrides import RENAMED
     from grpo_cli.errors import closest
 
+    if key in RENAMED:
+        return f"; it is called {RENAMED[key]}"
     group, _, word = key.partition(".")
     if word and (config_dir() / group).is_dir():
         files = {choice: config_dir() / group / f"{choice}.yaml" for choice in choices(group)}

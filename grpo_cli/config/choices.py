@@ -19,5 +19,5 @@ def config_dir() -> Path:
 
 
 def choices(group: str) -> list[str]:
-    """The choices that `conf/` offers for a group."""
-    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+    """The choices that `conf/` offers for a group. A file whose name begins with `_` is what several are based on."""
+    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml") if not file.stem.startswith("_"))

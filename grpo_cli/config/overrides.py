@@ -13,6 +13,9 @@ from grpo_cli.config.choices import EVAL_PARTS
 from grpo_cli.config.read import read
 from grpo_cli.settings import ModelSettings
 
+# Keys that old run folders, and people, know by another name.
+RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
+
 
 def overrides_of_run(run_dir: Path) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
@@ -43,13 +46,20 @@ def overrides_to_resume(run_dir: Path) -> list[str]:
     kept = run_dir / ".hydra" / "overrides.yaml"
     started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
     assert isinstance(started_with, list), "Hydra keeps overrides in a list"
-    again = [str(word) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    again = [_renamed(str(word)) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
 
 
 def overrides(values: Mapping[str, Any]) -> list[str]:
     """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _renamed(word: str) -> str:
+    """An override by the key that it has now."""
+    key, equals, value = word.partition("=")
+    plus = key[: len(key) - len(key.lstrip("+"))]
+    return plus + RENAMED.get(key.lstrip("+"), key.lstrip("+")) + equals + value
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:

@@ -211,12 +211,12 @@ class TorchEngine:
     def update_weights(self) -> None:
         """The modules are the trainer's: there is nothing to do."""
 
-    def state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on bit for bit."""
         return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. With sampler.on_oom=fail, slots are what is asked for, halved before or not."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave. With sampler.on_oom=fail, slots are as asked for, halved before or not."""
         self._predictor.load_state(state["predictor"])
         most = state.get("most_slots")  # older checkpoints do not have it
         if most is not None and self._sampler.may_halve:

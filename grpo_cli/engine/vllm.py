@@ -38,6 +38,8 @@ from grpo_cli.types import EngineStats, Request, Rollout
 class VllmEngine:
     """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
 
+    reads_stop_strings = False
+
     def __init__(
         self,
         model: Any,
@@ -323,11 +325,11 @@ class VllmEngine:
         """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
         self._stale = True
 
-    def state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on."""
         return {"predictor": self._predictor.state()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._predictor.load_state(state["predictor"])
 
 

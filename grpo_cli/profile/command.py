@@ -16,13 +16,13 @@ import torch
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import Rules, build_rules, make
+from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
-from grpo_cli.interfaces import AdvantageFn, Correction
-from grpo_cli.learner.forward import make_pass
+from grpo_cli.interfaces import AdvantageFn, Correction, Rules
+from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory import is_out_of_memory, resident_bytes
@@ -33,11 +33,11 @@ from grpo_cli.profile import advice
 from grpo_cli.profile.estimate import Passes, Plan, Prediction, Predictor
 from grpo_cli.profile.findings import Report, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.profile.measure import Bench, Measured, Probe, measure, write_trace
+from grpo_cli.profile.measure import Bench, Measured, Probe, Rehearsal, measure, write_trace
 from grpo_cli.profile.shapes import EngineShape, ShapeModel, Work
 from grpo_cli.rollout import PromptOrder
 from grpo_cli.settings import ModelSettings, ProfileRunSettings, RunSettings
-from grpo_cli.train import Trainer
+from grpo_cli.step import Step
 from grpo_cli.types import Record
 
 Say = Callable[[str], None]
@@ -116,8 +116,8 @@ def _measured(
         bench = replace(bench, engine=engine)
         rules = replace(rules, advantage=partial(_never_all_equal, rules.advantage))
         parts = experiment.parts_of(settings, rules, bench, (), probe, say, warn)
-        trainer = Trainer(settings, parts, folder)
-        seen = Bench(trainer, parts.model, parts.reference, engine, probe)
+        rehearsal = Rehearsal(Step(settings, parts), settings, parts)
+        seen = Bench(rehearsal, bench.model, parts.reference, engine, probe)
         measured = measure(seen, settings.profile, settings.profile.eval and settings.eval.every > 0, say)
         if settings.profile.trace:
             folder.mkdir(parents=True, exist_ok=True)
@@ -192,8 +192,7 @@ def _plan(
         m=settings.m,
         engine=EngineShape(built["sampler"], built["sparsity"], prefix) if _is_ours(settings) else None,
         exam=exam,
-        way=make_pass(settings.train),
-        temperature=settings.sampling.temperature,
+        way=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,
         passes=Passes(
             policy_over_all=correction.rejects,

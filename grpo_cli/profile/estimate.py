@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
-from grpo_cli.learner.forward import Pass, Row
+from grpo_cli.learner.forward import Row, ShapeOnly
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work
 
@@ -37,8 +37,7 @@ class Plan:
     m: int
     engine: EngineShape | None
     exam: Work | None
-    way: Pass
-    temperature: float
+    way: ShapeOnly
     minibatches: int
     passes: Passes
 
@@ -122,14 +121,14 @@ class Predictor:
         }
 
     def _quiet(self, plan: Plan, rows: Sequence[Row]) -> Sizes:
-        return self._model.quiet_pass(plan.way, max(_parts(plan.way, rows), key=plan.way.size), plan.temperature)
+        return self._model.quiet_pass(plan.way, max(_parts(plan.way, rows), key=plan.way.size))
 
     def _update(self, plan: Plan, kept: Sequence[Row]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
         first, *others = _parts(plan.way, kept[: -(-len(kept) // plan.minibatches)])
-        passes = [self._model.train_pass(plan.way, first, plan.temperature, False)]
+        passes = [self._model.train_pass(plan.way, first, False)]
         if others:
-            passes.append(self._model.train_pass(plan.way, max(others, key=plan.way.size), plan.temperature, True))
+            passes.append(self._model.train_pass(plan.way, max(others, key=plan.way.size), True))
         forward, backward = (max(sizes, key=total) for sizes in zip(*passes, strict=True))
         gradients = sum(p.untyped_storage().nbytes() for p in self._model.trained)
         return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: gradients}}
@@ -200,5 +199,5 @@ def _rows(work: Work, take: int) -> list[Row]:
     ]
 
 
-def _parts(way: Pass, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+def _parts(way: ShapeOnly, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
     return [tuple(rows[i] for i in part) for part in way.cut(rows)]

@@ -7,9 +7,10 @@ engine allocates what it would for a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,19 @@ class ProfiledEngine:
 
     def update_weights(self) -> None:
         self._engine.update_weights()
+
+    @property
+    def reads_stop_strings(self) -> bool:
+        return self._engine.reads_stop_strings
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._engine.facts()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._engine.load_state_dict(state)
 
 
 def _key(request: Request) -> tuple[str, int, int]:

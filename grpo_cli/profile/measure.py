@@ -10,20 +10,24 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from grpo_cli.evaluate import evaluate_with
+from grpo_cli.interfaces import Parts
 from grpo_cli.memory import AllocatedPeak, PhasePeaks, ResidentPeak
 from grpo_cli.meter import WallMeter
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.profile.estimate import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.profile.shapes import KV, Sizes, Work
-from grpo_cli.settings import ProfileSettings
+from grpo_cli.progress import Progress
+from grpo_cli.settings import ProfileSettings, RunSettings
+from grpo_cli.step import Step
 
 # The phases that a step consists of, in its order, none inside another; `eval` stands beside the step.
 PHASES = ("prefill", "decode", "reward", "policy_logprobs", "ref_logprobs", "forward", "backward", "optimizer", "eval")
@@ -39,12 +43,23 @@ _TOKENS = {  # what a phase's tokens per second are of
 }
 
 
-@runtime_checkable
-class Rehearsal(Protocol):
-    """What a trainer must be able to do."""
+@dataclass(frozen=True)
+class Rehearsal:
+    """Rounds and evaluations of a run, with nothing saved or logged."""
+
+    step: Step
+    settings: RunSettings
+    parts: Parts
 
     def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """Steps, and an evaluation, with nothing saved or logged."""
+        """`step` or `eval` of each, and its metrics."""
+        settings, progress = self.settings, Progress()
+        for step in range(steps):
+            yield "step", self.step.run(step, progress).metrics
+        if evaluate:
+            with self.parts.meter.span("eval"), self.step.learner.autocast():
+                result = evaluate_with(self.parts.bench, settings.eval, settings.sampling, settings.seed)
+            yield "eval", result.metrics
 
 
 @dataclass(frozen=True)
@@ -111,9 +126,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured: a trainer and what it was put together from."""
+    """What is measured: rounds, and what they are put together from."""
 
-    trainer: Rehearsal
+    rehearsal: Rehearsal
     model: Any
     reference: Any | None
     engine: ProfiledEngine
@@ -169,7 +184,7 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
     with probe, update.seen():
         done, trained = 0, 0.0
         say(f"warming up ({profile.warmup} of {profile.warmup + profile.steps} steps)")
-        for kind, metrics in bench.trainer.rehearse(profile.warmup + profile.steps, evaluate):
+        for kind, metrics in bench.rehearsal.rehearse(profile.warmup + profile.steps, evaluate):
             times, highest = probe.take(), probe.peaks.take()
             done += kind == "step"
             stats, work = bench.engine.stats(), bench.engine.work
@@ -235,7 +250,7 @@ def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Wor
 
         bench.probe.listener = note
         try:
-            for kind, _ in bench.trainer.rehearse(1, evaluate):
+            for kind, _ in bench.rehearsal.rehearse(1, evaluate):
                 _keep_larger(works, kind, bench.engine.work)
         finally:
             bench.probe.listener = lambda names: None
@@ -263,7 +278,7 @@ def write_trace(bench: Bench, folder: Path) -> list[Path]:
         torch.cuda.memory._record_memory_history()
     bench.probe.trace = True
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in bench.trainer.rehearse(1, False):
+        for _ in bench.rehearsal.rehearse(1, False):
             pass
     bench.probe.trace = False
     written = [folder / "trace.json.gz"]

@@ -22,7 +22,7 @@ from grpo_cli.engine.fullest import fullest_moments, parked_bytes
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.stop import NeverStop
-from grpo_cli.learner.forward import Pass, Row
+from grpo_cli.learner.forward import Row, ShapeOnly
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -109,7 +109,7 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _train_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float, later: bool) -> tuple[Sizes, Sizes]:
+    def _train_pass(self, way: ShapeOnly, rows: tuple[Row, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
         way.prepare(self.model)
         with self._watched(training=True) as allocations:
@@ -118,16 +118,16 @@ class ShapeModel:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            values = way.blank(self.model, rows, temperature)
+            values = way.blank(self.model, rows)
             forward = allocations.take_peak()
             values.sum().backward()
             return forward, allocations.take_peak()
 
-    def _quiet_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float) -> Sizes:
+    def _quiet_pass(self, way: ShapeOnly, rows: tuple[Row, ...]) -> Sizes:
         """The same pass forward without gradients."""
         way.prepare(self.model)
         with self._watched(training=False) as allocations:
-            way.blank(self.model, rows, temperature)
+            way.blank(self.model, rows)
             return allocations.take_peak()
 
     def _rollouts(self, work: Work, engine: EngineShape) -> tuple[Sizes, Sizes]:

@@ -75,7 +75,7 @@ def _zero_std(metrics: Mapping[str, float]) -> str | None:
 
 
 def _mismatch(metrics: Mapping[str, float]) -> str | None:
-    ratio = metrics.get("mismatch/ratio_mean")
+    ratio = metrics.get("mismatch/ratio_mean", metrics.get("mismatch_trained/ratio_mean"))
     low, high = RATIO_RANGE
     if ratio is None:
         return None

@@ -223,7 +223,7 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 
         if not is_out_of_memory(error):
             raise
-        from grpo_cli.profile.command import out_of_memory
+        from grpo_cli.profile.advice import out_of_memory
 
         raise out_of_memory(settings, error) from error
 

@@ -44,7 +44,7 @@ class EngineShape:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What one `generate` is asked for: `n` rollouts of each prompt, and how long they will be, prompt by prompt."""
 
     prompts: tuple[Prompt, ...]
@@ -109,28 +109,28 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _train_pass(self, way: ShapeOnly, rows: tuple[Row, ...], later: bool) -> tuple[Sizes, Sizes]:
+    def _train_pass(self, forward: ShapeOnly, rows: tuple[Row, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
-        way.prepare(self.model)
+        forward.prepare(self.model)
         with self._watched(training=True) as allocations:
             if later:
                 for parameter in self.trained:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            values = way.blank(self.model, rows)
-            forward = allocations.take_peak()
+            values = forward.blank(self.model, rows)
+            without_backward = allocations.take_peak()
             values.sum().backward()
-            return forward, allocations.take_peak()
+            return without_backward, allocations.take_peak()
 
-    def _quiet_pass(self, way: ShapeOnly, rows: tuple[Row, ...]) -> Sizes:
+    def _quiet_pass(self, forward: ShapeOnly, rows: tuple[Row, ...]) -> Sizes:
         """The same pass forward without gradients."""
-        way.prepare(self.model)
+        forward.prepare(self.model)
         with self._watched(training=False) as allocations:
-            way.blank(self.model, rows)
+            forward.blank(self.model, rows)
             return allocations.take_peak()
 
-    def _rollouts(self, work: Work, engine: EngineShape) -> tuple[Sizes, Sizes]:
+    def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
         sampling = Sampling(max_new_tokens=work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]

@@ -29,10 +29,10 @@ from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Infinite
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.model.load import load_model
 from grpo_cli.processor import settle
 from grpo_cli.rollout import seed_of

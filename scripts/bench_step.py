@@ -33,10 +33,10 @@ from transformers import TrainerCallback
 from grpo_cli import advantage, downsample, loss
 from grpo_cli.correction import Correct
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.interfaces import Bench, Parts, Rules
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id

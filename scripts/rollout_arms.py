@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo_cli.rollout import requests_for
 from grpo_cli.settings import ModelSettings, Sampling

@@ -16,11 +16,11 @@ from grpo_cli.config.choices import config_dir
 from grpo_cli.correction import Correct
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout

@@ -23,7 +23,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.settings import RunSettings
 
 CONF = config_dir()
-GROUP_FILES = sorted(CONF.glob("*/*.yaml"))
+GROUP_FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 
 
 @functools.cache

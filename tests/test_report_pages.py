@@ -185,10 +185,10 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, 
 def test_the_legend_names_the_highest_and_counts_the_rest():
     pytest.importorskip("matplotlib")
     from grpo_cli.report.curves import AXES, Curve
-    from grpo_cli.report.plots import Line, accuracy_figure
+    from grpo_cli.report.plots import ArmLine, accuracy_figure
 
-    def line(i: int) -> Line:
-        return Line(f"_n=${i}", [Curve((0, 1), (0.5, i / 20), {axis: (0.0, 1.0) for axis in AXES})])
+    def line(i: int) -> ArmLine:
+        return ArmLine(f"_n=${i}", [Curve((0, 1), (0.5, i / 20), {axis: (0.0, 1.0) for axis in AXES})])
 
     figure = accuracy_figure({"": [line(i) for i in range(12)]}, {"step": "steps"}, {"": 0.5}, "accuracy")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]

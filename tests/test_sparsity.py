@@ -18,11 +18,11 @@ from grpo_cli.cli import arguments
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.engine.keeper import Keeper, Tally
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Lpt
-from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.types import Request, Rollout
 
 HEADS, LAYERS = 2, 2  # of small_model, key-value heads

@@ -58,7 +58,7 @@ def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
         return overrides
     from grpo_cli.cli.help import print_help
 
-    with _refusals():
+    with refusals():
         print_help(ctx.info_name or "", with_slots(overrides or []))
     raise typer.Exit()
 
@@ -215,7 +215,7 @@ def show(
     """Read a step's rollouts: prompts, completions, rewards, advantages, and why each was kept or not."""
     from grpo_cli.cli.show import show_rollouts
 
-    with _refusals():
+    with refusals():
         show_rollouts(folder, step, prompt, kept, best, worst)
 
 
@@ -226,7 +226,7 @@ def list_runs(
     """List runs: how they ended or stand, what they were asked, and their accuracy; the newest first."""
     from grpo_cli.cli.ls import list_runs as ls
 
-    with _refusals():
+    with refusals():
         ls(folder)
 
 
@@ -237,7 +237,7 @@ def explain(
     """Say what a group, a choice, a setting or a metric is: sampler, loss=grpo, train.epochs, mismatch/kl."""
     from grpo_cli.cli.explain import explain_each
 
-    with _refusals():
+    with refusals():
         explain_each(words)
 
 
@@ -277,7 +277,7 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 
         if not is_out_of_memory(error):
             raise
-        from grpo_cli.profile.command import out_of_memory
+        from grpo_cli.profile.advice import out_of_memory
 
         raise out_of_memory(settings, error) from error
 

@@ -20,10 +20,10 @@ import psutil
 import torch
 
 from grpo_cli.engine.admission import Work
+from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.served import Served
-from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.vllm_options import check_options
 from grpo_cli.engine.vllm_process import guest, head_sizes, require_vllm
 from grpo_cli.errors import UserError

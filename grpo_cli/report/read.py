@@ -80,14 +80,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRuns:
     """Training runs, and the folders of other commands (evaluations, profiles) that were met on the way."""
 
     runs: tuple[Run, ...]
     others: tuple[str, ...]
 
 
-def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
+def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
     """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
 
     `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
@@ -107,7 +107,7 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
     if metric not in measured and (measured or metric != GREEDY):
         there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
         raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
-    return Found(runs, others)
+    return FoundRuns(runs, others)
 
 
 def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:

@@ -265,6 +265,12 @@ def test_saving_a_step_again_replaces_it(root: Path) -> None:
     assert names(root) == ["step_000001"] and load_state(root / "step_000001")["mark"] == "new"
 
 
+def test_of_two_good_ones_of_a_step_the_one_that_replaces_the_other_is_found(root: Path) -> None:
+    path = save(root, 1)
+    shutil.copytree(path, root / "step_000001.replaced")
+    assert find_checkpoint(root).path == path
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [

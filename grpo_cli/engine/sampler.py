@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
@@ -102,6 +102,7 @@ class _Slots(_Fit):
     kv_budget: str | int | None = None
 
     all_at_once: ClassVar[bool] = False
+    refills: ClassVar[bool]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +137,7 @@ class _Slots(_Fit):
         enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
         return Room(slots, bounded=True, probes=False, probes_with=next(enough))
 
-    def with_slots(self, slots: int) -> Self:
+    def with_slots(self, slots: int) -> _Slots:
         """The same with so many slots."""
         return replace(self, slots=slots)
 

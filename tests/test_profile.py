@@ -78,7 +78,7 @@ def test_the_pass_that_dropout_costs_is_predicted_too():
 
 
 def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("grpo_cli.profile.command.Trainer", None)
+    monkeypatch.setattr("grpo_cli.profile.command.Step", None)
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]
     words = [*shape, "sampler=infinite", "sampler.slots=2", "profile.fit=2GB", "eval.every=0"]
     found, _ = profile("profile.plan_only=true", *words)

@@ -5,6 +5,7 @@
 #     scripts/install_vllm.sh            then .venv-vllm/bin/grpo train engine=vllm
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ ${1:-} == --help ]] && exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/install_vllm.sh
 source scripts/setup.sh
 ensure_venv dev
 venv=.venv-vllm

@@ -4,13 +4,14 @@
 # in .venv-vllm. Arguments go to pytest, and then only that runs, for example: scripts/test.sh -m "not slow" -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ ${1:-} == --help ]] && exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/test.sh
 source scripts/setup.sh
 ensure_venv dev
 ruff check .
 ruff format --check .
 mypy
 (($#)) && exec pytest "$@"
-pytest
+pytest --durations=15
 # The default run to its end as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"
 MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl hydra.run.dir="$(mktemp -d)/run" | tail -n 2

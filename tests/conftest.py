@@ -9,7 +9,9 @@ import gc
 import importlib.util
 import os
 import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,6 +19,8 @@ import pytest
 from grpo_cli.processor import settle
 
 settle()  # before torch is loaded
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path += [str(SCRIPTS), str(SCRIPTS / "bench"), str(SCRIPTS / "reproduce")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 

@@ -1,8 +1,7 @@
-"""LoRA: adapters go through rollouts and updates, are saved by themselves, resume bit for bit, and merge."""
+"""LoRA: adapters go through rollouts and updates, are saved by themselves, and resume bit for bit."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -136,21 +135,6 @@ def test_random_weights_below_adapters_are_saved_with_them(tied: bool, tmp_path:
     again = at_checkpoint(words, tmp_path / "saved")
     assert again.path == base_of(tmp_path / "saved") == str(tmp_path / "saved" / "base")
     assert torch.equal(logits(load_model(again, CPU)), logits(model))
-
-
-def test_the_script_makes_an_ordinary_folder_of_adapters_and_their_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
-    merge = importlib.import_module("merge_adapters").merge
-    model = moved(load_model(settings(), CPU))
-    save_pretrained(model, load_tokenizer(settings()), tmp_path / "saved")
-    merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
-    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(alone), logits(model), atol=1e-4, rtol=0)
-    assert load_tokenizer(settings(tmp_path / "merged")).encode("1+1") == load_tokenizer(settings()).encode("1+1")
-    with pytest.raises(UserError, match="is not empty"):
-        merge(tmp_path / "saved", tmp_path / "merged", None, "float32")
 
 
 def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -1,45 +1,22 @@
-"""The pieces of `scripts/bench_rollout.py`: what its arms count, and what its table makes of it. No clock is judged."""
+"""The pieces of `scripts/bench/rollout.py`: what its arms count, and what its table makes of it. No clock is judged."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from contextlib import ExitStack
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
+import arms
 import pytest
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+import rollout as bench
 
 # The embedded model: 3 layers, 2 key-value heads of 24 numbers, keys and values, 4 bytes.
 TINY_BYTES = 2 * 3 * 2 * 24 * 4
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    return _script("bench_rollout")
-
-
-@pytest.fixture(scope="module")
-def arms(bench: ModuleType) -> ModuleType:
-    return _script("rollout_arms")
-
-
-def _script(name: str) -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-def case(arms: ModuleType, **words: Any) -> Any:
+def case(**words: Any) -> Any:
     settings = dict(
         model="tiny",
         folder=str(files("grpo_cli.model") / "tiny"),
@@ -57,27 +34,18 @@ def case(arms: ModuleType, **words: Any) -> Any:
     return arms.Case(**(settings | words))
 
 
-def work_of(arms: ModuleType, lengths: list[int]) -> Any:
+def work_of(lengths: list[int]) -> Any:
     """A forced work of one prompt whose requests have these lengths."""
-    made = arms.make_work(case(arms, n=len(lengths)))
+    made = arms.make_work(case(n=len(lengths)))
     requests = [arms.with_limit(request, length) for request, length in zip(made.requests, lengths, strict=True)]
     return arms.Work(requests, made.eos)
 
 
-def test_forced_lengths_vary_as_asked_and_keep_to_their_range(arms: ModuleType):
-    lengths = np.array(arms.forced_lengths(1000, 1024, 0.8, seed=0))
-    assert lengths.min() >= 1 and lengths.max() <= 1024
-    assert abs(lengths.mean() - 256) < 10
-    assert abs(lengths.std() / lengths.mean() - 0.8) < 0.1
-    assert sorted(arms.forced_lengths(32, 1024, 0.8, 1)) == sorted(arms.forced_lengths(32, 1024, 0.8, 2))
-    assert arms.forced_lengths(32, 1024, 0.8, 1) != arms.forced_lengths(32, 1024, 0.8, 2)
-
-
-def test_all_arms_are_given_the_same_requests(arms: ModuleType):
-    first, second = arms.make_work(case(arms)), arms.make_work(case(arms))
+def test_all_arms_are_given_the_same_requests():
+    first, second = arms.make_work(case()), arms.make_work(case())
     assert first == second
     assert first.forced
-    natural = arms.make_work(case(arms, lengths="natural", prompts=2))
+    natural = arms.make_work(case(lengths="natural", prompts=2))
     assert natural.eos == (1,)
     assert len(natural.requests) == 10
     assert {request.sampling.max_new_tokens for request in natural.requests} == {12}
@@ -90,10 +58,10 @@ STEPS = {"full": 6, "micro": 6 + 4 + 0, "infinite": 7, "generate": 6, "generate-
 
 
 @pytest.mark.parametrize("arm", ["full", "micro", "infinite", "generate", "generate-slots", "continuous"])
-def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arms: ModuleType, arm: str):
-    work = work_of(arms, [7, 2, 3, 5, 1])
+def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arm: str):
+    work = work_of([7, 2, 3, 5, 1])
     with ExitStack() as stack:
-        run = arms.ARMS[arm](case(arms), work, stack)
+        run = arms.ARMS[arm](case(), work, stack)
         ran = run(work.requests)
         again = run(work.requests)
     assert sorted(ran.lengths) == sorted(again.lengths) == [1, 2, 3, 5, 7]
@@ -103,21 +71,21 @@ def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arms: ModuleTyp
 
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
-def test_vllm_makes_the_forced_lengths(arms: ModuleType):
-    work = work_of(arms, [7, 2, 3, 5, 1])
+def test_vllm_makes_the_forced_lengths():
+    work = work_of([7, 2, 3, 5, 1])
     with ExitStack() as stack:
-        ran = arms.ARMS["vllm"](case(arms), work, stack)(work.requests)
+        ran = arms.ARMS["vllm"](case(), work, stack)(work.requests)
     assert sorted(ran.lengths) == [1, 2, 3, 5, 7]
     assert ran.steps >= 7
 
 
-def test_the_bytes_of_an_arm_are_its_shapes(arms: ModuleType):
-    work = work_of(arms, [7, 2, 3, 5, 1])
+def test_the_bytes_of_an_arm_are_its_shapes():
+    work = work_of([7, 2, 3, 5, 1])
     prompt = len(work.requests[0].prompt.token_ids)
     held = {}
     for arm in ("full", "infinite", "generate", "generate-slots", "continuous"):
         with ExitStack() as stack:
-            held[arm] = arms.ARMS[arm](case(arms), work, stack)(work.requests).kv_bytes
+            held[arm] = arms.ARMS[arm](case(), work, stack)(work.requests).kv_bytes
     # The last token made is never read, so 6 of 7 are kept; `generate` keeps every row up to the longest.
     assert held["generate"] == 5 * (prompt + 6) * TINY_BYTES
     assert held["generate-slots"] == 2 * (prompt + 6) * TINY_BYTES
@@ -129,12 +97,12 @@ def test_the_bytes_of_an_arm_are_its_shapes(arms: ModuleType):
     assert held["continuous"] == (5 + 2) * 32 * TINY_BYTES
 
 
-def test_prompts_of_unequal_lengths_are_padded_on_the_left(arms: ModuleType):
+def test_prompts_of_unequal_lengths_are_padded_on_the_left():
     assert arms.left_padded([[5, 6, 7], [8]]) == ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]])
 
 
-def test_natural_lengths_end_with_the_models_own_token(arms: ModuleType):
-    natural = case(arms, lengths="natural", max_new_tokens=64, n=4, prompts=2)
+def test_natural_lengths_end_with_the_models_own_token():
+    natural = case(lengths="natural", max_new_tokens=64, n=4, prompts=2)
     work = arms.make_work(natural)
     for arm in ("full", "generate", "continuous"):
         with ExitStack() as stack:
@@ -143,58 +111,77 @@ def test_natural_lengths_end_with_the_models_own_token(arms: ModuleType):
         assert max(lengths) < 64, f"{arm}: the embedded model ends its replies"
 
 
-def measured(bench: ModuleType, **words: float) -> Any:
-    zeros = dict.fromkeys(bench.Measured.__dataclass_fields__, 1)
-    return bench.Measured(**(zeros | words))
+def test_eviction_has_room_for_half_of_the_tokens():
+    full = case(lengths="full", max_new_tokens=64, slots=5)
+    work = arms.make_work(full)
+    held = {}
+    for policy in ("dense", "streaming", "rkv"):
+        with ExitStack() as stack:
+            held[policy] = arms.ARMS[policy](full, work, stack)(work.requests).kv_bytes
+    # The prompt once, in a tile of 16; of 63 tokens that are read four tiles a slot, of budget + buffer = 32 two.
+    assert held["dense"] == (1 + 5 * 4) * 16 * TINY_BYTES
+    assert held["streaming"] == held["rkv"] == (1 + 5 * 2) * 16 * TINY_BYTES
 
 
-def test_ratios_pair_what_was_measured_in_one_round(bench: ModuleType, arms: ModuleType):
+def figures(**words: float) -> dict[str, float]:
+    names = ("tokens_per_second", "tokens_per_cpu_second", "steps", "kv_peak_bytes", "peak_bytes", "working_bytes")
+    lengths = ("length_mean", "length_cv", "length_max")
+    return dict.fromkeys((*names, *lengths), 1) | words
+
+
+def test_ratios_pair_what_was_measured_in_one_round():
     # Twice as fast in every round, though the machine's speed changed tenfold: the ratio of the medians would be 1.
-    ours, theirs = bench.Row("infinite", case(arms)), bench.Row("micro", case(arms))
+    ours, theirs = bench.Row("infinite", case()), bench.Row("micro", case())
     for mine, other in ((10, 5), (200, 100), (20, 10)):
-        ours.rounds.append(measured(bench, tokens_per_second=mine))
-        theirs.rounds.append(measured(bench, tokens_per_second=other))
+        ours.rounds.append(figures(tokens_per_second=mine))
+        theirs.rounds.append(figures(tokens_per_second=other))
     assert ours.over(theirs, "tokens_per_second") == 2
     assert ours.median("tokens_per_second") == 20
-    assert ours.over(bench.Row("generate", case(arms), reason="absent"), "tokens_per_second") is None
-
-
-def test_bounds_are_checked_where_they_are_claimed_only(bench: ModuleType, arms: ModuleType):
-    def rows(n: int, cv: float) -> list[Any]:
-        shape = case(arms, n=n, slots=4)
-        mine = measured(bench, tokens_per_second=130, steps=80, length_cv=cv)
-        micro = measured(bench, tokens_per_second=100, steps=100, length_cv=cv)
-        return [bench.Row("infinite", shape, [mine]), bench.Row("micro", shape, [micro])]
-
-    found = bench.wanted_of_rollouts(rows(n=16, cv=0.5))
-    assert [(check.found, check.holds) for check in found] == [(1.3, True), (0.8, False)]
-    assert bench.wanted_of_rollouts(rows(n=15, cv=0.5)) == []
-    assert bench.wanted_of_rollouts(rows(n=16, cv=0.4)) == []
+    assert ours.over(bench.Row("generate", case(), reason="absent"), "tokens_per_second") is None
 
 
 def test_an_arm_that_fails_is_a_line_with_its_reason(
-    bench: ModuleType, arms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     stub = tmp_path / "python"
     stub.write_text("#!/bin/sh\necho 'RuntimeError: no room' >&2\nexit 3\n")
     stub.chmod(0o755)
     monkeypatch.setattr(bench.sys, "executable", str(stub))
-    broken = bench.Row("full", case(arms))
+    broken = bench.Row("full", case())
     bench.measure_in_a_process(broken, tmp_path)
     assert broken.rounds == []
     assert broken.reason == "exit status 3: RuntimeError: no room"
-    comparison = bench.Comparison("title", [broken], bench.wanted_of_rollouts)
-    assert f"full: left out, {broken.reason}" in str(bench.shown(comparison).caption)
+    bench.show_comparison(bench.Comparison("title", [broken], bench.OF_SPEED))
+    assert f"full: left out, {broken.reason}" in capsys.readouterr().out
 
 
-def test_a_run_leaves_a_table_and_json(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_each_arm_is_shown_over_the_others(capsys: pytest.CaptureFixture[str]):
+    rows = [
+        bench.Row(arm, case(), [figures(tokens_per_second=speed)]) for arm, speed in (("micro", 4), ("infinite", 5))
+    ]
+    bench.show_comparison(bench.Comparison("title", rows, bench.OF_SPEED))
+    heading, micro, infinite = (line for line in capsys.readouterr().out.splitlines() if "in 2" in line or "KV" in line)
+    assert "x micro" in heading and "x full" not in heading
+    assert "1.250" in infinite and "1.250" not in micro
+
+
+def test_a_run_leaves_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "deep" / "out.json"
-    words = "--arms infinite --n 8 --max-new-tokens 16 --rounds 1 --repeats 1 --threads 1 --json"
-    bench.main([*words.split(), str(out)])
-    (comparison,) = json.loads(out.read_text())["comparisons"]
-    (row,) = comparison["rows"]
-    assert row["case"]["slots"] == 2
+    assert bench.main([*"--quick --arms infinite --json".split(), str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["max_new_tokens"] == [16] and found["environment"]["torch"]
+    ((row,),) = (comparison["rows"] for comparison in found["comparisons"])
+    assert row["case"]["slots"] == 2 and "folder" not in row["case"]
     (numbers,) = row["rounds"]
-    assert set(numbers) == set(asdict(measured(bench)))
+    assert set(figures()) <= set(numbers)
     assert numbers["peak_bytes"] > numbers["working_bytes"] >= 0
-    assert "infinite" in capsys.readouterr().out
+    assert "infinite 8 in 2" in capsys.readouterr().out
+
+
+def test_a_case_has_its_own_shape():
+    for name, cases in (("sparsity", [(16, 64, 128), (16, 64, 512)]), ("infinite_sampling", [(32, 32, 128)])):
+        compared = bench.comparisons(bench.options(["--case", name, "--model", "tiny"]), "folder")
+        first = [comparison.rows[0].case for comparison in compared]
+        assert [(case.n, case.slots, case.max_new_tokens) for case in first] == cases
+    slots = [(row.arm, row.case.slots) for row in compared[0].rows]
+    assert slots == [("full", 32), ("micro", 16), ("infinite", 16), ("micro", 8), ("infinite", 8)]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import runpy
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,14 +268,3 @@ def test_a_rule_that_answers_wrongly_is_named_with_its_prompt(answer, complaint)
 def test_a_rule_may_answer_with_an_array():
     kept = downsample.checked(lambda group, keep, rng: np.array([2, 0]), scored([1.0, 0.0, 0.5]), 2, stream())
     assert samples(kept) == [0, 2]
-
-
-def test_the_benchmark_script_writes_the_ratio_of_each_rule(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "bench.json"
-    monkeypatch.setattr(sys, "argv", ["bench", str(out), "--n", "1000", "--repeats", "1"])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "bench_downsample.py"), run_name="__main__")
-    result = json.loads(out.read_text())
-    assert {row["rewards"] for row in result["rows"]} == {"continuous", "binary"}
-    assert all(row["ratio_to_sort"].keys() == {"maxvar", "maxreward", "percentile"} for row in result["rows"])
-    assert "maxvar costs at most" in capsys.readouterr().out

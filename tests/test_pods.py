@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pods
 import pytest
+import sparse_rl
+import study
 import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
@@ -28,7 +31,6 @@ from grpo_cli.select import Selection, select
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
-ROOT = Path(__file__).parents[1]
 EXPERIMENTS = [name for name in choices("experiment") if name != "none"]
 RULES = [name for name in choices("downsample") if name != "all"]
 
@@ -231,16 +233,6 @@ def test_a_rule_that_answers_wrongly_stops_the_run_with_its_name_and_the_prompt(
 # The study
 
 
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import study
-
-    yield study
-    for name in ("study", "reproduce_pods", "reproduce_sparse_rl"):
-        sys.modules.pop(name, None)
-
-
 def rows(*points: tuple[float, float], seconds_per_step: float = 1.0) -> list[dict[str, float]]:
     """A run's metrics: (step, accuracy) of its evaluations, one record per step, every step alike."""
     accuracy = dict(points)
@@ -260,18 +252,18 @@ def enumerate_tens(accuracies: tuple[float, ...]) -> list[tuple[float, float]]:
     return [(10 * i, accuracy) for i, accuracy in enumerate(accuracies)]
 
 
-def test_an_accuracy_is_reached_at_the_first_evaluation_that_has_it(study):
-    curve = study.curve_of(rows((0, 0.1), (5, 0.5), (10, 0.8), (15, 0.7), seconds_per_step=2.0))
+def test_an_accuracy_is_reached_at_the_first_evaluation_that_has_it():
+    curve = study.sampled(rows((0, 0.1), (5, 0.5), (10, 0.8), (15, 0.7), seconds_per_step=2.0))
     assert curve.steps == (0, 5, 10, 15)
     assert curve.axes["clock/train_seconds"] == (0.0, 10.0, 20.0, 30.0)
     assert [curve.first_reaching(y) for y in (0.1, 0.5, 0.51, 0.8, 0.81)] == [0.0, 10.0, 20.0, 20.0, None]
     assert curve.first_reaching(0.6, "tokens/trained") == 250.0
 
 
-def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted(study):
+def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted():
     # The baseline is at 99 % of its best (0.99) at 30 s, 20 s and 30 s; the arm at 10 s, 20 s and never.
     def curve(*accuracies: float) -> Any:
-        return study.curve_of(rows(*enumerate_tens(accuracies)))
+        return study.sampled(rows(*enumerate_tens(accuracies)))
 
     late, early = curve(0.1, 0.5, 0.9, 1.0), curve(0.1, 0.5, 1.0, 0.9)
     baseline = {0: late, 1: early, 2: late}
@@ -281,23 +273,13 @@ def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted(study):
     assert str(found) == "2.00 ± 1.41 (1 of 3 never)"
 
 
-def test_a_baseline_that_learns_nothing_has_no_time_to_compare_with(study):
-    flat = {0: study.curve_of(rows((0, 0.5), (5, 0.4)))}
+def test_a_baseline_that_learns_nothing_has_no_time_to_compare_with():
+    flat = {0: study.sampled(rows((0, 0.5), (5, 0.4)))}
     found = study.speedup(flat, flat)
     assert (found.ratios, found.never, str(found)) == ((), 0, "-")
 
 
-def test_the_ratio_of_means_averages_accuracy_and_time_over_seeds_first(study):
-    slow, fast = rows((0, 0.0), (10, 0.6), (20, 1.0), seconds_per_step=3.0), rows((0, 0.0), (10, 0.2), (20, 1.0))
-    baseline = {0: study.curve_of(slow), 1: study.curve_of(fast)}
-    mean = study.mean_curve(list(baseline.values()))
-    assert mean.accuracy == pytest.approx((0.0, 0.4, 1.0))
-    assert mean.axes["clock/train_seconds"] == (0.0, 20.0, 40.0)
-    arm = {seed: study.curve_of(rows((0, 0.0), (10, 1.0), (20, 1.0))) for seed in (0, 1)}
-    assert study.speedup(baseline, arm).of_means == 4.0
-
-
-def test_the_undisturbed_clock_takes_each_step_from_the_seed_it_was_shortest_in(study):
+def test_the_undisturbed_clock_takes_each_step_from_the_seed_it_was_shortest_in():
     calm, busy = rows((0, 0.0), (3, 0.5)), rows((0, 0.0), (3, 0.75), seconds_per_step=4.0)
     busy[2]["time/step"] = 0.25
     curves = study.undisturbed({0: calm, 1: busy})
@@ -305,54 +287,68 @@ def test_the_undisturbed_clock_takes_each_step_from_the_seed_it_was_shortest_in(
     assert [curves[seed].axes["clock/train_seconds"] for seed in (0, 1)] == [(0.0, 2.25)] * 2
 
 
-def test_every_arm_takes_every_turn(study):
+def test_every_arm_takes_every_turn():
     rounds = [[study.Run("s", arm, seed, ()) for arm in "abc"] for seed in range(3)]
     assert "".join(run.arm for run in study.in_turns(rounds)) == "abcbcacab"
 
 
-def pretend(study: ModuleType, made: list[str], fail: str = "") -> Any:
-    """In place of training: leaves what a finished run leaves."""
-
-    def start(run: Any, out: Path, threads: int) -> None:
-        made.append(run.name)
-        if run.name == fail:
-            raise SystemExit("did not complete")
-        folder = out / run.name
-        (folder / ".hydra").mkdir(parents=True)
-        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in run.words))
-        (folder / "summary.json").write_text('{"status": "completed"}')
-        level = 0.9 if run.arm == "grpo_ga" else 0.95
-        made_up = rows((0, 0.5), (5, 0.7), (10, level), seconds_per_step=2.0 if run.arm == "grpo_ga" else 1.0)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_up))
-
-    return start
+# In place of Python: leaves what a finished run leaves, that of m=64 at half the speed and with less accuracy.
+STUB = """#!{python}
+import json, pathlib, sys
+given = dict(word.lstrip("+").split("=", 1) for word in sys.argv if "=" in word)
+folder = pathlib.Path(given["hydra.run.dir"].strip("'\\""))
+with open({made!r}, "a") as made:
+    print(folder, file=made)
+if "broken" in given:
+    sys.exit("error: it broke")
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in {runs!r}[given.get("m") == "64"]))
+(folder / "summary.json").write_text(json.dumps(dict(status="completed")))
+"""
 
 
-def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(study, tmp_path):
-    runs = [study.Run("s", arm, 0, (f"arm={arm}",)) for arm in "abc"]
-    made: list[str] = []
-    with pytest.raises(SystemExit, match="did not complete"):
-        study.train_all(runs, tmp_path, 1, 1, pretend(study, made, fail="s/b/seed0"))
-    assert made[:2] == ["s/a/seed0", "s/b/seed0"]
-    finished = {run.name for run in runs if study.is_finished(run, tmp_path)}
-    made.clear()
-    study.train_all(runs, tmp_path, 2, 1, pretend(study, made))
-    assert set(made) == {run.name for run in runs} - finished
-    with pytest.raises(SystemExit, match="holds a run with other settings"):
-        study.is_finished(study.Run("s", "a", 0, ("arm=other",)), tmp_path)
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+    """Runs are only pretended; returns which were made since it was last asked."""
+    listed, stub = tmp_path / "made.txt", tmp_path / "python"
+    runs = [rows((0, 0.5), (5, 0.7), (10, 0.95)), rows((0, 0.5), (5, 0.7), (10, 0.9), seconds_per_step=2.0)]
+    stub.write_text(STUB.format(python=sys.executable, made=str(listed), runs=runs))
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+
+    def taken() -> set[str]:
+        found = set(listed.read_text().split()) if listed.exists() else set()
+        listed.unlink(missing_ok=True)
+        return {Path(folder).name for folder in found}
+
+    return taken
 
 
-def test_a_run_that_fails_is_named_with_the_end_of_its_log(study, tmp_path):
-    with pytest.raises(SystemExit) as stopped:
-        study.train(study.Run("s", "a", 0, ("n=0",)), tmp_path, 1)
-    assert "s/a/seed0 did not complete (exit code 2)" in str(stopped.value)
-    assert "n=0 must be at least 2" in str(stopped.value)
+def options(*words: str) -> argparse.Namespace:
+    return study.study_parser("", steps=None).parse_args(words)
 
 
-def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts(study):
-    import reproduce_pods
+def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(tmp_path, made):
+    out, words = tmp_path / "out", {"a": ("n=2",), "b": ("broken=1",), "c": ("n=4",)}
+    with pytest.raises(SystemExit, match="is not complete; go on with the same command\nb: it broke"):
+        study.run_all("train", words, out, options("--jobs", "1"))
+    assert made() == {"a", "b", "c"}, "one that fails stops no other"
+    with pytest.raises(SystemExit, match="it broke"):
+        study.run_all("train", words, out, options())
+    assert made() == {"b"}
+    with pytest.raises(SystemExit, match="a holds a run with other settings: give another --out"):
+        study.run_all("train", {"a": ("n=3",)}, out, options())
+    assert made() == set()
 
-    plan = reproduce_pods.planned(reproduce_pods.parsed_words(["--seeds", "7", "--steps", "9"]))
+
+def test_what_an_interrupted_run_has_left_is_removed_since_its_clock_was_stopped(tmp_path, made):
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    (tmp_path / "out" / "a" / "half.txt").write_text("half")
+    study.run_all("train", {"a": ("n=2",)}, tmp_path / "out", options())
+    assert made() == {"a"} and not (tmp_path / "out" / "a" / "half.txt").exists()
+
+
+def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts():
+    plan = pods.planned(pods.options(["--seeds", "7", "--steps", "9"]))
     assert [sum(run.setting == setting for run in plan) for setting in ("default", "update_bound")] == [6, 4]
     composed_runs = [composed(*run.words) for run in plan]
     for run in composed_runs:
@@ -363,10 +359,8 @@ def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts(study)
     assert sizes == {"grpo": (16, 16), "grpo_ga": (64, 64)} | {rule: (64, 16) for rule in RULES}
 
 
-def test_every_run_of_the_study_of_eviction_is_accepted(study):
-    import reproduce_sparse_rl
-
-    plan = reproduce_sparse_rl.planned(reproduce_sparse_rl.parsed_words(["--seeds", "7", "--steps", "9"]))
+def test_every_run_of_the_study_of_eviction_is_accepted():
+    plan = sparse_rl.planned(sparse_rl.options(["--seeds", "7", "--steps", "9"]))
     assert [run.name for run in plan] == [
         "dense/dense/seed7",
         *(f"{policy}/{arm}/seed7" for policy in ("rkv", "snapkv") for arm in ("sparse", "sparse_rl")),
@@ -377,29 +371,35 @@ def test_every_run_of_the_study_of_eviction_is_accepted(study):
 
 
 @pytest.mark.parametrize("words", ["--jobs 0", "--threads 0", "--steps 0", "--steps -1", "--jobs x"])
-def test_a_study_refuses_what_is_no_positive_number(study, words, capsys):
+def test_a_study_refuses_what_is_no_positive_number(words, capsys):
     with pytest.raises(SystemExit):
-        study.study_parser("", "any", steps=None).parse_args(words.split())
+        options(*words.split())
     assert words.split()[0] in capsys.readouterr().err
 
 
-def test_the_report_says_what_the_runs_say(study, tmp_path, capsys):
-    import reproduce_pods
-
+def test_the_report_says_what_the_runs_say(tmp_path, made, capsys):
     pytest.importorskip("matplotlib")
-    args = reproduce_pods.parsed_words(
-        ["--seeds", "0", "1", "--arms", "grpo_ga", "maxvar", "--settings", "default", "--out", str(tmp_path)]
-    )
-    runs = reproduce_pods.planned(args)
-    study.train_all(runs, tmp_path, 1, 1, pretend(study, []))
-    reproduce_pods.report(args, tmp_path, runs)
+    words = [
+        "--seeds",
+        "0",
+        "1",
+        "--arms",
+        "grpo_ga",
+        "maxvar",
+        "--settings",
+        "default",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    args = pods.options(words)
+    study.conduct(args, "pods", pods.planned(args), pods.report)
     line = next(line for line in capsys.readouterr().out.splitlines() if "maxvar |" in line)
     # 20 s against 10 s; 3 of 10 tenths of the time are rollouts, 6 updates with their log-probabilities
     assert line == (
         "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 1 ± 0 "
-        "| 2.00 ± 0.00 | 2.00 ± 0.00 |  |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1k | 0k |"
+        "| 2.00 ± 0.00 | 2.00 ± 0.00 |  |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1,000 | 250 |"
     )
-    found = json.loads((tmp_path / "pods.json").read_text())["results"]["default"]
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["default"]
     assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]
     assert found["grpo_ga"]["runs"]["1"]["best_accuracy"] == 0.9
-    assert (tmp_path / "pods.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "pods.png").stat().st_size > 10_000

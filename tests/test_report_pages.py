@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
@@ -10,9 +9,9 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import overhead
 import pytest
 from rich.console import Console
 from test_report import launched, leave
@@ -22,7 +21,6 @@ from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.report.make import make
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 HOSTILE = "<script>alert(1)</script><img src=http://example.org/x> [red]$a_b$ \x1b[31m"
 
 
@@ -280,20 +278,13 @@ def test_the_report_needs_neither_torch_nor_hydra(runs):
     assert shown.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("bench_report")
-
-
-def test_the_benchmark_s_runs_are_runs(bench, tmp_path):
-    bench.write_run(tmp_path / "runs" / "0", 8, "maxvar", 0, 40)
-    bench.write_run(tmp_path / "runs" / "1", 8, "random", 0, 40)
+def test_the_benchmark_s_runs_are_runs(tmp_path):
+    overhead.write_run(tmp_path / "runs" / "0", 8, "maxvar", 0, 40)
+    overhead.write_run(tmp_path / "runs" / "1", 8, "random", 0, 40)
     screen, out = reported(tmp_path / "runs")
     told = json.loads((out / "report.json").read_text())
     assert (told["columns"], told["arms"][0]["runs"][0]["curve"]["steps"]) == (["downsample"], [0, 20, 40])
     assert told["arms"][0]["runs"][0]["notes"] == []
-    assert bench.measure(runs=2, steps=3)["seconds"] > 0
 
 
 def test_the_page_has_the_best_and_the_worst_rollouts_of_each_run_s_last_step(tmp_path, without_matplotlib):

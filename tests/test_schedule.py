@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import Simulation, simulate, synthetic_trace
 
 from grpo_cli.engine.interfaces import Running, Waiting
 from grpo_cli.engine.makespan import (
@@ -23,7 +24,6 @@ from grpo_cli.engine.makespan import (
     trimmed_programme,
 )
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf, planned_steps
-from grpo_cli.engine.simulate import Simulation, simulate, synthetic_trace
 from grpo_cli.errors import UserError
 
 SCHEDULERS = [Fifo, Sjf, Lpt, Fptas, lambda: Fptas(refill="lpt")]

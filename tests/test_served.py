@@ -149,5 +149,5 @@ def started(made: Work) -> Fifo:
 
 def test_without_vllm_the_choice_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh"):
+    with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh.*pip install grpo-cli 'vllm>=0"):
         VllmEngine(small_model(), (1,), Full(), Fifo(), NoPredictor(), Dense())

@@ -1,32 +1,19 @@
-"""The simulator's clock, its made-up lengths, and the comparison that the script prints."""
+"""The simulator's clock (scripts/bench/schedules.py), its made-up lengths, and the comparison that it prints."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from schedules import DISTRIBUTIONS, SCHEDULERS, compare, disturb, main, predict_trace, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
 from grpo_cli.engine.lengths import TraceRow, kendall_tau
 from grpo_cli.engine.predict import Oracle
 from grpo_cli.engine.sampler import Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
-from grpo_cli.engine.simulate import (
-    DISTRIBUTIONS,
-    SCHEDULERS,
-    Outcome,
-    compare,
-    disturb,
-    predict_trace,
-    simulate,
-    synthetic_trace,
-)
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "simulate_schedules.py"
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
@@ -109,15 +96,15 @@ def test_the_simulator_counts_what_the_engine_does():
         assert engine.stats().slot_utilisation == pytest.approx(ran.slot_utilisation)
 
 
-def outcomes(trace: list[TraceRow], slots: int) -> dict[tuple[str, str, str], Outcome]:
-    found = compare(trace, slots, tau=0.4, prefix_tokens=4, seed=0)
-    return {(outcome.sampler, outcome.predictor, outcome.scheduler): outcome for outcome in found}
+def outcomes(trace: list[TraceRow], slots: int) -> dict[str, dict[str, float]]:
+    return compare(trace, slots, tau=0.4, prefix_tokens=4, seed=0)
 
 
 def test_schedulers_that_need_lengths_are_left_out_where_there_are_none():
     found = outcomes(synthetic_trace("uniform", 2, 2, 8, 50.0, 0.7, 100, seed=0), slots=4)
-    assert {name for sampler, predictor, name in found if predictor == "none"} == {"fifo"}
+    assert [name for name in found if " none " in name] == ["micro none fifo", "infinite none fifo"]
     assert len(found) == 2 * (1 + 3 * 5)
+    assert found["micro none fifo"]["of_micro"] == 1.0
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "uniform"])
@@ -125,26 +112,17 @@ def test_refilling_saves_a_quarter_of_the_steps_when_lengths_vary(distribution):
     trace = synthetic_trace(distribution, 3, 1, 64, 250.0, 0.8, 1024, seed=0)
     lengths = np.array([row.length for row in trace])
     assert lengths.std() / lengths.mean() >= 0.5
-    found = outcomes(trace, slots=16)
-    micro, infinite = found["micro", "none", "fifo"], found["infinite", "none", "fifo"]
-    assert infinite.decode_steps <= 0.75 * micro.decode_steps
+    assert outcomes(trace, slots=16)["infinite none fifo"]["of_micro"] <= 0.75
 
 
 def test_true_lengths_are_planned_best_and_guesses_are_best_taken_longest_first():
     found = outcomes(synthetic_trace("lognormal", 3, 4, 32, 250.0, 0.8, 1024, seed=0), slots=16)
-    ratios = {key[1:]: outcome.bound_ratio for key, outcome in found.items() if key[0] == "infinite"}
-    assert 1.0 <= ratios["oracle", "fptas"] <= 1.005 < ratios["oracle", "lpt"]
-    assert ratios["oracle", "lpt"] < ratios["prefix", "lpt"] < ratios["none", "fifo"] < ratios["prefix", "sjf"]
-    assert found["infinite", "oracle", "fptas"].kendall_tau == pytest.approx(1.0)
-    assert found["infinite", "none", "fifo"].kendall_tau is None
-
-
-def script():
-    spec = importlib.util.spec_from_file_location("simulate_schedules", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    ratios = {name: figures["bound_ratio"] for name, figures in found.items()}
+    assert 1.0 <= ratios["infinite oracle fptas"] <= 1.005 < ratios["infinite oracle lpt"]
+    rising = ("oracle lpt", "prefix lpt", "none fifo", "prefix sjf")
+    assert all(ratios[f"infinite {a}"] < ratios[f"infinite {b}"] for a, b in itertools.pairwise(rising))
+    assert found["infinite oracle fptas"]["kendall_tau"] == pytest.approx(1.0)
+    assert "kendall_tau" not in found["infinite none fifo"]
 
 
 def test_the_script_reads_a_recorded_run_and_writes_its_figures(tmp_path, capsys):
@@ -152,14 +130,15 @@ def test_the_script_reads_a_recorded_run_and_writes_its_figures(tmp_path, capsys
     rows = [{"step": s, "prompt_id": "a", "sample": i, "length": 3 * i + s} for s in (1, 2) for i in range(8)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "figures" / "out.json"
-    script().main(trace=trace, slots=2, out=out)
-    figures = json.loads(out.read_text())
-    assert figures["slots"] == 2
-    assert {row["scheduler"] for row in figures[str(trace)]} == set(SCHEDULERS)
+    assert main(["--trace", str(trace), "--slots", "2", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["slots"] == 2
+    assert {name.split()[2] for name in found["results"][str(trace)]} == set(SCHEDULERS)
     printed = capsys.readouterr().out
-    assert "16 rollouts, 2 slots" in printed and "infinite" in printed
+    assert "16 rollouts" in printed and "infinite oracle fptas" in printed
 
 
-def test_the_script_shows_the_quality_of_plans(tmp_path):
-    row = script()._plan_quality("uniform", 32, 4, instances=2, seed=0)
-    assert 1.0 <= row["bound_ratio"] <= row["bound_ratio_worst"] <= 1.02
+def test_a_trace_that_is_not_there_is_a_mistake_and_no_crash(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--trace", str(tmp_path / "none.jsonl")])
+    assert "none.jsonl" in capsys.readouterr().err

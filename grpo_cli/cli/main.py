@@ -241,6 +241,25 @@ def explain(
         explain_each(words)
 
 
+@app.command()
+def merge(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run with adapters, or one of its checkpoints.", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(help="Where the model goes: a new folder.", show_default=False)],
+    base: Annotated[
+        str | None, typer.Option(help="A folder or a hub id. Default: what the adapters name.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Make one ordinary model of saved adapters and their base."""
+    from grpo_cli.model.merge import merge as merge_adapters
+
+    with refusals():
+        merged = merge_adapters(checkpoint, folder, base, dtype)
+    typer.echo(f"{folder} holds {merged} and its base as one model")
+
+
 def _checked(cfg: DictConfig) -> Any:
     from grpo_cli.config.check import check
     from grpo_cli.config.compose import parse

@@ -31,7 +31,8 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
-            "scripts/install_vllm.sh, then start grpo from .venv-vllm/bin"
+            "scripts/install_vllm.sh in a checkout, then start grpo from .venv-vllm/bin; or, with a CUDA GPU and an "
+            f"environment of its own, pip install grpo-cli 'vllm{TESTED_VERSIONS}'"
         )
 
 

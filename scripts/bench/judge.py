@@ -4,22 +4,21 @@ Right and fast: on all solutions of GSM8K as they are, and with their final numb
 take. Held up: on a hundred expressions made to take a lifetime, nest deeply or look like code. Exits with 1 when a
 bound is missed. `--gsm8k` is a folder with train.jsonl and test.jsonl; without it only the hostile part is run.
 
-    python scripts/bench_judge.py outputs/bench_judge.json --gsm8k data/gsm8k
+    python scripts/bench/judge.py --gsm8k data/gsm8k --json out.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from common import Check, Figures, finish, parsed, parser, show
 
 from grpo_cli.tasks.answers import gold_answer
 from grpo_cli.tasks.judges import Judge, Numbers, Reply
@@ -97,7 +96,7 @@ def replies_of(folder: Path) -> tuple[list[Reply], list[Reply]]:
     return right, wrong
 
 
-def agreement(judge: Judge, right: Sequence[Reply], wrong: Sequence[Reply]) -> dict[str, Any]:
+def agreement(judge: Judge, right: Sequence[Reply], wrong: Sequence[Reply]) -> Figures:
     found = [parts["correct"] for parts in judge(right)], [parts["correct"] for parts in judge(wrong)]
     agreed = [value == 1.0 for value in found[0]] + [value == 0.0 for value in found[1]]
     return {"replies": len(agreed), "agreement": sum(agreed) / len(agreed)}
@@ -128,12 +127,12 @@ def _judge_share(make: Callable[[], Judge], replies: Sequence[Reply], barrier: A
     barrier.wait()
 
 
-def held_up(limit: float) -> dict[str, Any]:
+def held_up(limit: float, expressions: Sequence[str]) -> Figures:
     """Each hostile expression by itself, so that its own time shows."""
     judge = MathJudge("correct", limit, 1, "zero")
     seconds, over, right = [], 0, 0
     questions = count()
-    for expression in hostile_expressions():
+    for expression in expressions:
         while judge([Reply("", "\\boxed{y}", f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
             pass  # until a worker has started and answers
         start = time.perf_counter()
@@ -141,58 +140,37 @@ def held_up(limit: float) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         over += int(parts["over_limit"])
         right += int(parts["correct"])
-    return {
-        "expressions": len(seconds),
-        "limit_seconds": limit,
-        "longest_seconds": max(seconds),
-        "over_limit": over,
-        "called_right": right,
-    }
+    found = {"expressions": len(seconds), "limit_seconds": limit, "longest_seconds": max(seconds)}
+    return found | {"over_limit": over, "called_right": right}
 
 
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Agreement, speed and steadfastness of the judges of mathematics.")
-    parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--limit", type=float, default=1.0, help="seconds that a comparison may take")
-    args = parser.parse_args()
-
-    result: dict[str, Any] = {"math_verify": installed("math-verify"), "machine": platform.machine()}
-    result |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    missed = False
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser(__doc__)
+    made.add_argument("--gsm8k", type=Path, help="folder with GSM8K's train.jsonl and test.jsonl")
+    made.add_argument("--limit", type=float, default=1.0, help="seconds that a comparison may take")
+    args = parsed(made, words)
+    size = 4 if args.quick else None
+    checks, result = [], {}
     if args.gsm8k is not None:
-        right, wrong = replies_of(args.gsm8k)
+        right, wrong = (replies[:size] for replies in replies_of(args.gsm8k))
         makers: dict[str, Callable[[], Judge]] = {
             "numbers": lambda: Numbers("correct"),
             "math": lambda: MathJudge("correct", args.limit, 1, "stop"),
         }
         for name, make in makers.items():
-            found = agreement(make(), right, wrong)
-            found |= {f"per_second_{n}": per_second(make, right, n) for n in (1, 2)}
-            result[name] = found
-            missed |= found["agreement"] < AGREEMENT or found["per_second_2"] < PER_SECOND
-            print(
-                f"{name:<8} agrees on {found['agreement']:.3%} of {found['replies']} replies (bound {AGREEMENT:.1%}), "
-                f"{found['per_second_1']:.0f} a second by one process, {found['per_second_2']:.0f} by two "
-                f"(bound {PER_SECOND})"
-            )
-    found = result["hostile"] = held_up(args.limit)
-    missed |= found["longest_seconds"] > args.limit + 1.0 or found["called_right"] > 0
-    print(
-        f"hostile  {found['over_limit']} of {found['expressions']} reached the limit of {args.limit:g} s and none took "
-        f"longer than {found['longest_seconds']:.2f} s; {found['called_right']} were called right"
-    )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    return int(missed)
+            speeds = {f"per_second_{n}": per_second(make, right, n) for n in (1, 2)}
+            found = result[name] = agreement(make(), right, wrong) | speeds
+            checks.append(Check(f"{name} agrees with gold", found["agreement"], least=AGREEMENT))
+            checks.append(Check(f"{name}, replies a second by two", found["per_second_2"], least=PER_SECOND))
+        columns = {"replies": ("replies", "g"), "agreement": ("agreement", ".3%")}
+        columns |= {f"a second by {n}": (f"per_second_{n}", ",.0f") for n in (1, 2)}
+        show("judges of mathematics", result, columns)
+    found = result["hostile"] = held_up(args.limit, hostile_expressions()[:size])
+    print(f"hostile: {found['over_limit']} of {found['expressions']} reached the limit of {args.limit:g} s")
+    checks.append(Check("the longest took, in seconds", found["longest_seconds"], most=args.limit + 1.0))
+    checks.append(Check("hostile ones called right", found["called_right"], most=0))
+    return finish(args, result, checks, "math-verify")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

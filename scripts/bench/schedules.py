@@ -1,36 +1,54 @@
-"""What a scheduler makes of known lengths, counted in decode steps: the torch engine's clock without a model.
+"""How many decode steps each scheduler takes, with each predictor and sampler, on recorded or made-up lengths.
 
-As in that engine, a request of L tokens holds a slot for L - 1 decode steps (its first token comes from the prompt's
-logits), and a slot that falls free is refilled for the very next step. Memory, prefill and seconds are not simulated.
+    python scripts/bench/schedules.py                                 lognormal, uniform and bimodal lengths
+    python scripts/bench/schedules.py --trace outputs/train/<run>/rollouts.jsonl --slots 16
+
+This is the torch engine's clock without a model: as there, a request of L tokens holds a slot for L - 1 decode steps
+(its first token comes from the prompt's logits), and a slot that falls free is refilled for the very next step. Memory,
+prefill and seconds are not simulated. A recorded trace needs all rollouts of a run (record.rollouts=-1). `prefix` is
+simulated: the true lengths, disturbed to a rank correlation of --tau, and charged for the probing. Everything else is
+the schedulers that `grpo train` uses.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
+from common import Figures, finish, parsed, parser, positive, settings_of, show
 
+from grpo_cli.config.instantiate import make
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
-from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau
+from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
 from grpo_cli.engine.makespan import lower_bound
-from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.errors import UserError
 
 # The last is the same plan with the other refill rule.
-SCHEDULERS: Mapping[str, Callable[[], Scheduler]] = {
-    "fifo": Fifo,
-    "sjf": Sjf,
-    "lpt": Lpt,
-    "fptas": Fptas,
-    "fptas+lpt": lambda: Fptas(refill="lpt"),
+SCHEDULERS = {
+    "fifo": ("scheduler=fifo",),
+    "sjf": ("scheduler=sjf",),
+    "lpt": ("scheduler=lpt",),
+    "fptas": ("scheduler=fptas",),
+    "fptas+lpt": ("scheduler=fptas", "scheduler.refill=lpt"),
 }
 PREDICTORS = ("none", "mean", "prefix", "oracle")
 SAMPLERS = ("micro", "infinite")
 DISTRIBUTIONS = ("lognormal", "uniform", "bimodal")
+COLUMNS = {
+    "decode steps": ("decode_steps", ",.0f"),
+    "x micro fifo": ("of_micro", ".3f"),
+    "utilisation": ("slot_utilisation", ".3f"),
+    "steps / bound": ("bound_ratio", ".3f"),
+    "tau": ("kendall_tau", ".2f"),
+}
 
 
 @dataclass(frozen=True)
@@ -126,62 +144,51 @@ def _check(plan: Plan, waiting: Mapping[int, Waiting], free: Sequence[int], anyt
     assert indices or anything_runs, "a scheduler must admit somebody when nothing is running"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A scheduler, predictor and sampler over all steps of a trace. `kendall_tau` is None if nothing was predicted."""
-
-    sampler: str
-    scheduler: str
-    predictor: str
-    decode_steps: int
-    slot_utilisation: float
-    bound_ratio: float
-    kendall_tau: float | None
+def makers() -> dict[str, Callable[[], Scheduler]]:
+    """The schedulers as `grpo train` makes them."""
+    parts = {name: settings_of(*words).parts["scheduler"] for name, words in SCHEDULERS.items()}
+    return {name: lambda part=part: make("scheduler", part, {}) for name, part in parts.items()}
 
 
-def compare(trace: Sequence[TraceRow], slots: int, tau: float, prefix_tokens: int, seed: int) -> list[Outcome]:
-    """Every sampler, predictor and scheduler over the same trace, step by step, but for those that need lengths and get
-    none. `prefix` is simulated: true remaining lengths, disturbed until their rank correlation is `tau`."""
+def compare(trace: Sequence[TraceRow], slots: int, tau: float, prefix_tokens: int, seed: int) -> dict[str, Figures]:
+    """Every sampler, predictor and scheduler (the names of the figures) over the same trace, step by step, but for
+    those that need lengths and get none. `prefix` is simulated: true remaining lengths, disturbed until their rank
+    correlation is `tau`; without predictions there is no `kendall_tau`."""
     steps = [list(rows) for _, rows in groupby(sorted(trace, key=lambda row: row.step), key=lambda row: row.step)]
-    outcomes = []
+    schedulers, found = makers(), {}
     for predictor in PREDICTORS:
         predictions = predict_trace(predictor, steps, tau, prefix_tokens, np.random.default_rng(seed))
+        prefix = prefix_tokens if predictor == "prefix" else 0
         for sampler in SAMPLERS:
-            for name, make in SCHEDULERS.items():
-                if predictor == "none" and make().needs_lengths:
+            for name, maker in schedulers.items():
+                if predictor == "none" and maker().needs_lengths:
                     continue
-                prefix = prefix_tokens if predictor == "prefix" else 0
                 runs = [
-                    simulate([row.length for row in rows], predicted, make(), slots, sampler == "micro", prefix)
+                    simulate([row.length for row in rows], predicted, maker(), slots, sampler == "micro", prefix)
                     for rows, predicted in zip(steps, predictions, strict=True)
                 ]
-                outcomes.append(_outcome(sampler, name, predictor, runs, _mean_tau(steps, predictions)))
-    return outcomes
+                found[f"{sampler} {predictor} {name}"] = _outcome(runs) | _mean_tau(steps, predictions)
+    reference = found["micro none fifo"]["decode_steps"]
+    return {name: figures | {"of_micro": figures["decode_steps"] / reference} for name, figures in found.items()}
 
 
-def _outcome(
-    sampler: str, scheduler: str, predictor: str, runs: Sequence[Simulation], kendall: float | None
-) -> Outcome:
+def _outcome(runs: Sequence[Simulation]) -> Figures:
     total = sum(run.decode_steps for run in runs)
     busy = sum(run.slot_utilisation * run.slots * run.decode_steps for run in runs)
-    return Outcome(
-        sampler=sampler,
-        scheduler=scheduler,
-        predictor=predictor,
-        decode_steps=total,
-        slot_utilisation=busy / max(1, sum(run.slots * run.decode_steps for run in runs)),
-        bound_ratio=total / max(1, sum(run.lower_bound for run in runs)),
-        kendall_tau=kendall,
-    )
+    return {
+        "decode_steps": total,
+        "slot_utilisation": busy / max(1, sum(run.slots * run.decode_steps for run in runs)),
+        "bound_ratio": total / max(1, sum(run.lower_bound for run in runs)),
+    }
 
 
-def _mean_tau(steps: Sequence[Sequence[TraceRow]], predictions: Sequence[Sequence[float | None]]) -> float | None:
+def _mean_tau(steps: Sequence[Sequence[TraceRow]], predictions: Sequence[Sequence[float | None]]) -> Figures:
     taus = []
     for rows, predicted in zip(steps, predictions, strict=True):
         known = [(guess, row.length) for guess, row in zip(predicted, rows, strict=True) if guess is not None]
         if known:
             taus.append(kendall_tau(*zip(*known, strict=True)))
-    return sum(taus) / len(taus) if taus else None
+    return {"kendall_tau": sum(taus) / len(taus)} if taus else {}
 
 
 def predict_trace(
@@ -246,3 +253,39 @@ def synthetic_trace(
             for sample, value in enumerate(values):
                 rows.append(TraceRow(step, f"prompt-{prompt}", sample, int(np.clip(round(value), 1, limit))))
     return rows
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser(__doc__)
+    made.add_argument("--trace", type=Path, help="a rollouts.jsonl; without it, lengths are made up")
+    made.add_argument("--slots", type=positive, default=16)
+    made.add_argument("--n", type=positive, default=32, help="made up: rollouts per prompt")
+    made.add_argument("--prompts", type=positive, default=4, help="made up: prompts per step")
+    made.add_argument("--steps", type=positive, default=10, help="made up: steps")
+    made.add_argument("--mean", type=float, default=250, help="made up: mean length in tokens")
+    made.add_argument("--cv", type=float, default=0.7, help="made up, lognormal: coefficient of variation")
+    made.add_argument("--limit", type=positive, default=1024, help="made up: the most tokens of a rollout")
+    made.add_argument("--tau", type=float, default=0.4, help="Kendall's tau of the simulated prefix predictor")
+    made.add_argument("--prefix-tokens", type=positive, default=4, help="that the prefix predictor looks at")
+    made.add_argument("--seed", type=int, default=0, help="of the made-up lengths and the disturbance")
+    args = parsed(made, words, steps=1, prompts=1)
+    shape = (args.steps, args.prompts, args.n, args.mean, args.cv, args.limit, args.seed)
+    try:
+        traces = (
+            {str(args.trace): read_trace(args.trace)}
+            if args.trace
+            else {name: synthetic_trace(name, *shape) for name in DISTRIBUTIONS}
+        )
+    except UserError as error:
+        made.error(str(error))
+    found = {}
+    for name, rows in traces.items():
+        lengths = np.array([row.length for row in rows])
+        found[name] = compare(rows, args.slots, args.tau, args.prefix_tokens, args.seed)
+        spread = f"CV of the lengths {lengths.std() / lengths.mean():.2f}"
+        show(f"{name}: {len(rows)} rollouts, {args.slots} slots, {spread}", found[name], COLUMNS)
+    return finish(args, {"results": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What `bench_rollout.py` measures: cases, the work they ask for, and one arm per way of doing it.
+"""What `rollout.py` measures: cases, the work they ask for, and one arm per way of doing it.
 
 An arm is a function that loads the case's model and returns another that serves requests and says what that took.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import torch
+from common import engine_of, settings_of
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -23,26 +23,28 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.eviction import Dense
+from grpo_cli.config.instantiate import make
+from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.padding import round_up
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full, Infinite, Micro
-from grpo_cli.engine.schedule import Fifo
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo_cli.profile.forced_lengths import NEVER, lognormal
 from grpo_cli.rollout import requests_for
-from grpo_cli.settings import ModelSettings, Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic
+from grpo_cli.settings import RunSettings
 from grpo_cli.types import Prompt, Request
 
-NEVER = -1  # a token id that no model produces
 PAGE = 32  # tokens per page of the paged caches; the 256 that `transformers` takes would mostly hold padding here
 WARM_UP_TOKENS = 16
 
 
-def _config(kind: type[PreTrainedConfig], theta: float, **words: Any) -> PreTrainedConfig:
-    rope = {"rope_type": "default", "rope_theta": theta}
-    return kind(tie_word_embeddings=True, rope_parameters=rope, eos_token_id=None, **words)
+def _config(kind: type[PreTrainedConfig], vocabulary: int, sizes: Sequence[int], **more: Any) -> PreTrainedConfig:
+    """`sizes`: hidden, intermediate, layers, heads, key-value heads, context."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    words = dict(zip((*names, "max_position_embeddings"), sizes, strict=True)) | more
+    return kind(vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=None, **words)
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 @dataclass(frozen=True)
@@ -56,43 +58,14 @@ class Shape:
     repeats: int
 
 
+_50M = _config(Qwen2Config, 32_768, (512, 1536, 12, 8, 2, 2048), rope_parameters=_rope(1e4))
+_WIDE = _config(Qwen2Config, 256, (256, 256, 2, 8, 8, 1 << 16), rope_parameters=_rope(1e4))
+_QWEN3 = _config(Qwen3Config, 151_936, (2048, 6144, 28, 16, 8, 40_960), head_dim=128, rope_parameters=_rope(1e6))
 SHAPES = {
     "tiny": Shape(None, (0, 0), n=64, max_new_tokens=128, repeats=15),
-    "50m": Shape(
-        _config(
-            Qwen2Config,
-            1e4,
-            vocab_size=32_768,
-            hidden_size=512,
-            intermediate_size=1536,
-            num_hidden_layers=12,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-        ),
-        (16, 48),
-        n=32,
-        max_new_tokens=128,
-        repeats=1,
-    ),
-    "qwen3-1.7b": Shape(
-        _config(
-            Qwen3Config,
-            1e6,
-            vocab_size=151_936,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40_960,
-        ),
-        (64, 192),
-        n=32,
-        max_new_tokens=1024,
-        repeats=1,
-    ),
+    "50m": Shape(_50M, (16, 48), n=32, max_new_tokens=128, repeats=1),
+    "wide": Shape(_WIDE, (16, 16), n=16, max_new_tokens=128, repeats=1),  # as many key-value heads as heads
+    "qwen3-1.7b": Shape(_QWEN3, (64, 192), n=32, max_new_tokens=1024, repeats=1),
 }
 
 
@@ -114,12 +87,13 @@ class Case:
     seed: int
 
     @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.device == "cuda" else "float32"
+    def settings(self) -> RunSettings:
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        values = {"model.path": self.folder, "model.dtype": dtype, "model.autocast": "none", "seed": self.seed}
+        return settings_of("model=hf", *overrides({**values, "sampling.max_new_tokens": self.max_new_tokens}))
 
-    @property
-    def settings(self) -> ModelSettings:
-        return ModelSettings(self.folder, self.dtype, "none", False, False, False)
+    def loaded(self) -> Any:
+        return load_model(self.settings.model, torch.device(self.device))
 
 
 @dataclass(frozen=True)
@@ -160,34 +134,22 @@ def with_limit(request: Request, tokens: int) -> Request:
     return replace(request, sampling=replace(request.sampling, max_new_tokens=tokens))
 
 
-def forced_lengths(count: int, longest: int, cv: float, seed: int) -> list[int]:
-    """`count` numbers of tokens from 1 to `longest`: the evenly spaced quantiles, in an order of the seed's, of a
-    log-normal distribution with a mean of a quarter of `longest` and this coefficient of variation.
-
-    Quantiles and not draws, since a few draws of so skewed a distribution seldom vary as much as it does.
-    """
-    sigma = np.sqrt(np.log1p(cv**2))
-    normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
-    lengths = np.exp(np.log(longest / 4) - sigma**2 / 2 + sigma * normal)
-    shuffled = np.random.default_rng(seed).permutation(np.clip(np.rint(lengths), 1, longest))
-    return shuffled.astype(int).tolist()
-
-
 def make_work(case: Case) -> Work:
     """The requests, by name of prompt and number of sample: the same in every process."""
     prompts, eos = _random_prompts(case) if SHAPES[case.model].config else _task_prompts(case)
-    requests = requests_for(prompts, case.n, Sampling(max_new_tokens=case.max_new_tokens), case.seed, 0)
+    requests = requests_for(prompts, case.n, case.settings.sampling, case.seed, 0)
     if case.lengths == "forced":
-        limits = forced_lengths(len(requests), case.max_new_tokens, case.cv, case.seed)
+        longest = case.max_new_tokens
+        limits = lognormal(len(requests), longest, longest / 4, case.cv, case.seed)
         requests = [with_limit(request, limit) for request, limit in zip(requests, limits, strict=True)]
     return Work(requests, eos if case.lengths == "natural" else (NEVER,))
 
 
 def _task_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
-    tokenizer = load_tokenizer(case.settings)
-    prompts = Arithmetic(tokenizer, case.seed).prompts("train")
-    eos = eos_token_ids(load_model(case.settings, torch.device("cpu")), tokenizer)
-    return [prompts[i] for i in range(case.prompts)], eos
+    settings = case.settings
+    tokenizer = load_tokenizer(settings.model)
+    prompts = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": case.seed}).prompts("train")
+    return [prompts[i] for i in range(case.prompts)], eos_token_ids(case.loaded(), tokenizer)
 
 
 def _random_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
@@ -198,11 +160,30 @@ def _random_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
     return [Prompt(f"random{i}", tokens, "") for i, tokens in enumerate(ids)], (NEVER,)
 
 
-def ours(case: Case, work: Work, stack: ExitStack, sampler: Callable[[int], Full | Micro | Infinite]) -> Run:
-    """The torch engine; its cache is made anew by every run."""
-    model = load_model(case.settings, torch.device(case.device))
-    engine = TorchEngine(model, work.eos, sampler(case.slots), Fifo(), NoPredictor(), Dense())
+def ours(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
+    """The engine of `grpo train <word>`, whose cache is made anew by every run."""
+    return _run_by(_engine(case, work.eos, word))
 
+
+def under(policy: str, case: Case, work: Work, stack: ExitStack) -> Run:
+    """Decoding in slots with half of the memory that completions at the limit need, a quarter of it as the buffer."""
+    room = case.max_new_tokens // 2
+    budget, buffer = room - room // 4, room // 4
+    window = budget // 2 if policy == "h2o" else 8
+    values = {"budget": budget, "buffer": buffer, "window": window}
+    words = [f"sparsity.{key}={value}" for key, value in values.items()] if policy != "dense" else []
+    return _run_by(_engine(case, work.eos, "sampler=infinite", f"sparsity={policy}", *words))
+
+
+def _engine(case: Case, eos: Sequence[int], *words: str) -> Any:
+    model = case.loaded()
+    if case.lengths == "full":  # a longer context than it may have learnt; nobody reads what it says
+        model.config.max_position_embeddings = max(model.config.max_position_embeddings, 2 * case.max_new_tokens)
+    slots = () if "sampler=full" in words else (f"sampler.slots={case.slots}",)
+    return engine_of(model, eos, *words, *slots)
+
+
+def _run_by(engine: Any) -> Run:
     def run(requests: Sequence[Request]) -> Ran:
         lengths = [len(rollout) for rollout in engine.generate(requests)]
         stats = engine.stats()
@@ -229,7 +210,7 @@ class Watch:
 
 
 def _hf_model(case: Case, work: Work) -> PreTrainedModel:
-    model = load_model(case.settings, torch.device(case.device))
+    model: PreTrainedModel = case.loaded()
     if work.forced:
         model.generation_config.eos_token_id = None  # which `generate` falls back to where it is given None
     return model
@@ -252,7 +233,7 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list
     return tokens, [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
 
 
-def generate(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
+def generate(in_slots: bool, case: Case, work: Work, stack: ExitStack) -> Run:
     """`model.generate` on everything, or on `slots` requests at a time.
 
     A row that has ended stays in its batch until the last one ends, so with forced lengths the longest is all that has
@@ -285,7 +266,7 @@ def generate(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
     return run
 
 
-def continuous(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
+def continuous(in_slots: bool, case: Case, work: Work, stack: ExitStack) -> Run:
     """Continuous batching of `transformers`, with pages for all rows at full length."""
     model = _hf_model(case, work)
     rows = case.slots if in_slots else len(work.requests)
@@ -326,33 +307,25 @@ def continuous(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
     return run
 
 
-def vllm(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
+def vllm(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
     """vLLM in this process, with blocks for all its rows at full length and the one that it keeps for itself."""
-    from grpo_cli.engine.vllm import VllmEngine
-
-    model = load_model(case.settings, torch.device(case.device))
-    sampler = Infinite(slots=case.slots) if in_slots else Full()
-    eos = () if work.forced else work.eos
-    engine = VllmEngine(model, eos, sampler, Fifo(), NoPredictor(), Dense(), sleep=False)
+    engine = _engine(case, () if work.forced else work.eos, "engine=vllm", "engine.sleep=false", word)
     stack.callback(engine.close)
-    list(engine.generate(work.requests))  # its cache is as large as the first requests need
-
-    def run(requests: Sequence[Request]) -> Ran:
-        lengths = [len(rollout) for rollout in engine.generate(requests)]
-        stats = engine.stats()
-        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes)
-
+    run = _run_by(engine)
+    run(work.requests)  # its cache is as large as the first requests need
     return run
 
 
+POLICIES = ("dense", "streaming", "h2o", "snapkv", "rkv")
 ARMS: Mapping[str, Arm] = {
-    "full": partial(ours, sampler=lambda slots: Full()),
-    "micro": partial(ours, sampler=lambda slots: Micro(slots=slots)),
-    "infinite": partial(ours, sampler=lambda slots: Infinite(slots=slots)),
-    "generate": partial(generate, in_slots=False),
-    "generate-slots": partial(generate, in_slots=True),
-    "continuous": partial(continuous, in_slots=False),
-    "continuous-slots": partial(continuous, in_slots=True),
-    "vllm": partial(vllm, in_slots=False),
-    "vllm-slots": partial(vllm, in_slots=True),
+    "full": partial(ours, "sampler=full"),
+    "micro": partial(ours, "sampler=micro"),
+    "infinite": partial(ours, "sampler=infinite"),
+    "generate": partial(generate, False),
+    "generate-slots": partial(generate, True),
+    "continuous": partial(continuous, False),
+    "continuous-slots": partial(continuous, True),
+    "vllm": partial(vllm, "sampler=full"),
+    "vllm-slots": partial(vllm, "sampler=infinite"),
+    **{policy: partial(under, policy) for policy in POLICIES},
 }

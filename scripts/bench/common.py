@@ -1,0 +1,217 @@
+"""What the benches share: options, arms in turns, ratios of what one round measured, bounds, the machine, and JSON.
+
+Models, engines and tasks are made of the words of `grpo train`, so that a bench measures what a run would use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from grpo_cli.config.choices import ENGINE_PARTS, config_dir
+from grpo_cli.config.compose import parse, parse_profile
+from grpo_cli.config.instantiate import make
+from grpo_cli.interfaces import Engine
+from grpo_cli.processor import settle
+from grpo_cli.settings import RunSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("grpo-cli", "torch", "transformers", "numpy", "hydra-core")
+
+Figures = dict[str, float]
+Turn = Mapping[str, Figures]  # what each arm measured in one round
+
+
+def positive(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} is less than 1")
+    return number
+
+
+def parser(description: str | None, threads: int | None = None) -> argparse.ArgumentParser:
+    """The options of every bench and study."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--threads", type=positive, default=threads or torch.get_num_threads())
+    made.add_argument("--json", type=Path, help="where the figures go, with settings, versions and machine")
+    made.add_argument(
+        "--quick", action="store_true", help="a small size, which shows that it works and measures little"
+    )
+    return made
+
+
+def bench_parser(description: str | None, rounds: int, threads: int | None = None) -> argparse.ArgumentParser:
+    made = parser(description, threads)
+    made.add_argument("--rounds", type=positive, default=rounds, help="how often each arm takes its turn")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, words: Sequence[str] | None, **quick: Any) -> argparse.Namespace:
+    """The options; `quick` has other defaults for --quick. Notes the load before anything is measured."""
+    if made.parse_args(words).quick:
+        made.set_defaults(**quick)
+    args = made.parse_args(words)
+    settle()
+    args.load_before = os.getloadavg()[0]
+    return args
+
+
+@cache
+def settings_of(*words: str, command: str = "train") -> RunSettings:
+    """The settings of `grpo <command> <words>`."""
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
+    return parse_profile(cfg) if command == "profile" else parse(cfg)
+
+
+def engine_of(model: Any, eos: Sequence[int], *words: str) -> Engine:
+    """The engine with which `grpo train <words>` would drive this model."""
+    parts = settings_of(*words).parts
+    offered = {"model": model, "eos_token_ids": tuple(eos), "pad_token_id": 0, "seed": 0, "warn": print}
+    built = {name: make(name, parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    engine: Engine = make("engine", parts["engine"], {**offered, **built})
+    return engine
+
+
+def clocked(work: Callable[[], Any]) -> tuple[Any, Figures]:
+    """What the work came to, and its seconds: of the clock, and of this process, which neighbours do not touch."""
+    wall, processor = time.perf_counter(), time.process_time()
+    found = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return found, {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor}
+
+
+def in_turns(arms: Mapping[str, Callable[[], Figures]], rounds: int) -> list[Turn]:
+    """Every arm once a round, each round beginning one arm later: a machine that slows down slows all of them."""
+    order = list(arms)
+    return [{arm: arms[arm]() for arm in rotated(order, turn)} for turn in range(rounds)]
+
+
+def rotated(order: Sequence[Any], by: int) -> list[Any]:
+    return [*order[by % len(order) :], *order[: by % len(order)]]
+
+
+def medians(turns: Sequence[Turn]) -> dict[str, Figures]:
+    return {arm: {name: statistics.median(t[arm][name] for t in turns) for name in turns[0][arm]} for arm in turns[0]}
+
+
+def over(mine: Iterable[Figures], base: Iterable[Figures], name: str) -> float:
+    """The median of the ratios of what was measured in one round, whatever the machine's speed was then."""
+    return statistics.median(a[name] / b[name] for a, b in zip(mine, base, strict=True))
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number that was wanted, and what was found."""
+
+    words: str
+    found: float
+    least: float = -inf
+    most: float = inf
+
+    @property
+    def holds(self) -> bool:
+        return self.least <= self.found <= self.most
+
+    def __str__(self) -> str:
+        bound = f">= {self.least:g}" if isfinite(self.least) else f"<= {self.most:g}"
+        return f"{'holds ' if self.holds else 'MISSED'} {self.words}: {self.found:.3f} (wanted {bound})"
+
+
+def show(title: str, found: Mapping[str, Figures], columns: Mapping[str, tuple[str, str]], caption: str = "") -> None:
+    """A table of arms. A column is a figure's name and its format; an arm without the figure has an empty cell."""
+    table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+    table.add_column(no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for arm, figures in found.items():
+        table.add_row(arm, *(format(figures[n], form) if n in figures else "" for n, form in columns.values()))
+    wide = Console()
+    (wide if wide.is_terminal else Console(width=140)).print(table)
+
+
+def finish(args: argparse.Namespace, found: Mapping[str, Any], checks: Sequence[Check] = (), *packages: str) -> int:
+    """Say which bounds hold, and write the figures where they were asked for. Returns 1 if a bound is missed."""
+    for check in checks:
+        print(check)
+    if args.json:
+        bounds = [{k: v for k, v in asdict(c).items() if v not in (inf, -inf)} | {"holds": c.holds} for c in checks]
+        write(args.json, document(args, *packages) | {**found, "checks": bounds})
+    return int(not all(check.holds for check in checks))
+
+
+def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:
+    """What figures depend on: the settings they were asked with, and the environment."""
+    words = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"
+    }
+    return {"settings": words, "environment": environment(*packages)}
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Versions, the embedded model and the machine, with its load now."""
+    weights = files("grpo_cli.model") / "tiny" / "model.safetensors"
+    return {
+        "python": platform.python_version(),
+        **{name: installed(name) for name in (*PACKAGES, *packages)},
+        "embedded_model_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "machine": platform.processor() or platform.machine(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_json(value) + "\n", encoding="utf-8")
+
+
+def as_json(value: Any, indent: str = "") -> str:
+    """JSON in which what fits on a line stands on one, and a row of numbers always.
+
+    >>> print(as_json({"a": [1, 2], "b": {"c": "x" * 60, "d": "y" * 60}}).replace("x" * 60, "x").replace("y" * 60, "y"))
+    {
+     "a": [1, 2],
+     "b": {
+      "c": "x",
+      "d": "y"
+     }
+    }
+    """
+    text = json.dumps(value)
+    row = isinstance(value, list | tuple) and not any(isinstance(item, dict | list | tuple) for item in value)
+    if row or not isinstance(value, dict | list | tuple) or len(indent) + len(text) <= 110:
+        return text
+    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    lines = [("" if k is None else f"{json.dumps(str(k))}: ") + as_json(item, indent + " ") for k, item in pairs]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f",\n{indent} ".join([f"{begin}\n{indent} {lines[0]}", *lines[1:]]) + f"\n{indent}{end}"

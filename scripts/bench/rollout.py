@@ -1,0 +1,322 @@
+"""Rollouts side by side on the same weights, prompts and lengths: our samplers, `transformers` and vLLM.
+
+    python scripts/bench/rollout.py --prompts 16 --n 16 --slots 64 --json out.json
+    python scripts/bench/rollout.py --model qwen3-1.7b --device cuda --n 32 128 512
+    python scripts/bench/rollout.py --case n512         # process peak of n=512 in 16 slots, KV peak at slots = n/4
+    python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
+    scripts/reproduce.sh infinite_sampling              # --case infinite_sampling: the memory of fewer slots
+
+Arms: `full`, `micro`, `infinite`; `generate` (everything in one padded batch) and `continuous` (continuous batching) of
+`transformers`; `vllm` where it is installed. The last three also as `<arm>-slots`, with only `slots` rows at a time.
+
+The embedded model answers problems of the embedded task and ends where it ends. A model of random weights would never
+end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit) and forced on every arm alike.
+
+Each measurement is a process of its own that loads, warms up, forgets its peak and then measures; arms take turns.
+Reported are medians over the rounds, and medians of each round's ratios.
+`/CPU-s` is tokens per second of processor time, which neighbours on a busy machine do not touch (on a GPU the host's).
+Steps: batched forwards that make one token per row; for `continuous` and `vllm` all forwards, as they mix in prompts.
+KV: keys and values held at most, by shapes; for `continuous` and `vllm` what they were given, which is what their rows
+need at full length. Memory: peak of the process (of the allocator on a GPU) after warm-up, weights and libraries
+included; `working` is that peak less what was held just before.
+
+`infinite_sampling` is the claim of arXiv 2506.22950 on random weights of the largest shape that the machine serves in
+minutes. Keys and memory are two columns, because the published saving, 21.55 to 10.64 GB for Qwen3-1.7B, is of the
+second and more than the keys of a group of 32 take: 32 x 1024 tokens of 112 KiB are 3.8 GB in bfloat16. What else grew
+with the group in that measurement is not public. Here a prompt's keys are stored once for its group and no slot saves
+them, so that slots = n/2 leaves half, and half of the prompt's share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import transformers
+from arms import ARMS, POLICIES, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
+from common import Figures, bench_parser, clocked, finish, over, parsed, show
+from transformers import AutoModelForCausalLM
+
+from grpo_cli.memory import peak_bytes
+
+DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
+SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
+# What is shown of an arm over another one: the figure and the other's name by heading.
+Ratios = Mapping[str, tuple[str, str]]
+OF_SPEED: Ratios = {
+    "x micro": (SPEED, "micro"),
+    "x full": (SPEED, "full"),
+    "x generate": (SPEED, "generate"),
+    "steps / micro": ("steps", "micro"),
+}
+OF_MEMORY: Ratios = {
+    "KV / full": (KV, "full"),
+    "memory / full": (PEAK, "full"),
+    "/CPU-s x full": (PROCESSOR, "full"),
+}
+OF_EVICTION: Ratios = {"x dense": (SPEED, "dense"), "/CPU-s x dense": (PROCESSOR, "dense"), "KV / dense": (KV, "dense")}
+
+
+@dataclass
+class Row:
+    """An arm of a comparison: what each round measured, or why there is nothing."""
+
+    arm: str
+    case: Case
+    rounds: list[Figures] = field(default_factory=list)
+    reason: str = ""
+
+    def median(self, name: str) -> float:
+        return statistics.median(figures[name] for figures in self.rounds)
+
+    def over(self, other: Row | None, name: str) -> float | None:
+        """The median over the rounds of this row's number over the other's; None where one of them has none."""
+        return over(self.rounds, other.rounds, name) if other and self.rounds and other.rounds else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows that are shown together, and which ratios with them."""
+
+    title: str
+    rows: list[Row]
+    ratios: Ratios
+
+    def row(self, arm: str) -> Row | None:
+        return next((row for row in self.rows if row.arm == arm), None)
+
+
+def measure(arm: str, case: Case) -> Figures:
+    """Load, warm up, forget the peak so far, and run the case's requests as often as it says: medians, and peaks."""
+    torch.set_num_threads(case.threads)
+    work = make_work(case)
+    with ExitStack() as stack:
+        run = ARMS[arm](case, work, stack)
+        # On a GPU graphs are captured and kernels chosen for widths that only the whole work comes to.
+        run(work.requests if case.device == "cuda" else work.cut(WARM_UP_TOKENS))
+        before = _forget_peak(case.device)
+        runs = [clocked(lambda: run(work.requests)) for _ in range(case.repeats)]
+        peak = peak_bytes(case.device)
+    repeats = [_of_one(ran, clock) for ran, clock in runs]
+    return {
+        **{name: statistics.median(figures[name] for figures in repeats) for name in repeats[0]},
+        "length_max": max(figures["length_max"] for figures in repeats),
+        KV: max(ran.kv_bytes for ran, _ in runs),
+        PEAK: peak,
+        "working_bytes": peak - before,
+    }
+
+
+def _of_one(ran: Ran, clock: Figures) -> Figures:
+    lengths = np.array(ran.lengths)
+    return {
+        SPEED: float(lengths.sum() / clock["seconds"]),
+        PROCESSOR: float(lengths.sum() / clock["cpu_seconds"]),
+        "seconds": clock["seconds"],
+        "tokens": int(lengths.sum()),
+        "steps": ran.steps,
+        "length_mean": float(lengths.mean()),
+        "length_cv": float(lengths.std() / lengths.mean()),
+        "length_max": int(lengths.max()),
+    }
+
+
+def _forget_peak(device: str) -> int:
+    """Start the peak of memory anew where the system can; returns the bytes held now."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    references = Path("/proc/self/clear_refs")
+    if os.access(references, os.W_OK):
+        references.write_text("5")  # Linux: sets the peak of resident memory to what is resident now
+    return psutil.Process().memory_info().rss
+
+
+def measure_in_a_process(row: Row, folder: Path) -> None:
+    """Add one round to `row`, measured by a new process; or the reason why it could not."""
+    if row.reason:
+        return
+    if row.arm.startswith("vllm") and importlib.util.find_spec("vllm") is None:
+        row.reason = "vllm is not installed"
+        return
+    out = folder / "measured.json"
+    out.unlink(missing_ok=True)
+    environment = {"OMP_NUM_THREADS": str(row.case.threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "--child", row.arm, json.dumps(asdict(row.case)), str(out)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    if out.exists():
+        row.rounds.append(json.loads(out.read_text()))
+    else:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        row.reason = f"exit status {done.returncode}: {said[-1] if said else 'it said nothing'}"
+
+
+def side_by_side(case: Case, arms: Sequence[str], ratios: Ratios) -> Comparison:
+    shape = f"{case.prompts} prompt(s), n={case.n}, slots={case.slots}, at most {case.max_new_tokens} tokens"
+    return Comparison(f"{case.model} on {case.device}: {shape}", [Row(arm, case) for arm in arms], ratios)
+
+
+def memory_cases(case: Case) -> list[Comparison]:
+    """512 rollouts where 16 fit, and a quarter of the slots for a quarter of the keys at full length."""
+    rows = [Row("full", replace(case, n=16, slots=16)), Row("infinite", replace(case, n=512, slots=16))]
+    even = replace(case, n=64, slots=16, lengths="full", repeats=1)
+    return [
+        Comparison("n=512 in 16 slots beside n=16", rows, OF_MEMORY),
+        Comparison("all replies at full length, slots = n/4", [Row("full", even), Row("infinite", even)], OF_MEMORY),
+    ]
+
+
+def fewer_slots(case: Case, shares: Sequence[int]) -> Comparison:
+    """`full`, then both ways of using fewer slots, from many to few."""
+    less = [replace(case, slots=max(1, case.n // share)) for share in shares]
+    rows = [Row("full", replace(case, slots=case.n))]
+    rows += [Row(arm, fewer) for fewer in less for arm in ("micro", "infinite")]
+    title = f"{case.model} on {case.device}: a group of {case.n}, {case.lengths} lengths of at most "
+    return Comparison(f"{title}{case.max_new_tokens}", rows, OF_MEMORY)
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """The table, an arm's rollouts and slots with its name; below it the lengths, and the arms that did not run."""
+    columns = {
+        "tokens/s": (SPEED, ",.0f"),
+        "/CPU-s": (PROCESSOR, ",.0f"),
+        "steps": ("steps", "g"),
+        "KV MiB": ("kv_mib", ",.1f"),
+        "memory MiB": ("peak_mib", ",.1f"),
+        "working": ("working_mib", ",.1f"),
+    }
+    ran = [row for row in comparison.rows if row.rounds]
+    found: dict[str, Figures] = {}
+    for row in ran:
+        figures = {name: row.median(name) for name in row.rounds[0]}
+        figures |= {f"{name}_mib": figures[f"{name}_bytes"] / 2**20 for name in ("peak", "working")}
+        figures["kv_mib"] = figures[KV] / 2**20
+        for heading, (name, base) in comparison.ratios.items():
+            ratio = row.over(comparison.row(base), name) if row.arm != base else None
+            figures |= {} if ratio is None else {heading: ratio}
+        found[f"{row.arm} {row.case.n} in {row.case.slots}"] = figures
+    columns |= {h: (h, ".3f") for h in comparison.ratios if any(h in figures for figures in found.values())}
+    told = [f"{row.arm}: left out, {row.reason}" for row in comparison.rows if row.reason]
+    if ran:
+        mean, cv, longest = (ran[0].median(f"length_{name}") for name in ("mean", "cv", "max"))
+        told.insert(0, f"lengths ({ran[0].case.lengths}): mean {mean:.1f}, cv {cv:.2f}, longest {longest:g}")
+    show(comparison.title, found, columns, "\n".join(told))
+
+
+def as_found(comparison: Comparison) -> dict[str, Any]:
+    """For JSON, without where on the machine the weights were."""
+    rows = [asdict(row) for row in comparison.rows]
+    for row in rows:
+        del row["case"]["folder"]
+    return {"title": comparison.title, "rows": rows}
+
+
+def weights_folder(model: str, device: str, seed: int, scratch: Path) -> str:
+    """Where every arm reads the same weights; random ones are made and saved there first."""
+    config = SHAPES[model].config
+    if config is None:
+        return str(files("grpo_cli.model") / "tiny")
+    folder = scratch / model
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    transformers.utils.logging.disable_progress_bar()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return str(folder)
+
+
+def largest_model(device: str) -> str:
+    """The largest shape that this machine serves in minutes: on a CPU that is a matter of time, not of memory."""
+    large = device == "cuda" and torch.cuda.get_device_properties(0).total_memory > 24 * 10**9
+    return "qwen3-1.7b" if large else "50m"
+
+
+# What is asked of a case when nothing else is said, besides what its model's shape says.
+CASES: Mapping[str, dict[str, Any]] = {
+    "rollout": {},
+    "n512": {},
+    "sparsity": {"prompts": 4, "n": [16], "slots": 64, "lengths": "full", "max_new_tokens": [128, 512], "repeats": 1},
+    "infinite_sampling": {"n": [32], "lengths": "forced"},
+}
+
+
+def options(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = bench_parser(__doc__, rounds=3)
+    parser.add_argument("--case", choices=tuple(CASES), default="rollout")
+    parser.add_argument("--model", choices=tuple(SHAPES), help="tiny, or of infinite_sampling the largest that fits")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(DEFAULT_ARMS), help="of rollout")
+    parser.add_argument("--n", nargs="+", type=int, help="rollouts per prompt; a table for each")
+    parser.add_argument("--prompts", type=int, help="1, or 4 of sparsity")
+    parser.add_argument("--slots", type=int, help="n/4, or 64 of sparsity")
+    parser.add_argument("--shares", nargs="+", type=int, default=[2, 4], help="of infinite_sampling: n over slots")
+    parser.add_argument("--max-new-tokens", nargs="+", type=int, help="a table for each")
+    parser.add_argument("--lengths", choices=("natural", "forced", "full"), help="natural for tiny, forced for others")
+    parser.add_argument("--cv", type=float, default=0.9, help="coefficient of variation of forced lengths")
+    parser.add_argument("--repeats", type=int, help="runs per process")
+    args = parsed(parser, words, rounds=1, repeats=1, n=[8], max_new_tokens=[16], arms=["full", "micro", "infinite"])
+    if args.model is None:
+        large = args.case == "infinite_sampling" and not args.quick
+        args.model = largest_model(args.device) if large else "tiny"
+    shape = SHAPES[args.model]
+    natural = "natural" if shape.config is None else "forced"
+    usual = {"n": [shape.n], "prompts": 1, "max_new_tokens": [shape.max_new_tokens], "repeats": shape.repeats}
+    for name, value in ({"lengths": natural} | usual | CASES[args.case]).items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    return args
+
+
+def comparisons(args: argparse.Namespace, folder: str) -> list[Comparison]:
+    same = ("model", "device", "prompts", "lengths", "cv", "threads", "repeats", "seed")
+    given = {name: getattr(args, name) for name in same} | {"folder": folder}
+    cases = [
+        Case(n=n, slots=args.slots or max(1, n // 4), max_new_tokens=tokens, **given)
+        for n in args.n
+        for tokens in args.max_new_tokens
+    ]
+    if args.case == "n512":
+        return memory_cases(cases[0])
+    if args.case == "infinite_sampling":
+        return [fewer_slots(case, args.shares) for case in cases]
+    arms, ratios = (POLICIES, OF_EVICTION) if args.case == "sparsity" else (args.arms, OF_SPEED)
+    return [side_by_side(case, arms, ratios) for case in cases]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args = options(words)
+    with tempfile.TemporaryDirectory() as scratch:
+        compared = comparisons(args, weights_folder(args.model, args.device, args.seed, Path(scratch)))
+        for turn in range(args.rounds):
+            for row in (row for comparison in compared for row in comparison.rows):
+                print(
+                    f"round {turn + 1} of {args.rounds}: {row.arm}, {row.case.slots} slots, n={row.case.n}", flush=True
+                )
+                measure_in_a_process(row, Path(scratch))
+    for comparison in compared:
+        show_comparison(comparison)
+    return finish(args, {"comparisons": [as_found(comparison) for comparison in compared]})
+
+
+def child(arm: str, case: str, out: str) -> None:
+    Path(out).write_text(json.dumps(measure(arm, Case(**json.loads(case)))))
+
+
+if __name__ == "__main__":
+    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else sys.exit(main())

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# A published claim, tried again on this machine: makes .venv if there is none, installs grpo-cli and measures.
+#
+#     scripts/reproduce.sh infinite_sampling   memory and speed of slots that are refilled (arXiv 2506.22950)
+#     scripts/reproduce.sh pods                training on few of many rollouts against training on all (arXiv 2504.13818)
+#     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
+#
+# Further arguments are the study's (--help lists them; --quick is a small size): scripts/reproduce.sh pods --seeds 0
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup.sh
+case "${1:-}" in
+infinite_sampling) ensure_venv && exec python scripts/bench/rollout.py --case infinite_sampling "${@:2}" ;;
+pods | sparse_rl) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
+-h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
+*) echo "error: name a study: infinite_sampling, pods or sparse_rl" >&2 && exit 2 ;;
+esac

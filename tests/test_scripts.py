@@ -1,0 +1,103 @@
+"""Every bench says what it takes and works at a small size, and what all of them share. No clock is judged."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import common
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common")]
+STUDIES = [path.stem for path in (SCRIPTS / "reproduce").glob("*.py") if path.stem != "study"]
+# What a small run of each bench is asked with besides --quick; the others have tests of their own.
+SMALL = {
+    "judge": [()],
+    "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
+    "shared_prefix": [()],
+    "step": [()],
+}
+SLOW = {("launcher",), "step", "judge"}
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        load(name).main(["--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "--json" in said and "--quick" in said
+    assert f"scripts/bench/{name}.py" in said
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        load(name).options(["--help"])
+    assert ended.value.code == 0 and f"scripts/reproduce.sh {name}" in capsys.readouterr().out
+
+
+def test_the_studies_are_named_by_their_script():
+    script = str(SCRIPTS / "reproduce.sh")
+    told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(f"scripts/reproduce.sh {name} " in told for name in (*STUDIES, "infinite_sampling"))
+    wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "name a study: infinite_sampling, pods or sparse_rl" in wrong.stderr
+
+
+def test_no_bench_goes_untried():
+    assert {*SMALL, "rollout", "schedules"} == set(BENCHES)
+
+
+@pytest.mark.filterwarnings("ignore:This process .*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param(name, words, marks=pytest.mark.slow if {name, words} & SLOW else ())
+        for name, cases in SMALL.items()
+        for words in cases
+    ],
+)
+def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name: str, words: tuple[str, ...], tmp_path: Path):
+    out = tmp_path / "figures" / "out.json"
+    assert load(name).main([*words, "--quick", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["quick"] is True
+    assert {"torch", "machine", "load"} <= found["environment"].keys()
+    assert len(found.keys() - {"settings", "environment", "checks"}) >= 1
+
+
+def test_every_arm_takes_every_turn():
+    order: list[str] = []
+    arms = {name: lambda name=name: order.append(name) or {"x": len(order)} for name in "abc"}
+    turns = common.in_turns(arms, 3)
+    assert "".join(order) == "abcbcacab"
+    assert [turn["a"]["x"] for turn in turns] == [1, 6, 8]
+    assert common.medians(turns)["a"] == {"x": 6}
+
+
+def test_a_bound_that_is_missed_is_said_and_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    args = argparse.Namespace(json=tmp_path / "out.json", rounds=3)
+    checks = [common.Check("sorts", 2.5, most=3), common.Check("speed", 1.1, least=1.25)]
+    assert common.finish(args, {"results": {}}, checks[:1]) == 0
+    assert common.finish(args, {"results": {}}, checks) == 1
+    assert "MISSED speed: 1.100 (wanted >= 1.25)" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [(check["words"], check["holds"]) for check in found["checks"]] == [("sorts", True), ("speed", False)]
+
+
+def test_figures_are_written_a_row_to_a_line():
+    value = {"curve": [i / 7 for i in range(40)], "rows": [{"a": 1, "b": [1, 2]}] * 9, "none": [], "text": 'a "b"'}
+    text = common.as_json(value)
+    assert json.loads(text) == value
+    lines = text.splitlines()
+    assert lines[1].startswith(' "curve": [0.0, ') and lines[1].endswith("],")
+    assert lines.count('  {"a": 1, "b": [1, 2]},') == 8 and len(lines) == 16

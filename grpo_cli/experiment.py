@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import Rules, build_rules, make
+from grpo_cli.config.instantiate import Rules, build_rules, engine_parts, make
 from grpo_cli.config.overrides import overrides, overrides_of_run, overrides_to_resume
-from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate
 from grpo_cli.interfaces import Engine, Meter, Task, Tracker
@@ -41,7 +39,7 @@ from grpo_cli.runs.checkpoint import find_checkpoint, resolve_run
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.summary import write_summary
-from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
+from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Parts, Trainer
@@ -111,9 +109,7 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
-    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
-    if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
-        raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
+    built = engine_parts(settings.parts, offered)
     engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
     if settings.sampling.stop and not getattr(engine, "reads_stop_strings", False):
         raise UserError(
@@ -159,7 +155,7 @@ def parts_of(
     """What a trainer is put together from."""
     return Parts(
         model=bench.model,
-        reference=_reference(settings, bench) if wants_reference(settings) else None,
+        reference=_reference(settings, bench) if rules.loss.needs_reference else None,
         save_model=partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init),
         task=bench.task,
         engine=bench.engine,
@@ -242,11 +238,6 @@ def _choices() -> dict[str, str]:
     return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
 
 
-def wants_reference(settings: RunSettings) -> bool:
-    """Whether the loss compares the policy with the model as it was before the run."""
-    return bool(settings.parts["loss"].get("kl_coef", 0.0))
-
-
 def _reference(settings: RunSettings, bench: Bench) -> Any:
     """The model as it was before the run, also when the run is resumed: a second copy, or its adapters off."""
     if settings.model.adapted and settings.model.adapter is None:  # new adapters changed nothing
@@ -279,11 +270,11 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[st
     held_out = bench.task.prompts("eval")
     count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
     prompts = [held_out[i] for i in range(count)]
-    drawn = settings.sampling
-    sampling = Sampling(exam.temperature, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-        result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
+        result = evaluate(
+            bench.engine, bench.task, prompts, settings.sampling.at(exam.temperature), exam.k, settings.seed
+        )
     rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
     write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
     return result, time.perf_counter() - start, getattr(bench.engine, "facts", dict)()

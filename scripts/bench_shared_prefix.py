@@ -17,7 +17,7 @@ import os
 import platform
 import statistics
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ import transformers
 from rollout_arms import SHAPES
 from transformers import AutoModelForCausalLM
 
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.instantiate import ready
 from grpo_cli.learner.learner import Learner
-from grpo_cli.loss import grpo
 from grpo_cli.processor import settle
-from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
 from grpo_cli.types import Batch
 
 ARMS = {
@@ -37,8 +37,7 @@ ARMS = {
     "padding_free": dict(padding_free=True, shared_prefix=False),
     "shared_prefix": dict(padding_free=True, shared_prefix=True),
 }
-MODEL = ModelSettings("", "float32", "none", False, False, False)
-OPTIM = OptimSettings(1e-6, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0)
+SETTINGS = settings_of("optim.lr=1e-6", "optim.warmup_steps=0")
 
 
 def make_batch(args: argparse.Namespace, vocabulary: int) -> Batch:
@@ -71,9 +70,8 @@ def make_learner(args: argparse.Namespace, arm: str) -> Learner:
     torch.manual_seed(args.seed)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
-    train = TrainSettings(1, 1, args.micro_batch_tokens, 1, 1, 2048, 3, 1, 1, **ARMS[arm])
-    loss: Any = partial(grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    return Learner(model, loss, MODEL, train, OPTIM)
+    train = replace(SETTINGS.train, micro_batch_tokens=args.micro_batch_tokens, **ARMS[arm])
+    return Learner(model, ready("loss", "grpo"), SETTINGS.model, train, SETTINGS.optim)
 
 
 def replace_context(config: Any, tokens: int) -> Any:

@@ -28,15 +28,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from grpo_cli.config.compose import model_of
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Infinite
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.model.load import load_model
 from grpo_cli.processor import settle
 from grpo_cli.rollout import seed_of
-from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 
 POLICIES = ("streaming", "h2o", "snapkv", "rkv")
@@ -46,7 +47,7 @@ PROMPT_TOKENS = 16
 
 def make_model(name: str, device: torch.device) -> Any:
     if name == "tiny":
-        model = load_model(ModelSettings("tiny", "float32", "none", False, False, False), device)
+        model = load_model(model_of("tiny"), device)
         model.config.max_position_embeddings = 1 << 16  # a longer context than it has learnt; nobody reads what it says
         return model
     torch.manual_seed(0)
@@ -80,7 +81,7 @@ def make_sparsity(policy: str, length: int, protect_prompt: bool) -> Dense | Bud
 
 def make_requests(prompts: int, n: int, length: int) -> list[Request]:
     generator = torch.Generator().manual_seed(0)
-    sampling = Sampling(max_new_tokens=length)
+    sampling = Sampling.plain(length)
     found = []
     for name in range(prompts):
         ids = tuple(torch.randint(2, 21, (PROMPT_TOKENS,), generator=generator).tolist())
@@ -91,7 +92,9 @@ def make_requests(prompts: int, n: int, length: int) -> list[Request]:
 
 def measured(model: Any, sparsity: Dense | Budget, requests: Sequence[Request], slots: int) -> dict[str, float]:
     """One `generate`, from its first prompt to its last token."""
-    engine = TorchEngine(model, (), Infinite(slots=slots), Fifo(), NoPredictor(), sparsity)
+    engine = TorchEngine(
+        model, (), ready("sampler", "infinite", slots=slots), Fifo(), NoPredictor(), sparsity, cuda_graph=False
+    )
     wall, processor = time.perf_counter(), time.process_time()
     tokens = sum(len(rollout) for rollout in engine.generate(requests))
     if torch.cuda.is_available():

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,31 +31,24 @@ from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
 
-from grpo_cli import advantage, downsample, loss
+from grpo_cli import advantage, downsample
+from grpo_cli.config.compose import model_of, settings_of
+from grpo_cli.config.instantiate import ready
 from grpo_cli.correction import Correct
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Dense
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, pad_token_id
 from grpo_cli.processor import settle
-from grpo_cli.settings import (
-    EvalSettings,
-    ModelSettings,
-    OptimSettings,
-    RecordSettings,
-    RunSettings,
-    Sampling,
-    TrainSettings,
-)
-from grpo_cli.tasks.arithmetic import Arithmetic, final_answer
+from grpo_cli.settings import Sampling
+from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.train import Parts, Trainer
 from grpo_cli.types import Record
 
 RATE = 1e-9
-MODEL = ModelSettings("tiny", "float32", "none", False, False, False)
+MODEL = model_of("tiny")
 Steps = list[tuple[float, float]]  # seconds and generated tokens of each step
 
 
@@ -83,32 +77,31 @@ def run_ours(args: argparse.Namespace, folder: Path) -> Steps:
         model=model,
         reference=None,
         save_model=model.save_pretrained,
-        task=Arithmetic(tokenizer, args.seed),
-        engine=TorchEngine(model, eos, Full(), Fifo(), NoPredictor(), Dense()),
+        task=ready("task", "arithmetic", {"tokenizer": tokenizer, "seed": args.seed}),
+        engine=TorchEngine(model, eos, ready("sampler", "full"), Fifo(), NoPredictor(), Dense(), cuda_graph=False),
         pad_token_id=pad_token_id(tokenizer, eos),
         downsample=downsample.all_rollouts,
-        advantage=partial(advantage.grpo, stats_over="kept"),
+        advantage=partial(advantage.grpo, stats_over="kept", eps=1e-4),
         correction=Correct(),
-        loss=partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence"),
+        loss=ready("loss", "grpo"),
         trackers=(collect,),
         meter=WallMeter(),
         say=print,
         warn=print,
     )
-    settings = RunSettings(
+    plain = settings_of("device=cpu", "optim.warmup_steps=0", "eval.every=0", "record.rollouts=0")
+    train: dict[str, Any] = dict(
+        steps=args.steps + 1, prompts=args.prompts, micro_batch_tokens=10**6, checkpoint_every=10_000
+    )
+    settings = replace(
+        plain,
         n=args.n,
         m=args.n,
         seed=args.seed,
-        resume=None,
-        device="cpu",
         run_dir=str(folder),
-        model=MODEL,
-        train=TrainSettings(args.steps + 1, args.prompts, 10**6, 1, 1, 2048, 3, 10_000, 1),
-        sampling=Sampling(max_new_tokens=args.max_new_tokens),
-        optim=OptimSettings(RATE, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0),
-        eval=EvalSettings(0, 1, 1, 1.0),
-        record=RecordSettings(0),
-        parts={},
+        train=replace(plain.train, **train, checkpoint_every=10_000, keep_checkpoints=1),
+        sampling=Sampling.plain(args.max_new_tokens),
+        optim=replace(plain.optim, lr=RATE),
     )
     Trainer(settings, parts, folder).fit()
     return collect.steps[1:]
@@ -130,7 +123,7 @@ class StopWatch(TrainerCallback):
 
 def run_trl(args: argparse.Namespace, folder: Path) -> Steps:
     model, tokenizer = load_model(MODEL, torch.device("cpu")), load_tokenizer(MODEL)
-    task = Arithmetic(tokenizer, args.seed)
+    task = ready("task", "arithmetic", {"tokenizer": tokenizer, "seed": args.seed})
     problems = [task.prompts("train")[i] for i in range((args.steps + 1) * args.prompts)]
     rows = [{"prompt": task.text(p.token_ids), "answer": p.answer} for p in problems]
     tokens: list[float] = []

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 
+from grpo_cli.config.compose import model_of
 from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import base_of
 from grpo_cli.model.load import DTYPES, load_model, load_tokenizer, save_pretrained
-from grpo_cli.settings import ModelSettings
 
 
 def merge(checkpoint: Path, target: Path, base: str | None, dtype: str) -> None:
     """Raises UserError when either half cannot be read, or when `target` holds something."""
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} is not empty; name a new folder")
-    words = ModelSettings(base or base_of(checkpoint), dtype, "none", False, False, False, adapter=str(checkpoint))
+    words = model_of("hf", path=base or base_of(checkpoint), dtype=dtype, adapter=str(checkpoint))
     merged = load_model(words, torch.device("cpu")).merge_and_unload()
-    save_pretrained(merged, load_tokenizer(ModelSettings(str(checkpoint), dtype, "none", False, False, False)), target)
+    save_pretrained(merged, load_tokenizer(model_of("hf", path=str(checkpoint))), target)
 
 
 def main() -> None:

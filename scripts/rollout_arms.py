@@ -23,16 +23,17 @@ from transformers import (
     Qwen3Config,
 )
 
+from grpo_cli.config.compose import model_of
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Dense
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
 from grpo_cli.rollout import requests_for
 from grpo_cli.settings import ModelSettings, Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic
 from grpo_cli.types import Prompt, Request
 
 NEVER = -1  # a token id that no model produces
@@ -119,7 +120,7 @@ class Case:
 
     @property
     def settings(self) -> ModelSettings:
-        return ModelSettings(self.folder, self.dtype, "none", False, False, False)
+        return model_of("hf", path=self.folder, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def forced_lengths(count: int, longest: int, cv: float, seed: int) -> list[int]:
 def make_work(case: Case) -> Work:
     """The requests, by name of prompt and number of sample: the same in every process."""
     prompts, eos = _random_prompts(case) if SHAPES[case.model].config else _task_prompts(case)
-    requests = requests_for(prompts, case.n, Sampling(max_new_tokens=case.max_new_tokens), case.seed, 0)
+    requests = requests_for(prompts, case.n, Sampling.plain(case.max_new_tokens), case.seed, 0)
     if case.lengths == "forced":
         limits = forced_lengths(len(requests), case.max_new_tokens, case.cv, case.seed)
         requests = [with_limit(request, limit) for request, limit in zip(requests, limits, strict=True)]
@@ -185,7 +186,7 @@ def make_work(case: Case) -> Work:
 
 def _task_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
     tokenizer = load_tokenizer(case.settings)
-    prompts = Arithmetic(tokenizer, case.seed).prompts("train")
+    prompts = ready("task", "arithmetic", {"tokenizer": tokenizer, "seed": case.seed}).prompts("train")
     eos = eos_token_ids(load_model(case.settings, torch.device("cpu")), tokenizer)
     return [prompts[i] for i in range(case.prompts)], eos
 
@@ -198,10 +199,10 @@ def _random_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
     return [Prompt(f"random{i}", tokens, "") for i, tokens in enumerate(ids)], (NEVER,)
 
 
-def ours(case: Case, work: Work, stack: ExitStack, sampler: Callable[[int], Full | Micro | Infinite]) -> Run:
+def ours(case: Case, work: Work, stack: ExitStack, sampler: Callable[[int], Sampler]) -> Run:
     """The torch engine; its cache is made anew by every run."""
     model = load_model(case.settings, torch.device(case.device))
-    engine = TorchEngine(model, work.eos, sampler(case.slots), Fifo(), NoPredictor(), Dense())
+    engine = TorchEngine(model, work.eos, sampler(case.slots), Fifo(), NoPredictor(), Dense(), cuda_graph=False)
 
     def run(requests: Sequence[Request]) -> Ran:
         lengths = [len(rollout) for rollout in engine.generate(requests)]
@@ -328,12 +329,11 @@ def continuous(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
 
 def vllm(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
     """vLLM in this process, with blocks for all its rows at full length and the one that it keeps for itself."""
-    from grpo_cli.engine.vllm import VllmEngine
-
     model = load_model(case.settings, torch.device(case.device))
-    sampler = Infinite(slots=case.slots) if in_slots else Full()
+    sampler = ready("sampler", "infinite", slots=case.slots) if in_slots else ready("sampler", "full")
     eos = () if work.forced else work.eos
-    engine = VllmEngine(model, eos, sampler, Fifo(), NoPredictor(), Dense(), sleep=False)
+    parts = {"sampler": sampler, "scheduler": Fifo(), "predictor": NoPredictor(), "sparsity": Dense()}
+    engine = ready("engine", "vllm", {"model": model, "eos_token_ids": eos, **parts}, sleep=False)
     stack.callback(engine.close)
     list(engine.generate(work.requests))  # its cache is as large as the first requests need
 
@@ -346,9 +346,9 @@ def vllm(case: Case, work: Work, stack: ExitStack, in_slots: bool) -> Run:
 
 
 ARMS: Mapping[str, Arm] = {
-    "full": partial(ours, sampler=lambda slots: Full()),
-    "micro": partial(ours, sampler=lambda slots: Micro(slots=slots)),
-    "infinite": partial(ours, sampler=lambda slots: Infinite(slots=slots)),
+    "full": partial(ours, sampler=lambda slots: ready("sampler", "full")),
+    "micro": partial(ours, sampler=lambda slots: ready("sampler", "micro", slots=slots)),
+    "infinite": partial(ours, sampler=lambda slots: ready("sampler", "infinite", slots=slots)),
     "generate": partial(generate, in_slots=False),
     "generate-slots": partial(generate, in_slots=True),
     "continuous": partial(continuous, in_slots=False),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import made
 import pytest
 import torch
+from made import full
 from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
@@ -15,9 +18,9 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sparsity import Dense
+from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request, Rollout
@@ -53,7 +56,7 @@ def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTr
 def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int = 0, **words: Any) -> list[Request]:
     """`n` requests for each of `prompts` prompts of 3 to 39 random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    sampling = Sampling(max_new_tokens=tokens, **words)
+    sampling = replace(Sampling.plain(tokens), **words)
     requests = []
     for name in range(prompts):
         length = int(torch.randint(3, 40, (), generator=generator))
@@ -73,8 +76,16 @@ def require_bits(model: Any) -> None:
 
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
-    defaults: dict[str, Any] = dict(sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    defaults |= {"sampler": full(), "cuda_graph": False}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
+
+
+def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
+    """The same by vLLM."""
+    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=full())
+    defaults |= {word: value for word, value in made.part("engine", "vllm").items() if word != "_target_"}
+    return VllmEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
 Contents = Mapping[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...], str]]

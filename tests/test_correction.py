@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import made
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo_cli import correction, loss
+from grpo_cli import correction
 from grpo_cli.correction import Correct, correct
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Correction
@@ -210,7 +211,7 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
             zeros.long(), mask[rows], loss_mask, weights, zeros, None, None, torch.ones(len(leaf)), zeros[:, 0].long()
         )
         totals = Totals(3, 5, 3)
-        loss.grpo(leaf, batch, totals, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence").loss.backward()
+        made.loss()(leaf, batch, totals).loss.backward()
         return leaf.grad
 
     corrected = gradient(weights, kept, slice(0, 3))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
-from grpo_cli import advantage, downsample, loss
+from grpo_cli import downsample
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
@@ -46,13 +46,15 @@ def scored_groups() -> list[ScoredGroup]:
         rollouts = []
         for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
             ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
-            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling()), ids, (-1.0,) * length, Finish.EOS, 0))
+            rollouts.append(
+                Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS, 0)
+            )
         groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
     return groups
 
 
 def chosen(groups: list[ScoredGroup], rule: str, keep: int, stats_over: str) -> list[Selection]:
-    divided = partial(advantage.grpo, stats_over=stats_over)
+    divided = made.advantage("grpo", stats_over=stats_over)
     return [
         select(g, [""] * len(g.rollouts), keep, getattr(downsample, rule), divided, np.random.default_rng(1), True)
         for g in groups
@@ -72,9 +74,7 @@ def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, lis
     for rows in micro_batches(batch, micro_batch_tokens):
         part = rows_of(batch, rows)
         logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)
-        output = loss.grpo(
-            logprobs, part, totals(batch, 16), clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence"
-        )
+        output = made.loss()(logprobs, part, totals(batch, 16))
         output.loss.backward()
         total += output.loss.item()
     return total, gradients(model)

@@ -280,8 +280,12 @@ def _hydra(command: str, task: _Called) -> None:
     import hydra
     from omegaconf import OmegaConf
 
-    from grpo_cli.config.choices import config_dir
+    from grpo_cli.config.choices import choices, config_dir, groups_of
 
+    def offered() -> str:  # in the help; Hydra's own list would hold what choices only build on
+        return "".join(f"{group}: {', '.join(choices(group))}\n" for group in sorted(groups_of(command)))
+
+    OmegaConf.register_new_resolver("choices", offered, replace=True)
     # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()

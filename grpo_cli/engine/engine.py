@@ -47,7 +47,8 @@ class TorchEngine:
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
-        cuda_graph: bool = False,
+        *,
+        cuda_graph: bool,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
@@ -165,7 +166,7 @@ class TorchEngine:
         if predicting and served:
             taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
             details |= self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
-        details |= getattr(self._scheduler, "details", {})
+        details |= self._scheduler.details
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
         predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from statistics import NormalDist
 
@@ -25,8 +26,8 @@ SCHEDULERS: Mapping[str, Callable[[], Scheduler]] = {
     "fifo": Fifo,
     "sjf": Sjf,
     "lpt": Lpt,
-    "fptas": Fptas,
-    "fptas+lpt": lambda: Fptas(refill="lpt"),
+    "fptas": partial(Fptas, epsilon=0.1, max_states=20_000, refill="sjf"),
+    "fptas+lpt": partial(Fptas, epsilon=0.1, max_states=20_000, refill="lpt"),
 }
 PREDICTORS = ("none", "mean", "prefix", "oracle")
 SAMPLERS = ("micro", "infinite")

@@ -15,13 +15,13 @@ import psutil
 import torch
 
 from grpo_cli import __version__, experiment
-from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import Rules, build_rules, make
+from grpo_cli.config.compose import model_of
+from grpo_cli.config.instantiate import Rules, build_rules, engine_parts, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
-from grpo_cli.interfaces import AdvantageFn, Correction
+from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.learner.forward import make_pass
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import state_bytes
@@ -56,7 +56,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
         measured = _measured(settings, rules, lengths, folder, say, warn)
     say("predicting from shapes")
     shapes = _shapes(settings.model)
-    sampler, plan = _plan(settings, rules.correction, lengths, measured, has_dropout(shapes.model))
+    sampler, plan = _plan(settings, rules, lengths, measured, has_dropout(shapes.model))
     predictor = _predictor(settings, shapes, device, other)
     room = _room(settings, device)
     predicted = predictor.predict(plan)
@@ -90,8 +90,8 @@ def _lengths(settings: ProfileRunSettings) -> Lengths | None:
 def _process_alone(device: torch.device) -> int:
     """Bytes that are there before the run's model is: on a CPU the program and its libraries, which the embedded model
     has used once so that they are loaded; on a GPU what the allocator keeps for them."""
-    model = load_model(ModelSettings(TINY, "float32", "none", False, False, False), device)
-    load_tokenizer(ModelSettings(TINY, "float32", "none", False, False, False))
+    model = load_model(model_of(TINY), device)
+    load_tokenizer(model_of(TINY))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
     logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
@@ -175,12 +175,12 @@ def _not_predicted(settings: RunSettings) -> tuple[str, ...]:
 
 
 def _plan(
-    settings: RunSettings, correction: Correction, lengths: Lengths | None, measured: Measured | None, dropout: bool
+    settings: RunSettings, rules: Rules, lengths: Lengths | None, measured: Measured | None, dropout: bool
 ) -> tuple[Any, Plan]:
     """The sampler, and what a step is made of: as it was measured, else with lengths as they are forced, else with all
     rollouts as long as may be."""
     offered = {"seed": settings.seed}
-    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    built = engine_parts(settings.parts, offered)
     if measured is not None:
         rollouts, exam = measured.rollouts, measured.exam
     else:
@@ -196,9 +196,10 @@ def _plan(
         temperature=settings.sampling.temperature,
         minibatches=settings.train.minibatches,
         passes=Passes(
-            policy_over_all=correction.rejects,
-            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several or dropout),
-            reference=experiment.wants_reference(settings),
+            policy_over_all=rules.correction.rejects,
+            policy_over_kept=not rules.correction.rejects
+            and (rules.correction.needs_policy_logprobs or several or dropout),
+            reference=rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),
     )
@@ -262,7 +263,7 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
         shapes = _shapes(settings.model)
-        sampler, plan = _plan(settings, rules.correction, None, None, has_dropout(shapes.model))
+        sampler, plan = _plan(settings, rules, None, None, has_dropout(shapes.model))
         predicted = _predictor(settings, shapes, experiment.pick_device(settings.device), 0).predict(plan)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")

@@ -134,7 +134,7 @@ class ShapeModel:
 
     def _rollouts(self, work: Work, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
-        sampling = Sampling(max_new_tokens=work.max_new_tokens)
+        sampling = Sampling.plain(work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations:
             decoder = Decoder(self.model)

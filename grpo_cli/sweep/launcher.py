@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import grpo_cli
 from grpo_cli.config.overrides import overrides, unquoted
-from grpo_cli.config.read import is_a, shown
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import is_a, shown
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.summary import read_object
 from grpo_cli.sweep.board import Board

@@ -142,7 +142,7 @@ def test_peak_memory_grows_with_what_is_resident_and_stays() -> None:
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
     # `ru_maxrss` of a child starts at its parent's peak; the past bug of whoever measures a sweep from its launcher.
     block = torch.ones(2**29, dtype=torch.uint8)
-    program = "import grpo_cli.meter as m; print(m.peak_bytes())"
+    program = "import grpo_cli.memory as m; print(m.peak_bytes())"
     peak = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
     assert 2**24 < peak < peak_bytes() - len(block) // 4
 

@@ -91,7 +91,7 @@ def test_plain_transformers_says_the_same_of_a_checkpoint(tmp_path: Path) -> Non
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000002")
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, run._parts.model(ids).logits)
+        assert torch.equal(loaded(ids).logits, run._parts.bench.model(ids).logits)
 
 
 def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_the_reference_takes_no_memory_unless_adapters_were_there_before(tmp_pat
     assert not isinstance(further._parts.reference, AdapterOff)
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():  # training goes on from what was saved, and that is what it is kept near to
-        expected = first._parts.model(ids).logits
-        assert torch.equal(further._parts.model(ids).logits, expected)
+        expected = first._parts.bench.model(ids).logits
+        assert torch.equal(further._parts.bench.model(ids).logits, expected)
         assert torch.equal(further._parts.reference(ids).logits, expected)
 
 

@@ -28,7 +28,7 @@ __main__
 MOST_ROOMS = 34
 
 DOORS = {
-    "hydra": {"cli/", "config/", "experiment", "sweep/"},
+    "hydra": {"cli/", "config/", "experiment", "sweep/", "profile/"},
     "omegaconf": {"cli/", "config/", "sweep/"},
     "wandb": {"tracking/"},
     "vllm": {"engine/"},

@@ -13,11 +13,12 @@ from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import shown
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.report.show import STATE_STYLES
+from grpo_cli.runs import layout
 from grpo_cli.tracking import terminal
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
-WRITTEN = ("metrics.jsonl", "summary.json", "status.json", ".hydra/config.yaml")  # what says when a run was alive
+WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.CONFIG)  # what says when a run was alive
 
 
 def list_runs(folder: Path) -> None:

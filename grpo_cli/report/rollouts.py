@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.formatting import plain
+from grpo_cli.runs import layout
 
-RECORDS = ("rollouts.jsonl", "samples.jsonl")
+RECORDS = (layout.ROLLOUTS, layout.SAMPLES)
 
 
 @dataclass(frozen=True)

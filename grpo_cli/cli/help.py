@@ -26,11 +26,11 @@ Row = tuple[str, str]  # a setting as it is typed, and its comment
 
 def print_help(command: str, arguments: Sequence[str]) -> None:
     """The help page of a command. UserError if the arguments cannot be composed."""
-    values, hydra = _composed(command, arguments)
-    chosen = {group: choice for group, choice in hydra["runtime"]["choices"].items() if not group.startswith("hydra/")}
+    values, template, choices_made = _composed(command, arguments)
+    chosen = {group: choice for group, choice in choices_made.items() if not group.startswith("hydra/")}
     said = dict(read_conf(config_dir() / f"{command}.yaml").settings)
     groups = "\n".join(f"{group}: {', '.join(choices(group))}" for group in reversed(chosen))
-    before, _, after = hydra["help"]["template"].replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
+    before, _, after = template.replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
     say(before.rstrip("\n") + "\n")
     say_rows(_rows({key: value for key, value in values.items() if not isinstance(value, dict)}, said))
     for group, below in values.items():
@@ -65,8 +65,11 @@ def say_rows(rows: Iterable[Row]) -> None:
         before = comment
 
 
-def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A command's settings, unresolved, and those of Hydra. Of a sweep, what is the same in all its jobs."""
+def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """A command's settings, unresolved, the frame of its page, and what is chosen of each group.
+
+    Of a sweep, what is the same in all its jobs.
+    """
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -76,10 +79,12 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], d
         words = [word for word in words if "," not in word]
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            values: Any = OmegaConf.to_container(hydra.compose(command, words, return_hydra_config=True))
+            cfg = hydra.compose(command, words, return_hydra_config=True)
+            template = str(cfg.hydra.help.template)
+            values: Any = OmegaConf.to_container(cfg)
     except HydraException as error:
         raise UserError(explained(error, command, words)) from error
-    return values, values.pop("hydra")
+    return values, template, values.pop("hydra")["runtime"]["choices"]
 
 
 def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:

@@ -48,12 +48,14 @@ def evaluate(
     return EvalResult(metrics, tuple(examples))
 
 
-def evaluate_with(bench: Bench, exam: EvalSettings | ExamSettings, sampling: SampleSettings, seed: int) -> EvalResult:
-    """What `exam` asks for: its held-out problems (-1: all of them), sampled at its temperature."""
+def evaluate_with(
+    bench: Bench, settings: EvalSettings | ExamSettings, sampling: SampleSettings, seed: int
+) -> EvalResult:
+    """What `settings` asks for: its held-out problems (-1: all of them), sampled at its temperature."""
     held_out = bench.task.prompts("eval")
-    count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
-    drawn = sampling.at(exam.temperature)
-    return evaluate(bench.engine, bench.task, [held_out[i] for i in range(count)], drawn, exam.k, seed)
+    count = len(held_out) if settings.problems == -1 else min(settings.problems, len(held_out))
+    drawn = sampling.at(settings.temperature)
+    return evaluate(bench.engine, bench.task, [held_out[i] for i in range(count)], drawn, settings.k, seed)
 
 
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:

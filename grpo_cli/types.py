@@ -54,7 +54,7 @@ class Rollout:
     """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
-    from (temperature, truncation and evicted keys included). `kept_kv` is the most response keys the engine held for
+    from (temperature, truncation and evicted KV entries included). `kept_kv` is the most response tokens whose KV the engine held for
     this rollout in any layer.
     """
 

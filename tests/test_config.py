@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
-from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir, groups_of, shipped
+from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import parse, parse_eval
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.errors import UserError
@@ -61,13 +61,13 @@ def test_the_defaults_are_accepted_and_typed():
     assert (run.n, run.m, run.seed, run.resume) == (16, 16, 0, None)
     assert run.optim.betas == (0.9, 0.99)
     assert run.sampling.max_new_tokens == 128
-    assert set(run.parts) == set(TRAIN_PARTS)
+    assert set(run.parts) == set(parts_of("train"))
 
 
 def test_the_defaults_of_eval_are_accepted():
     run = parse_eval(compose(command="eval"))
     check_eval(run)
-    assert set(run.parts) == set(EVAL_PARTS)
+    assert set(run.parts) == set(parts_of("eval"))
 
 
 @pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
@@ -133,7 +133,7 @@ def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes(file):
 def test_every_group_is_offered_and_those_of_a_command_are_its_own():
     folders = {file.parent.name for file in GROUP_FILES}
     assert set(groups_of("train")) == set(groups_of("profile")) == folders
-    assert set(groups_of("eval")) == {"model", *EVAL_PARTS}
+    assert set(groups_of("eval")) == {"model", *parts_of("eval")}
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.stem)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.config.choices import TRAIN_PARTS, choices, config_dir
+from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
 
 BASE = """# What the base is for.
@@ -72,7 +72,7 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert read_conf(tmp_path / "_base.yaml").about == "What the base is for."
 
 
-@pytest.mark.parametrize("group", ["model", *TRAIN_PARTS])
+@pytest.mark.parametrize("group", ["model", *parts_of("train")])
 def test_every_choice_says_what_it_is_and_what_each_of_its_settings_is(group):
     for choice in choices(group):
         told = read_choice(group, choice)
@@ -128,7 +128,7 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
 
 def test_bases_are_offered_nowhere():
     bases = [file.stem for file in config_dir().rglob("_*.yaml")]
-    page = said("train", "--help") + "".join(said("explain", group) for group in TRAIN_PARTS)
+    page = said("train", "--help") + "".join(said("explain", group) for group in parts_of("train"))
     assert [base for base in bases if base in page] == []
 
 

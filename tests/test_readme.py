@@ -16,7 +16,7 @@ from test_architecture import ROWS
 from grpo_cli.cli.arguments import with_slots
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
-from grpo_cli.config.choices import TRAIN_PARTS, choices, config_dir
+from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def test_pictures_are_small(name):
     assert (ROOT / "scripts" / "figures" / f"{name}.svg").stat().st_size < 60_000
 
 
-@pytest.mark.parametrize("group", [*TRAIN_PARTS, "model", "experiment"])
+@pytest.mark.parametrize("group", [*parts_of("train"), "model", "experiment"])
 def test_the_front_page_lists_the_choices_of_a_group_its_default_first(group):
     named = re.findall(r"`(\w+)`", row_of(group))
     (default,) = re.findall(rf"^  - {group}: (\w+)$", (config_dir() / "train.yaml").read_text(), re.MULTILINE)

@@ -86,10 +86,10 @@ def checkpoint_overrides(place: str) -> list[str]:
     of_the_run = overrides_of_run(run_dir) if (run_dir / CONFIG).is_file() else []
     if not has_adapters(weights):
         return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
-    words = {"model.adapter": str(weights), "model.random_init": False}
+    values = {"model.adapter": str(weights), "model.random_init": False}
     if not of_the_run or (weights / BASE).is_dir():
-        words |= {"model.path": base_of(weights)}
-    return [*of_the_run, *overrides(words)]
+        values |= {"model.path": base_of(weights)}
+    return [*of_the_run, *overrides(values)]
 
 
 def resume_overrides(place: str) -> list[str]:

@@ -92,11 +92,11 @@ def _default_choices() -> set[str]:
 def _say_group(group: str) -> None:
     defaults = _default_choices()
     say(f"{group}: a group of settings, of which one choice is made")
-    words = [f"{group}={choice}" for choice in choices(group)]
+    named = [f"{group}={choice}" for choice in choices(group)]
     about = [read_choice(group, choice).about for choice in choices(group)]
-    rows = zip(words, about, strict=True)
+    rows = zip(named, about, strict=True)
     say_rows((f"  {word}", f"{'(the default) ' if word in defaults else ''}{text}") for word, text in rows)
-    say(f"They stand in conf/{group}/. grpo explain {words[0]} lists the settings of one.")
+    say(f"They stand in conf/{group}/. grpo explain {named[0]} lists the settings of one.")
 
 
 def _say_choice(group: str, choice: str, known: Sequence[Known]) -> None:

@@ -74,16 +74,16 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    words = [word for word in arguments if word not in HELP | SWEEP]
+    overrides = [word for word in arguments if word not in HELP | SWEEP]
     if SWEEP & set(arguments):
-        words = [word for word in words if "," not in word]
+        overrides = [word for word in overrides if "," not in word]
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            cfg = hydra.compose(command, words, return_hydra_config=True)
+            cfg = hydra.compose(command, overrides, return_hydra_config=True)
             template = str(cfg.hydra.help.template)
             values: Any = OmegaConf.to_container(cfg)
     except HydraException as error:
-        raise UserError(explained(error, command, words)) from error
+        raise UserError(explained(error, command, overrides)) from error
     return values, template, values.pop("hydra")["runtime"]["choices"]
 
 

@@ -180,7 +180,7 @@ def _sampling_problems(sampling: Sampling) -> Iterator[str]:
 def _optim_problems(optim: OptimSettings) -> Iterator[str]:
     yield from _one_of("optim.name", optim.name, _OPTIMIZERS)
     if optim.name == "adamw8bit" and optim.offload:
-        yield "optim.name=adamw8bit keeps its averages on the GPU; use optim.offload=false, or optim.name=adamw"
+        yield "optim.name=adamw8bit keeps its state on the GPU; use optim.offload=false, or optim.name=adamw"
     yield from _above("optim.lr", optim.lr)
     yield from _above("optim.eps", optim.eps)
     yield from _above("optim.max_grad_norm", optim.max_grad_norm)

@@ -10,8 +10,6 @@ import yaml
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
-EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
-TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
 
 
 def config_dir() -> Path:
@@ -32,6 +30,11 @@ def groups_of(command: str) -> list[str]:
     """The groups that a command's configuration chooses from."""
     entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
     return [group for entry in entries for group in entry if " " not in group]  # no `override hydra/launcher`
+
+
+def parts_of(command: str) -> tuple[str, ...]:
+    """Those of its groups that are built of a `_target_`, which all are but the model and named experiments."""
+    return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
 
 
 def _files(name: str) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir, shipped
+from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.read import missing, read
 from grpo_cli.errors import UserError, refuse
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
@@ -21,24 +21,24 @@ Settings = TypeVar("Settings")
 
 def parse(cfg: DictConfig) -> RunSettings:
     """The settings of `grpo train`. UserError names every missing value, wrong type and unknown key."""
-    return _parse(cfg, RunSettings, TRAIN_PARTS)
+    return _parse(cfg, RunSettings, "train")
 
 
 def parse_eval(cfg: DictConfig) -> EvalRunSettings:
     """The settings of `grpo eval`; as `parse`."""
-    return _parse(cfg, EvalRunSettings, EVAL_PARTS)
+    return _parse(cfg, EvalRunSettings, "eval")
 
 
 def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
     """The settings of `grpo profile`; as `parse`."""
-    settings = _parse(cfg, ProfileRunSettings, TRAIN_PARTS)
+    settings = _parse(cfg, ProfileRunSettings, "profile")
     return replace(settings, device=settings.profile.device)
 
 
-def settings_of(*words: str) -> RunSettings:
-    """The settings of `grpo train` with these words, not checked: for tests, scripts and notebooks."""
+def settings_of(*overrides: str) -> RunSettings:
+    """The settings of `grpo train` with these overrides, not checked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return parse(hydra.compose("train", ["run_dir=.", *words]))
+        return parse(hydra.compose("train", ["run_dir=.", *overrides]))
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
@@ -50,14 +50,14 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
     return settings
 
 
-def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Settings:
+def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     assert isinstance(values, dict), "Hydra composes a mapping"
     problems: list[str] = []
-    groups = {name: values.pop(name) for name in parts if name in values}
+    groups = {name: values.pop(name) for name in parts_of(command) if name in values}
     values.pop("experiment", None)  # a named experiment leaves its settings in the other keys
     for name, group in groups.items():
         problems += missing(name, group)

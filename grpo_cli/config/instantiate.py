@@ -20,7 +20,7 @@ from hydra.errors import InstantiationException
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import RENAMED
-from grpo_cli.config.read import read_words
+from grpo_cli.config.read import read_kwargs
 from grpo_cli.downsample import choose
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.predict import NoPredictor
@@ -69,11 +69,11 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
             for word in factory.keywords
             if word not in parameters
         ]
-    words = factory.keywords
+    kwargs = factory.keywords
     if factory.func.__module__.startswith("grpo_cli."):  # how others annotate is their own business
-        words = read_words(factory.func, name, words, problems)
+        kwargs = read_kwargs(factory.func, name, kwargs, problems)
     refuse(problems)
-    return partial(factory.func, **words)  # Hydra's own partial checks every call again
+    return partial(factory.func, **kwargs)  # Hydra's own partial checks every call again
 
 
 def _meant(key: str, word: str, known: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config.choices import EVAL_PARTS
+from grpo_cli.config.choices import parts_of
 from grpo_cli.config.read import read
 from grpo_cli.runs import layout
 from grpo_cli.settings import ModelSettings
@@ -28,7 +28,7 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     config, hydra = run_dir / layout.CONFIG, run_dir / layout.HYDRA
     chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
     assert isinstance(run, DictConfig), "Hydra writes a mapping"
-    groups = ("model", *EVAL_PARTS)
+    groups = ("model", *parts_of("eval"))
     values = {"seed": run.seed}
     drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
     values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}

@@ -28,12 +28,12 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
     return None if found else typing.cast(T, result)
 
 
-def read_words(target: Any, group: str, words: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A part's settings as its constructor declares them, where that is a plain type; the rest as it is."""
     hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     return {
         name: _read(kind, value, f"{group}.{name}", problems) if _is_plain(kind := hints.get(name)) else value
-        for name, value in words.items()
+        for name, value in kwargs.items()
     }
 
 

@@ -53,7 +53,7 @@ class Work:
         self._free.append(slot)
         request, tokens = self.requests[index], tuple(made.token_ids)
         logprobs = tuple(made.logprobs.logprobs)
-        assert made.finish_reason in ("stop", "length") and len(logprobs) == len(tokens), "vLLM gave half a reply"
+        assert made.finish_reason in ("stop", "length") and len(logprobs) == len(tokens), "vLLM gave half a completion"
         if request.sampling.temperature == 0:
             logprobs = (0.0,) * len(tokens)  # a greedy row draws from a point mass
         self._generated += len(tokens)

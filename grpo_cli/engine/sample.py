@@ -32,7 +32,7 @@ def uniforms(seeds: Sequence[int], count: int) -> Float[Tensor, "R {count}"]:
 
 
 class SamplingTable:
-    """The sampling words of each slot as tensors, and as much as the host must know to skip what no row asks for."""
+    """The sampling settings of each slot as tensors, and as much as the host must know to skip what no row asks for."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._words: list[Sampling] = [Sampling.plain(1)] * slots
@@ -41,16 +41,16 @@ class SamplingTable:
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self._summarise()
 
-    def put(self, slots: Sequence[int], words: Sequence[Sampling]) -> None:
+    def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
         """Set the rows at `slots`; costs nothing when nothing changes."""
-        if all(self._words[slot] == new for slot, new in zip(slots, words, strict=True)):
+        if all(self._words[slot] == new for slot, new in zip(slots, settings, strict=True)):
             return
-        for slot, new in zip(slots, words, strict=True):
+        for slot, new in zip(slots, settings, strict=True):
             self._words[slot] = new
         index = torch.tensor(slots, device=self.temperature.device)
-        self.temperature[index] = torch.tensor([w.temperature for w in words], device=index.device)
-        self.top_p[index] = torch.tensor([w.top_p for w in words], device=index.device)
-        self.top_k[index] = torch.tensor([w.top_k for w in words], device=index.device)
+        self.temperature[index] = torch.tensor([one.temperature for one in settings], device=index.device)
+        self.top_p[index] = torch.tensor([one.top_p for one in settings], device=index.device)
+        self.top_k[index] = torch.tensor([one.top_k for one in settings], device=index.device)
         self._summarise()
 
     def move(self, source: int, target: int) -> None:

@@ -14,10 +14,10 @@ DEFAULT_SLOTS = 16
 
 @dataclass(frozen=True)
 class KvShape:
-    """What so many requests hold, in bytes of keys and values.
+    """What so many requests hold, in bytes of KV cache.
 
     A prompt is held once, from its first rollout's start to its last one's end. Where all make a prefix first, so that
-    somebody can look at it, every rollout keeps its keys and every prompt stays until the last has done so.
+    somebody can look at it, every rollout keeps its KV entries and every prompt stays until the last has done so.
     """
 
     requests: int
@@ -48,7 +48,7 @@ class Room:
     """What a generation may allocate.
 
     `bounded`: prompts must make do with what is there from the start, an entry for each slot. `probes`: there are slots
-    for some only, and room for all prompts and for the keys of all requests after their prefix. `probes_with`: the
+    for some only, and room for all prompts and for the KV of all requests after their prefix. `probes_with`: the
     least kv_budget that has this room where the one that was given has not, else 0.
     """
 
@@ -94,7 +94,7 @@ class Full(_Fit):
 class _Slots(_Fit):
     """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16.
 
-    `kv_budget` bounds the bytes of keys and values of slots, prompts and rollouts that wait half-made, at any moment.
+    `kv_budget` bounds the bytes of the KV cache of slots, prompts and rollouts that wait half-made, at any moment.
     What a step passes through (a prefill's own output, the copies of an eviction) and what eviction policies note
     (`engine/eviction_note_bytes`) lie beside it.
     """
@@ -168,7 +168,7 @@ class Micro(_Slots):
 class Infinite(_Slots):
     """Continuous sampling: a slot that falls free is refilled in the same step, across prompts too.
 
-    The paper's fixed-slot variant (its definition is not public in detail): each slot owns a region of keys and values
+    The paper's fixed-slot variant (its definition is not public in detail): each slot owns a region of the KV cache
     that the next request overwrites, so memory is constant and no request is ever preempted.
     """
 
@@ -193,7 +193,7 @@ class Sampler(Protocol):
 
     @property
     def kv_budget(self) -> str | int | None:
-        """Most bytes of keys and values; None: no limit."""
+        """Most bytes of KV cache; None: no limit."""
 
     @property
     def on_oom(self) -> str:

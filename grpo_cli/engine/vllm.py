@@ -87,7 +87,7 @@ class VllmEngine:
         if isinstance(sparsity, Budget):
             yield (
                 f"sparsity={type(sparsity).__name__.lower()} cannot be had with engine=vllm: its cache is in blocks "
-                "that rollouts share, from which no policy can evict single keys; choose engine=torch or "
+                "that rollouts share, from which no policy can evict single KV entries; choose engine=torch or "
                 "sparsity=dense"
             )
         if scheduler.needs_lengths and predictor.prefix_tokens > 0:
@@ -137,15 +137,15 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        words = request.sampling
+        sampling = request.sampling
         params = SamplingParams(
-            temperature=words.temperature,
-            top_p=words.top_p,
-            top_k=words.top_k,
-            max_tokens=words.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
             seed=request.seed % 2**63,  # vLLM keeps it in 64 bits with a sign on a GPU; -1 would be no seed
             stop_token_ids=list(self._eos),
-            ignore_eos=True,  # what ends a reply is said by `stop_token_ids` alone
+            ignore_eos=True,  # what ends a completion is said by `stop_token_ids` alone
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -257,16 +257,16 @@ class VllmEngine:
         # vLLM keeps one block for itself.
         shape = KvShape(at_once, prompts=1, prompt_bytes=block, slot_bytes=rows * block)
         self._slots = self._sampler.fit(shape).slots
-        words: dict[str, Any] = {"max_model_len": self._limit()}
+        kwargs: dict[str, Any] = {"max_model_len": self._limit()}
         budget = self._budget(rows)
         if budget is not None:
-            words["kv_cache_memory_bytes"] = budget * block
-            words["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
+            kwargs["kv_cache_memory_bytes"] = budget * block
+            kwargs["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
         else:
-            words["gpu_memory_utilization"] = self._memory
+            kwargs["gpu_memory_utilization"] = self._memory
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
             _only(self)
-            self._llm = self._started(Path(folder), words | {"dtype": str(dtype).removeprefix("torch.")})
+            self._llm = self._started(Path(folder), kwargs | {"dtype": str(dtype).removeprefix("torch.")})
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_bytes = cache.num_gpu_blocks * block
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
@@ -290,7 +290,7 @@ class VllmEngine:
             return None
         return 1 + self._slots * rows
 
-    def _started(self, folder: Path, words: Mapping[str, Any]) -> Any:
+    def _started(self, folder: Path, kwargs: Mapping[str, Any]) -> Any:
         from vllm import LLM
 
         (folder / "config.json").write_text(json.dumps(self._served.config), encoding="utf-8")
@@ -307,7 +307,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
-            **words,
+            **kwargs,
             **self._options,
         )
 

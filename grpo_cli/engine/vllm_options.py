@@ -18,7 +18,7 @@ _BIASING = {
     "logits_processors": "the policy would not be what was sampled from",
     "generation_config": "a model's own penalties and truncation would change what is sampled from",
     "override_generation_config": "penalties and truncation would change what is sampled from",
-    "kv_cache_dtype": "rounded keys and values would make another sampler than the policy",
+    "kv_cache_dtype": "a rounded KV cache would make another sampler than the policy",
     "quantization": "rounded weights would make another sampler than the policy",
     "speculative_config": "its acceptance rule has not been tested to keep the policy's distribution",
     "watermark_config": "marked text is drawn from another distribution than the policy's",

@@ -24,7 +24,7 @@ class Row(NamedTuple):
     """All of a row that its shape in a forward depends on: its tokens, and with whom it has its prompt in common."""
 
     prompt: int
-    reply: int
+    completion: int
     group: Hashable = None
 
 
@@ -84,14 +84,14 @@ class Padded:
         return micro_batches(batch, self.tokens)
 
     def cut(self, rows: Sequence[Row]) -> list[list[int]]:
-        return micro_batch_rows([row.prompt + row.reply for row in rows], self.tokens)
+        return micro_batch_rows([row.prompt + row.completion for row in rows], self.tokens)
 
     def size(self, rows: Sequence[Row]) -> int:
-        return len(rows) * max(row.prompt + row.reply for row in rows)
+        return len(rows) * max(row.prompt + row.completion for row in rows)
 
     def blank(self, model: Any, rows: Sequence[Row]) -> Float[Tensor, "N"]:
         ids = torch.zeros(len(rows), self.size(rows) // len(rows), dtype=torch.long)
-        places = torch.ones(sum(row.reply for row in rows), dtype=torch.long)
+        places = torch.ones(sum(row.completion for row in rows), dtype=torch.long)
         return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk)
 
     def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
@@ -122,7 +122,7 @@ class PaddingFree:
         for group in prompt_groups(rows, self.share):
             opened = False  # whether the group's prompt stands in the last part
             for row in group:
-                whole = rows[row].prompt + rows[row].reply
+                whole = rows[row].prompt + rows[row].completion
                 cost = whole - (rows[row].prompt if opened and self.share else 0)
                 if parts and used + cost <= self.tokens:
                     parts[-1].append(row)
@@ -139,7 +139,7 @@ class PaddingFree:
     def blank(self, model: Any, rows: Sequence[Row]) -> Float[Tensor, "N"]:
         trees = _trees(rows, prompt_groups(rows, self.share))
         ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
-        places = torch.zeros(sum(row.reply for row in rows), dtype=torch.long)
+        places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
         return chosen_logprobs(model, packed_hidden(model, ids, trees)[places], places, self.temperature, self.chunk)
 
     def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
@@ -179,16 +179,16 @@ def pack(batch: Batch, share: bool) -> Packed:
         width = lengths[group[0]].prompt
         rows.append(torch.full((width,), group[0]))
         columns.append(torch.arange(width))
-        last = end + width - 1  # the prompt's last token predicts the first of every reply
+        last = end + width - 1  # the prompt's last token predicts the first of every completion
         end += width
         for row in group:
-            reply = lengths[row].reply
-            places = torch.arange(end, end + reply)
+            completion = lengths[row].completion
+            places = torch.arange(end, end + completion)
             rows.append(torch.full_like(places, row))
-            columns.append(width + torch.arange(reply))
+            columns.append(width + torch.arange(completion))
             targets.append(places)
             predicting.append(torch.cat([torch.tensor([last]), places[:-1]]))
-            end += reply
+            end += completion
     joined = (torch.cat(parts) for parts in (rows, columns, targets, predicting))
     all_rows, all_columns, all_targets, all_predicting = joined
     return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets, all_predicting)
@@ -196,12 +196,14 @@ def pack(batch: Batch, share: bool) -> Packed:
 
 def row_shapes(batch: Batch, share: bool) -> list[Row]:
     """The rows' lengths; with `share` also which have the same prompt."""
-    replies = batch.response_mask.sum(dim=1)
-    lengths = zip((batch.lengths - replies).tolist(), replies.tolist(), strict=True)
+    completions = batch.response_mask.sum(dim=1)
+    lengths = zip((batch.lengths - completions).tolist(), completions.tolist(), strict=True)
     if not share:
-        return [Row(prompt, reply) for prompt, reply in lengths]
+        return [Row(prompt, completion) for prompt, completion in lengths]
     ids = batch.input_ids.cpu()
-    return [Row(prompt, reply, tuple(ids[row, :prompt].tolist())) for row, (prompt, reply) in enumerate(lengths)]
+    return [
+        Row(prompt, completion, tuple(ids[row, :prompt].tolist())) for row, (prompt, completion) in enumerate(lengths)
+    ]
 
 
 def prompt_groups(rows: Sequence[Row], share: bool) -> list[list[int]]:
@@ -218,6 +220,6 @@ def _trees(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> list[Tree]:
     """A tree for each group; a row that shares its prompt with none is a plain sequence."""
     trees = []
     for group in groups:
-        prompt, replies = rows[group[0]].prompt, tuple(rows[row].reply for row in group)
-        trees.append(Tree(prompt + replies[0]) if len(group) == 1 else Tree(prompt, replies))
+        prompt, completions = rows[group[0]].prompt, tuple(rows[row].completion for row in group)
+        trees.append(Tree(prompt + completions[0]) if len(group) == 1 else Tree(prompt, completions))
     return trees

@@ -116,7 +116,7 @@ class Learner:
         return Update(metrics, logprobs, fault, moved)
 
     def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:
-        """One optimizer step, if the gradient is finite and there is any: without one, the averages of earlier ones and
+        """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
         weight decay would move the weights. Notes the gradient's norm and the rate in `metrics`."""
         metrics["optim/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm))
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
@@ -182,8 +182,8 @@ def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
 
 def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
     """What to say if the rate of update `step` is not what it would have been under a `schedule_of` that was saved."""
-    words = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
-    then = learning_rate(replace(optim, **words), step, saved["train.steps"])
+    changed_then = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
+    then = learning_rate(replace(optim, **changed_then), step, saved["train.steps"])
     now = learning_rate(optim, step, train.steps)
     if now == then:
         return None

@@ -1,4 +1,4 @@
-"""AdamW in its three forms: PyTorch's, bitsandbytes' with 8-bit averages, and PyTorch's in the CPU's memory."""
+"""AdamW in its three forms: PyTorch's, bitsandbytes' with 8-bit state, and PyTorch's in the CPU's memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
     decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
     """
     check_optimizer(optim, weights[0].device)
-    words: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    kwargs: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "adamw8bit":
-        return _eight_bit(_groups(weights, optim.weight_decay), words)
+        return _eight_bit(_groups(weights, optim.weight_decay), kwargs)
     if optim.offload:
-        return Offloaded(weights, optim.weight_decay, words)
-    return torch.optim.AdamW(_groups(weights, optim.weight_decay), fused=True, **words)
+        return Offloaded(weights, optim.weight_decay, kwargs)
+    return torch.optim.AdamW(_groups(weights, optim.weight_decay), fused=True, **kwargs)
 
 
 def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
@@ -36,19 +36,19 @@ def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, An
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """The averages of a checkpoint. Rate, betas, eps and decay stay those that `optimizer` was made with: PyTorch would
+    """The state of a checkpoint. Rate, betas, eps and decay stay those that `optimizer` was made with: PyTorch would
     bring back the saved ones. Raises UserError for an optimizer of other weights, or of weights in other groups."""
     saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
     if saved != here:
         raise UserError(
             f"the checkpoint's optimizer has weights in groups of {saved}, and this one {here} (those that decay, and "
-            "norms and biases, which do not), so its averages cannot be told apart: resume with the version that saved "
+            "norms and biases, which do not), so its state cannot be told apart: resume with the version that saved "
             "it (summary.json names it under code), or start a new run from its weights with model.path=<checkpoint>"
         )
     given = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    for group, words in zip(optimizer.param_groups, given, strict=True):
-        group.update(words)
+    for group, kept in zip(optimizer.param_groups, given, strict=True):
+        group.update(kept)
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -56,7 +56,7 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
-    """Raises UserError for 8-bit averages where bitsandbytes has no kernels for them, or is not there."""
+    """Raises UserError for 8-bit state where bitsandbytes has no kernels for them, or is not there."""
     if optim.name == "adamw8bit" and device.type != "cuda":
         raise UserError(
             f"optim.name=adamw8bit needs a CUDA GPU, whose kernels bitsandbytes brings, and the device is "
@@ -66,7 +66,7 @@ def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
         raise UserError("optim.name=adamw8bit needs bitsandbytes: pip install bitsandbytes")
 
 
-# Of bitsandbytes: tensors of fewer numbers keep float32 averages, and so many numbers share a scale (2048 in older
+# Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older
 # releases, which makes no more than 2 % of a difference).
 _SMALL, _BLOCK = 4096, 256
 
@@ -76,10 +76,10 @@ def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.d
     if optim.offload and device.type != "cpu":
         return 0
     if optim.name == "adamw8bit":
-        maps = 2 * 256 * 4  # from a byte to a number, for each of the averages
+        maps = 2 * 256 * 4  # from a byte to a number, for each of the moments
         return maps + sum(_eight_bit_bytes(weight.numel()) for weight in weights)
     copies = 1 if optim.offload else 0
-    # Two averages of each weight in its own precision, and a float32 count of its steps.
+    # Two moments of each weight in its own precision, and a float32 count of its steps.
     return sum((2 + copies) * weight.untyped_storage().nbytes() + 4 for weight in weights)
 
 
@@ -87,24 +87,24 @@ def _eight_bit_bytes(count: int) -> int:
     return 2 * 4 * count if count < _SMALL else 2 * (count + 4 * -(-count // _BLOCK))
 
 
-def _eight_bit(groups: Sequence[Mapping[str, Any]], words: Mapping[str, Any]) -> Any:
-    """AdamW with averages of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
+def _eight_bit(groups: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> Any:
+    """AdamW with state of 8 bits in blocks, 2 bytes per weight instead of 8 (Dettmers et al., arXiv 2110.02861)."""
     from bitsandbytes.optim import AdamW8bit
 
-    return AdamW8bit(groups, **words)
+    return AdamW8bit(groups, **kwargs)
 
 
 class Offloaded:
-    """AdamW that works on copies in the CPU's memory, so that its averages (8 bytes per float32 weight) are there too.
+    """AdamW that works on copies in the CPU's memory, so that its state (8 bytes per float32 weight) are there too.
 
     Each step moves every gradient there and every weight back. The result is the same as without: the same numbers go
     through the same operations, on the CPU.
     """
 
-    def __init__(self, weights: Sequence[Tensor], weight_decay: float, words: Mapping[str, Any]) -> None:
+    def __init__(self, weights: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]) -> None:
         self._weights = list(weights)
         self._copies = [self._on_cpu(weight.detach()) for weight in weights]
-        self._adamw = torch.optim.AdamW(_groups(self._copies, weight_decay), fused=True, **words)
+        self._adamw = torch.optim.AdamW(_groups(self._copies, weight_decay), fused=True, **kwargs)
 
     @staticmethod
     def _on_cpu(tensor: Tensor) -> Tensor:

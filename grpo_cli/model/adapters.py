@@ -139,6 +139,6 @@ class _Half:
     def config(self) -> Any:
         return self.adapted.get_base_model().config
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.adapted.disable_adapter():
-            return self.half(*args, **words)
+            return self.half(*args, **kwargs)

@@ -115,12 +115,12 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
     """
     if settings.architecture is None or _is_here(settings.path):
         return _read_config(_source(settings.path), settings)
-    words = dict(settings.architecture)
-    named = _architecture(words)
+    kwargs = dict(settings.architecture)
+    named = _architecture(kwargs)
     if named not in supported_architectures():
         raise UserError(f"model.architecture: {_unsupported(named)}")
     try:
-        config = AutoConfig.for_model(**words)
+        config = AutoConfig.for_model(**kwargs)
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model.architecture makes no {named}: {error}") from error
     config.architectures = [named]
@@ -151,7 +151,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
-    """Every token that ends a reply: `tokens` if any are given, else those of the generation config (Llama 3 has
+    """Every token that ends a completion: `tokens` if any are given, else those of the generation config (Llama 3 has
     several) and then the tokenizer's. Raises UserError for a token that the tokenizer does not have, and for no end.
     """
     if tokens:
@@ -303,7 +303,7 @@ def _check_window(config: PreTrainedConfig) -> None:
     if slides and window < config.max_position_embeddings:
         raise UserError(
             f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
-            f"context only; set sliding_window to null in its config.json if replies stay shorter than {window} tokens"
+            f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} tokens"
         )
 
 

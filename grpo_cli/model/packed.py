@@ -1,7 +1,7 @@
-"""Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its replies.
+"""Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its completions.
 
 The model's own layers do the work; only its attention is told where sequences begin and end, so that each token sees
-exactly what it would see in a row of its own. Gradients of a prompt add up over its replies by themselves.
+exactly what it would see in a row of its own. Gradients of a prompt add up over its completions by themselves.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def _attention(
     value: Float[Tensor, "B H N D"],
     attention_mask: Tensor | None,
     packed_layout: Layout | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer. Splits and joins once per layer: the backward of a slice is a whole
     tensor of zeros, that of a split is one concatenation."""
     if packed_layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **words)
-    sizes, scale = packed_layout.sizes, words["scaling"]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    sizes, scale = packed_layout.sizes, kwargs["scaling"]
     group = module.num_key_value_groups
     queries = iter(query.split(sizes, dim=2))
     keys, values = (iter(repeat_kv(x, group).split(sizes, dim=2)) for x in (key, value))

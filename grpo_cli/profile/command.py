@@ -127,7 +127,7 @@ def _measured(
 
 def _never_all_equal(rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
     """A group's advantages, made up where all are 0: steps are measured with a gradient, without which the optimizer
-    neither steps nor holds anything, also where replies of forced length all earn nothing."""
+    neither steps nor holds anything, also where completions of forced length all earn nothing."""
     advantages = rule(kept_rewards, group_rewards)
     return advantages if advantages.any() else torch.ones_like(advantages)
 

@@ -142,7 +142,7 @@ class Estimator:
         """
         step = step.at_full_length()
         requests = len(step.rollouts.lengths)
-        tokens = sum(row.prompt + row.reply for row in _rows(step.rollouts, step.m))
+        tokens = sum(row.prompt + row.completion for row in _rows(step.rollouts, step.m))
 
         def with_n(n: int) -> StepShape:
             m = n if step.m == step.rollouts.n else min(step.m, n)

@@ -58,7 +58,7 @@ def _engine_line(measured: Measured) -> str:
     engine = measured.engine
     steps, slots, busy = (engine[f"engine/{name}"] for name in ("decode_steps", "slots", "slot_utilisation"))
     kept = gib(int(engine["engine/kv_peak_bytes"]))
-    return f"rollouts: {steps:.0f} decode steps in {slots:.0f} slots, {busy:.0%} of them busy; keys and values {kept}"
+    return f"rollouts: {steps:.0f} decode steps in {slots:.0f} slots, {busy:.0%} of them busy; KV cache {kept}"
 
 
 def _memory(findings: Findings) -> Table:

@@ -56,15 +56,15 @@ def asked_of(folder: Path) -> Asked | None:
     chosen = _below(hydra, "hydra", "runtime", "choices")
     # The run's own groups, without Hydra's.
     choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
-    words = _yaml(folder / layout.OVERRIDES)
-    given = dict(map(_override, words)) if isinstance(words, list) else {}
+    overrides = _yaml(folder / layout.OVERRIDES)
+    given = dict(map(_override, overrides)) if isinstance(overrides, list) else {}
     command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
     return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)
 
 
-def asked_with(words: Sequence[str], command: str = "train") -> Asked:
+def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
     """What is known of a run that has left no config: the overrides that it was to be started with."""
-    given = dict(map(_override, words))
+    given = dict(map(_override, overrides))
     return Asked(given, given=tuple(given), command=command)
 
 

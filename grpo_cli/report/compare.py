@@ -179,10 +179,10 @@ def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]
             if follows or (source in groups and _determines(source, key, asked)):
                 implied[key] = source
                 break
-    words = list(dict.fromkeys(key for one in asked for key in one.given))
+    typed = list(dict.fromkeys(key for one in asked for key in one.given))
     columns = [key for key in differing if key not in implied]
     # As they were typed, then the rest: the choices before single settings.
-    columns.sort(key=lambda key: (words.index(key) if key in given else len(words), key not in groups))
+    columns.sort(key=lambda key: (typed.index(key) if key in given else len(typed), key not in groups))
     return tuple(columns), implied
 
 

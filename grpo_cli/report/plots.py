@@ -103,7 +103,7 @@ def accuracy_figure(
     panels: Mapping[str, Sequence[ArmLine]],
     axes: Mapping[str, str],
     targets: Mapping[str, float],
-    words: str,
+    caption: str,
     title: str = "",
 ) -> Figure:
     """One row per panel, one column per axis: mean accuracy of each line, and a band of one standard deviation.
@@ -126,7 +126,7 @@ def accuracy_figure(
             panel.set_xlabel(axis_words)
             panel.set_xlim(left=0)
             panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-        row[0].set_ylabel("\n".join(filter(None, (_safe(name), _safe(words)))))
+        row[0].set_ylabel("\n".join(filter(None, (_safe(name), _safe(caption)))))
     if title:
         figure.suptitle(_safe(title))
     _legend(figure, handles, colours, len(axes))
@@ -211,7 +211,7 @@ def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     return figure
 
 
-def _bars(arms: Mapping[str, T], words: str) -> tuple[Mapping[str, T], Figure, Axes]:
+def _bars(arms: Mapping[str, T], caption: str) -> tuple[Mapping[str, T], Figure, Axes]:
     """A figure with a line per arm, the first one on top, and the arms that have one: the first MOST_BARS."""
     from matplotlib.figure import Figure
 
@@ -223,7 +223,7 @@ def _bars(arms: Mapping[str, T], words: str) -> tuple[Mapping[str, T], Figure, A
     panel.set_yticks(range(len(shown)), labels)
     panel.set_ylim(len(shown) - 0.5, -0.5)
     panel.grid(axis="y", visible=False)
-    panel.set_xlabel(words + (f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""))
+    panel.set_xlabel(caption + (f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""))
     return shown, figure, panel
 
 

@@ -170,9 +170,9 @@ def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: 
     status, status_note = _read_object(folder / layout.STATUS)
     summary, summary_note = _read_object(folder / layout.SUMMARY)
     rows, notes = read_rows(folder / layout.METRICS)
-    words = status.get("overrides", job)
-    words = [str(word) for word in words] if isinstance(words, list) else []
-    asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
+    overrides = status.get("overrides", job)
+    overrides = [str(word) for word in overrides] if isinstance(overrides, list) else []
+    asked = asked_of(folder) or asked_with(overrides, str(status.get("command", "train")))
     if asked.command == "eval":  # has no steps, and says what it found in its summary
         rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)

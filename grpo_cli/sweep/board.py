@@ -69,8 +69,8 @@ class Board:
             state = Text(status.state, style=STYLES[status.state])
             seconds = self._seconds(job, status)
             took = "" if seconds is None else duration(seconds)
-            words = (Text(job.label), state, self._progress(job, status), took, Text(_in_a_line(status)))
-            table.add_row(str(job.number), *words)
+            cells = (Text(job.label), state, self._progress(job, status), took, Text(_in_a_line(status)))
+            table.add_row(str(job.number), *cells)
         return table
 
     def _shown(self) -> Sequence[tuple[Job, Status]]:

@@ -67,7 +67,7 @@ class ProcessLauncher(Launcher):
         common = set(self._typed)
         if len(job_overrides) > 1:
             common |= set.intersection(*map(set, job_overrides))
-        jobs = [self._job(initial_job_idx + i, tuple(words), common) for i, words in enumerate(job_overrides)]
+        jobs = [self._job(initial_job_idx + i, tuple(given), common) for i, given in enumerate(job_overrides)]
         pool = Pool(self._places, self._command_of, self._sweep.command, board)
         self._refuse_what_is_there(jobs)
         if initial_job_idx == 0:
@@ -87,10 +87,10 @@ class ProcessLauncher(Launcher):
             raise KeyboardInterrupt
         return [self._returned(job) for job in jobs]
 
-    def _job(self, number: int, words: tuple[str, ...], common: set[str]) -> Job:
+    def _job(self, number: int, given: tuple[str, ...], common: set[str]) -> Job:
         """A job, called by what it has not in common with the others, if anything, with the reason if it is refused."""
-        label = " ".join([word for word in words if word not in common] or words)
-        cfg = self._loader.load_sweep_config(self._config, list(words))
+        label = " ".join([word for word in given if word not in common] or given)
+        cfg = self._loader.load_sweep_config(self._config, list(given))
         with open_dict(cfg):
             cfg.hydra.job.id, cfg.hydra.job.num = str(number), number
             with _current(cfg):
@@ -100,7 +100,7 @@ class ProcessLauncher(Launcher):
             with _current(cfg):
                 del cfg["hydra"]
                 steps = OmegaConf.select(cfg, "train.steps") if self._sweep.command == "train" else None
-                job = Job(number, folder, words, label, steps)
+                job = Job(number, folder, given, label, steps)
                 try:
                     self._sweep.check(cfg)
                 except UserError as error:
@@ -177,10 +177,10 @@ class ProcessLauncher(Launcher):
         of_hydra = [*self._of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         checkpoint = resumes_from(job.folder, job.steps)
         if checkpoint is None:
-            words = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
+            arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
         else:
-            words = [word.lstrip("+") for word in overrides({"resume": str(checkpoint)})]
-        return [sys.executable, "-P", "-m", "grpo_cli", self._sweep.command, *self._sweep.flags, *of_hydra, *words]
+            arguments = [word.lstrip("+") for word in overrides({"resume": str(checkpoint)})]
+        return [sys.executable, "-P", "-m", "grpo_cli", self._sweep.command, *self._sweep.flags, *of_hydra, *arguments]
 
     def _returned(self, job: Job) -> JobReturn:
         """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""

@@ -1,4 +1,4 @@
-"""What a command's sweep is, and how one goes on that was begun: the words that it was started with."""
+"""What a command's sweep is, and how one goes on that was begun: the overrides that it was started with."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sweep:
 
 
 def sweep_of(
-    command: str, flags: Sequence[str], words: Sequence[str], check: Callable[[DictConfig], Any], objective: str
+    command: str, flags: Sequence[str], given: Sequence[str], check: Callable[[DictConfig], Any], objective: str
 ) -> tuple[list[str], Sweep]:
     """The arguments to compose, and what the launcher has to know if this is a sweep.
 
@@ -63,14 +63,14 @@ def sweep_of(
     """
     multirun = {"-m", "--multirun"} & set(flags)
     others = [flag for flag in flags if flag not in multirun]
-    if RESUME not in words:
-        return [*flags, *sweeper_words(command, words)], Sweep(command, check, objective, others)
+    if RESUME not in given:
+        return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, objective, others)
     if not multirun:
         raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
-    own = [word for word in words if word != RESUME]
+    own = [word for word in given if word != RESUME]
     began = started_with(command, own)
     sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
-    return [*flags, *began.flags, *began.words], sweep
+    return [*flags, *began.flags, *began.overrides], sweep
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Began:
     """How a sweep was started: Hydra's flags, and all overrides with what is new and the sweep's folder."""
 
     flags: list[str]
-    words: list[str]
+    overrides: list[str]
 
 
 def started_with(command: str, own: Sequence[str]) -> Began:
@@ -99,8 +99,8 @@ def started_with(command: str, own: Sequence[str]) -> Began:
     try:
         if asked["command"] != command:
             raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
-        words = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
-        return Began(asked["flags"], words)
+        again = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
+        return Began(asked["flags"], again)
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
 
@@ -109,13 +109,13 @@ def started_with(command: str, own: Sequence[str]) -> Began:
 _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
 
 
-def sweeper_words(command: str, words: Sequence[str]) -> list[str]:
+def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
     """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run: the one with the
     highest accuracy, or of profiles the one with the lowest peak of memory."""
-    if "hydra/sweeper=optuna" not in words:
-        return list(words)
+    if "hydra/sweeper=optuna" not in given:
+        return list(given)
     ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
-    return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *words]
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *given]
 
 
 def _last_sweep(below: Path) -> Path:

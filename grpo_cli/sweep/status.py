@@ -141,5 +141,5 @@ def failure(code: int, folder: Path) -> str | None:
         return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
     said = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
     start = next((i for i in reversed(range(len(said))) if said[i].startswith("error: ")), len(said) - 1)
-    words = " ".join(said[start:]).removeprefix("error: ")
-    return words or f"exit code {code}, and no word in the log"
+    message = " ".join(said[start:]).removeprefix("error: ")
+    return message or f"exit code {code}, and no word in the log"

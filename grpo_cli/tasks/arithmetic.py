@@ -1,8 +1,8 @@
 """Sums and differences of a few small numbers, worked out on paper: the embedded task.
 
-A prompt is `12+7-5+30=` and a reply rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that last
-number is judged, so a reply may do several operations at once; doing one at a time is longer and safer. The length of a
-careful reply grows with the square of the number of terms. Nothing a model writes is ever evaluated.
+A prompt is `12+7-5+30=` and a completion rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that last
+number is judged, so a completion may do several operations at once; doing one at a time is longer and safer. The length of a
+careful completion grows with the square of the number of terms. Nothing a model writes is ever evaluated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw_sum(rng: Random, num_terms: int, max_operand: int, max_value: int) -> S
 
 
 def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> str:
-    """The reply that does `operations[i]` operations in line i; by default one at a time, which is the longest.
+    """The completion that does `operations[i]` operations in line i; by default one at a time, which is the longest.
 
     >>> worked_solution(Sum((12, 7, -5, 30)))
     '19-5+30=14+30=44'
@@ -66,22 +66,22 @@ def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> st
     return "=".join(lines)
 
 
-def final_answer(reply: str) -> str | None:
-    """The number after the last `=` (or the whole reply), None when it is no plain number without leading zeros."""
-    last = reply.rsplit("=", 1)[-1]
+def final_answer(completion: str) -> str | None:
+    """The number after the last `=` (or the whole completion), None when it is no plain number without leading zeros."""
+    last = completion.rsplit("=", 1)[-1]
     return last if _NUMBER.fullmatch(last) else None
 
 
-def is_well_formed(reply: str) -> bool:
-    """Whether the reply is lines of sums joined by `=`, the last of them a plain number."""
-    return final_answer(reply) is not None and all(_LINE.fullmatch(line) for line in reply.split("="))
+def is_well_formed(completion: str) -> bool:
+    """Whether the completion is lines of sums joined by `=`, the last of them a plain number."""
+    return final_answer(completion) is not None and all(_LINE.fullmatch(line) for line in completion.split("="))
 
 
 class Arithmetic:
     """The task. `train` has `train_problems` problems, each made when asked for; their number of terms is uniform.
 
     `eval` is the same for every seed and goes through the numbers of terms in turn, so that every beginning of it
-    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a reply that ended
+    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a completion that ended
     by itself with the right number, else 0.
     """
 
@@ -118,9 +118,9 @@ class Arithmetic:
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         finished = rollout.finish is Finish.EOS
         # the end is taken off by its place and not by its kind: other special tokens inside a number must spoil it
-        reply = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
-        correct = float(finished and final_answer(reply) == prompt.answer)
-        return Reward(correct, {"correct": correct, "well_formed": float(finished and is_well_formed(reply))})
+        completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        correct = float(finished and final_answer(completion) == prompt.answer)
+        return Reward(correct, {"correct": correct, "well_formed": float(finished and is_well_formed(completion))})
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids, skip_special_tokens=True)

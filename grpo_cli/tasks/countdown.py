@@ -1,6 +1,6 @@
-"""Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a reply is `25+7*3`.
+"""Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a completion is `25+7*3`.
 
-A reply is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed to
+A completion is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed to
 `eval`, and what is no expression earns nothing.
 """
 
@@ -176,7 +176,7 @@ class Countdown:
     """The task. Every problem can be solved with all of its numbers; how many there are is uniform in `train`.
 
     `eval` is the same for every seed and goes through the counts in turn. No problem is in both splits, in no order of
-    its numbers. The reward is 1 for a reply that ended by itself, names the given numbers as allowed (`use_all`: each
+    its numbers. The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`: each
     exactly once, else each at most once) and equals the target, else 0.
     """
 
@@ -214,9 +214,9 @@ class Countdown:
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         finished = rollout.finish is Finish.EOS
         # the end is taken off by its place and not by its kind: other special tokens inside must spoil the expression
-        reply = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
         try:
-            found = evaluate(reply) if finished else None
+            found = evaluate(completion) if finished else None
         except NotAnExpression:
             found = None
         numbers, target = prompt.answer.split(":")

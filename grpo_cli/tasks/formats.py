@@ -1,4 +1,4 @@
-"""Reward parts that look at a reply's form alone: thoughts and answer each between their tags.
+"""Reward parts that look at a completion's form alone: thoughts and answer each between their tags.
 
 The published runs weigh them in different ways (see conf/task/jsonl.yaml); each part lies between 0 and 1.
 """
@@ -13,7 +13,7 @@ _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def strict_format(text: str) -> float:
-    """1 if the whole reply is the four tags in order, each on a line of its own, with text between each pair; else 0.
+    """1 if the whole completion is the four tags in order, each on a line of its own, with text between each pair; else 0.
 
     The format reward of open-r1.
     """
@@ -31,7 +31,7 @@ _FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")
 def soft_format(text: str) -> float:
     """1 less a hundredth for each character outside `<think>...</think> <answer>...</answer>`, at least 0.
 
-    0 for a reply without the four tags in that order. The scale of PODS' single-GPU runs.
+    0 for a completion without the four tags in that order. The scale of PODS' single-GPU runs.
     """
     start = text.find("<think>")
     middle = _FROM_THOUGHT_TO_ANSWER.search(text, start) if start >= 0 else None

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.tasks.judges import GRADINGS, Judge, Numbers, Reply, weighing
+from grpo_cli.tasks.judges import GRADINGS, Completion, Judge, Numbers, weighing
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.own import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
@@ -86,15 +86,15 @@ class Jsonl:
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> list[Reward]:
         """Judge many rollouts at once, each with its prompt."""
-        replies = [self._reply(prompt, rollout) for prompt, rollout in pairs]
-        parts = self._judge(replies)
-        return [self._weighing.reward(own, reply.text) for own, reply in zip(parts, replies, strict=True)]
+        completions = [self._completion(prompt, rollout) for prompt, rollout in pairs]
+        parts = self._judge(completions)
+        return [self._weighing.reward(own, completion.text) for own, completion in zip(parts, completions, strict=True)]
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
-    def _reply(self, prompt: Prompt, rollout: Rollout) -> Reply:
-        return Reply(
+    def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
+        return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
             text=self.text(rollout.token_ids),
             answer=prompt.answer,

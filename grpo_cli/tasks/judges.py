@@ -1,4 +1,4 @@
-"""Who says whether replies are right: `numbers` here, `math` in `math_judge.py`, one's own function in `own.py`."""
+"""Who says whether completions are right: `numbers` here, `math` in `math_judge.py`, one's own function in `own.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESERVED = frozenset({"mean", "std", "kept_mean"})  # of reward/<part>: these na
 
 
 @dataclass(frozen=True)
-class Reply:
+class Completion:
     """One rollout as a judge reads it. `place` names it to a person, `answer` is what its prompt carries.
 
     `problem` is None for a prompt that did not come from this task.
@@ -35,7 +35,7 @@ class Reply:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Named parts of each reply's reward. `advice` tells how an answer has to be written for `gold` to read it.
+    """Named parts of each completion's reward. `advice` tells how an answer has to be written for `gold` to read it.
 
     `main` is the part that alone counts as the answer's reward; None if all parts count, each with a weight of 1.
     """
@@ -49,7 +49,7 @@ class Judge(Protocol):
     def gold(self, text: str) -> str | None:
         """A data set's answer field as an answer, or None if it holds none."""
 
-    def __call__(self, replies: Sequence[Reply]) -> Sequence[Mapping[str, float]]: ...
+    def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Numbers:
         value = gold_answer(text)
         return None if value is None else str(value)
 
-    def __call__(self, replies: Sequence[Reply]) -> list[dict[str, float]]:
-        return [self._parts(reply) for reply in replies]
+    def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
+        return [self._parts(completion) for completion in completions]
 
-    def _parts(self, reply: Reply) -> dict[str, float]:
-        found = extract_answer(reply.text)
-        correct = equal(found.value, Fraction(reply.answer))
+    def _parts(self, completion: Completion) -> dict[str, float]:
+        found = extract_answer(completion.text)
+        correct = equal(found.value, Fraction(completion.answer))
         return {"correct": float(correct), "correct_strict": float(correct and found.strict)}
 
 
@@ -77,7 +77,7 @@ class Weighing:
     """From a judge's parts to a reward: the total is the sum of weight times part, and every part is kept for the log.
 
     `weights` names the form's parts that are looked at (0: only logged) and gives those of the judge other weights.
-    With `formats_on=wrong` the form counts in replies without the right answer only.
+    With `formats_on=wrong` the form counts in completions without the right answer only.
     """
 
     weights: Mapping[str, float]

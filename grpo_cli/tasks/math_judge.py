@@ -12,17 +12,17 @@ from pathlib import Path
 
 from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
-from grpo_cli.tasks.judges import Reply
+from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.workers import WorkerDied, Workers
 
 ON_CRASH = ("stop", "zero")
-_REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's replies are often alike, and so are steps
+_REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's completions are often alike, and so are steps
 
 
 class MathJudge:
     """The parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each 1 or 0.
 
-    A comparison gets at most `seconds`. `on_crash` says what becomes of a reply that makes the judge itself fail: the
+    A comparison gets at most `seconds`. `on_crash` says what becomes of a completion that makes the judge itself fail: the
     run stops with its text, or it is wrong and counted as incomparable.
     """
 
@@ -42,10 +42,14 @@ class MathJudge:
             return found.expression if found and found.marked else None
         return text.strip() if len(text.strip()) <= MAX_EXPRESSION else None
 
-    def __call__(self, replies: Sequence[Reply]) -> list[dict[str, float]]:
-        found = [final_expression(reply.text) for reply in replies]
-        pairs = [(reply.answer, f.expression) if f else None for reply, f in zip(replies, found, strict=True)]
-        verdicts = self._verdicts({pair: reply.place for pair, reply in zip(pairs, replies, strict=True) if pair})
+    def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
+        found = [final_expression(completion.text) for completion in completions]
+        pairs = [
+            (completion.answer, f.expression) if f else None for completion, f in zip(completions, found, strict=True)
+        ]
+        verdicts = self._verdicts(
+            {pair: completion.place for pair, completion in zip(pairs, completions, strict=True) if pair}
+        )
         results = []
         for pair, final in zip(pairs, found, strict=True):
             verdict = verdicts[pair] if pair else "different"

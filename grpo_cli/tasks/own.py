@@ -14,16 +14,16 @@ from numbers import Real
 from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.tasks.judges import Reply
+from grpo_cli.tasks.judges import Completion
 
 # What a function may ask for by the names of its arguments: about one rollout, or lists about all of a step's.
-ONE: Mapping[str, Callable[[Reply], Any]] = {
-    "reply": lambda reply: reply.text,
-    "answer": lambda reply: reply.answer,
-    "question": lambda reply: None if reply.problem is None else reply.problem.question,
-    "row": lambda reply: None if reply.problem is None else reply.problem.row,
-    "finished": lambda reply: reply.finished,
-    "length": lambda reply: reply.length,
+ONE: Mapping[str, Callable[[Completion], Any]] = {
+    "reply": lambda completion: completion.text,
+    "answer": lambda completion: completion.answer,
+    "question": lambda completion: None if completion.problem is None else completion.problem.question,
+    "row": lambda completion: None if completion.problem is None else completion.problem.row,
+    "finished": lambda completion: completion.finished,
+    "length": lambda completion: completion.length,
 }
 MANY = {
     "replies": "reply",
@@ -50,61 +50,64 @@ class OwnReward:
     def gold(self, text: str) -> str | None:
         return text
 
-    def __call__(self, replies: Sequence[Reply]) -> list[dict[str, float]]:
-        if not replies:
+    def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
+        if not completions:
             return []
         if not self._takes_many:
             values: Sequence[Any] = [
-                self._called({word: ONE[word](reply) for word in self._words}, reply.place) for reply in replies
+                self._called({word: ONE[word](completion) for word in self._words}, completion.place)
+                for completion in completions
             ]
         else:
-            words = {word: [ONE[MANY[word]](reply) for reply in replies] for word in self._words}
-            values = self._list(self._called(words, f"the {len(replies)} rollouts from {replies[0].place} on"), replies)
-        return [self._parts(value, reply) for value, reply in zip(values, replies, strict=True)]
+            kwargs = {word: [ONE[MANY[word]](completion) for completion in completions] for word in self._words}
+            values = self._list(
+                self._called(kwargs, f"the {len(completions)} rollouts from {completions[0].place} on"), completions
+            )
+        return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
-    def _called(self, words: Mapping[str, Any], place: str) -> Any:
+    def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
         try:
-            return self._function(**words)
+            return self._function(**kwargs)
         except Exception as error:  # it is the person's own: whatever it raises is theirs to know, with its line
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
                 f"task.reward={self._name} raised {type(error).__name__}: {error} ({last.filename}, line "
-                f"{last.lineno}) for {place}, whose reply is {_shown(words)}"
+                f"{last.lineno}) for {place}, whose completion is {_shown(kwargs)}"
             ) from error
 
-    def _list(self, values: Any, replies: Sequence[Reply]) -> Sequence[Any]:
+    def _list(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
             raise UserError(
                 f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
-                f"returned {_short(values)} for the {len(replies)} rollouts from {replies[0].place} on"
+                f"returned {_short(values)} for the {len(completions)} rollouts from {completions[0].place} on"
             )
-        if len(values) != len(replies):
+        if len(values) != len(completions):
             raise UserError(
-                f"task.reward={self._name} returned {len(values)} rewards for {len(replies)} rollouts (from "
-                f"{replies[0].place} to {replies[-1].place}); return one for each, in their order"
+                f"task.reward={self._name} returned {len(values)} rewards for {len(completions)} rollouts (from "
+                f"{completions[0].place} to {completions[-1].place}); return one for each, in their order"
             )
         return list(values)
 
-    def _parts(self, value: Any, reply: Reply) -> dict[str, float]:
+    def _parts(self, value: Any, completion: Completion) -> dict[str, float]:
         """The named parts; a single number is called after the function."""
         parts = value if isinstance(value, Mapping) else {self._name.rpartition(":")[2]: value}
         if not parts:
-            raise UserError(f"task.reward={self._name} returned no part for {reply.place}; return at least one")
-        return {self._part_name(name, reply): self._number(name, part, reply) for name, part in parts.items()}
+            raise UserError(f"task.reward={self._name} returned no part for {completion.place}; return at least one")
+        return {self._part_name(name, completion): self._number(name, part, completion) for name, part in parts.items()}
 
-    def _part_name(self, name: Any, reply: Reply) -> str:
+    def _part_name(self, name: Any, completion: Completion) -> str:
         if not isinstance(name, str) or not name or "/" in name:
             raise UserError(
-                f"task.reward={self._name} called a part {name!r} for {reply.place}; a part's name is text without /"
+                f"task.reward={self._name} called a part {name!r} for {completion.place}; a part's name is text without /"
             )
         return name
 
-    def _number(self, name: Any, value: Any, reply: Reply) -> float:
+    def _number(self, name: Any, value: Any, completion: Completion) -> float:
         value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
         if not isinstance(value, Real) or not math.isfinite(value):
             raise UserError(
-                f"task.reward={self._name} returned {_short(value)} as {name} for {reply.place}, whose reply is "
-                f"{_short(reply.text)}; return a finite number, or a dictionary of them"
+                f"task.reward={self._name} returned {_short(value)} as {name} for {completion.place}, whose completion is "
+                f"{_short(completion.text)}; return a finite number, or a dictionary of them"
             )
         return float(value)
 
@@ -145,9 +148,9 @@ def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bo
     return tuple(known if takes_any else [p.name for p in named if p.name in known]), takes_many
 
 
-def _shown(words: Mapping[str, Any]) -> str:
-    """The reply that a call was about, if it asked for it."""
-    return _short(words.get("reply", words.get("replies", "not asked for")))
+def _shown(kwargs: Mapping[str, Any]) -> str:
+    """The completion that a call was about, if it asked for it."""
+    return _short(kwargs.get("reply", kwargs.get("replies", "not asked for")))
 
 
 def _short(value: Any) -> str:

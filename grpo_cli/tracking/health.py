@@ -45,7 +45,7 @@ class HealthCheck:
             return ""
         return (
             f"every reward of the last {self._equal_steps} steps was {metrics.get('reward/mean', float('nan')):g}, so "
-            "nothing was learnt. Read a few replies in rollouts.jsonl: if they look right, the task's answers or its "
+            "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers or its "
             "judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a higher "
             "sampling.temperature."
         )
@@ -86,5 +86,5 @@ def _mismatch(metrics: Mapping[str, float]) -> str | None:
     return (
         f"{name} is {ratio:.3f}, outside {low}-{high}: the sampler and the trained policy disagree. "
         "Choose a correction (correction=tis), set sampling.top_p=1 and sampling.top_k=0, compute in full precision "
-        "(model.dtype=float32 model.autocast=none), or evict fewer keys (sparsity)."
+        "(model.dtype=float32 model.autocast=none), or evict fewer KV entries (sparsity)."
     )

@@ -30,5 +30,5 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
     if settings.model.without_files:
         yield (
             f"model.random_init=true: random weights of {settings.model.path}'s shape, from its preset; prompts and "
-            "replies go by the embedded tokenizer (a token per byte), and replies end with its end"
+            "completions go by the embedded tokenizer (a token per byte), and completions end with its end"
         )

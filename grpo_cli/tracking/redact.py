@@ -25,10 +25,10 @@ def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): _clean(str(key), value, known) for key, value in config.items()}
 
 
-def words_without_secrets(words: Sequence[str]) -> list[str]:
+def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     """The same for a command line: of `key=value` the value is hidden, another word as a whole."""
     known, cleaned = _known_secrets(), []
-    for word in words:
+    for word in arguments:
         key, equals, value = word.partition("=")
         name = key.rpartition(".")[2].lstrip("+")
         cleaned.append(f"{key}={_clean(name, value, known)}" if equals else _clean("", word, known))

@@ -21,7 +21,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.tracking.jsonl import Say, to_stderr
-from grpo_cli.tracking.redact import without_secrets, words_without_secrets
+from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import Example, Record
 
 # How long W&B's server may take to answer, before an automatic choice becomes offline and an explicit one an error; how
@@ -200,7 +200,7 @@ class WandbTracker:
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
         missing = {name: value for name, value in ours.items() if name not in os.environ}
         os.environ.update(missing)
-        argv, sys.argv = sys.argv, words_without_secrets(sys.argv)
+        argv, sys.argv = sys.argv, arguments_without_secrets(sys.argv)
         try:
             yield
         finally:

@@ -1,79 +1,63 @@
 """Sampler/policy mismatch. Importance weights and rejected tokens by xi = dense old policy / sampler, always measured.
 
 xi, the sparsity ratio, is 1 when the sampler drew from the dense policy. Evicted keys (Sparse-RL, arXiv 2601.10079) or
-a foreign engine make it differ. Two orthogonal parts answer: reweighting (`is`: importance sampling) multiplies a
-token's loss, rejection (`rs`, and the mask band) takes tokens out of the loss and out of its divisors. This module
-never looks at the learner's own ratio, which the loss clips.
-
-Presets (each a YAML of `conf/correction` for `grpo_cli.correction.correct`; unnamed words stay at their default):
-
-  none               is: none, rs: none. Measured only; the loss is the uncorrected one.
-  sparse_rl          is: token, is_mode: truncate, is_threshold: 1.5, rs: veto, veto: 1e-4. The paper as its public
-                     summaries state it. They do not give the truncation C: 1.5 is the authors' released upper bound.
-  sparse_rl_release  is: token, is_mode: truncate, is_threshold: 1.5, batch_normalise: true, rs: veto, veto: 1e-4,
-                     mask_low: 0.5, mask_high: 1.5. What the released mis.yaml runs (lsjia/Sparse-RL@182c0b2): its token
-                     rejection falls back to the band [0.5, 1.5], so that truncation acts only through the batch mean.
-                     The release takes that mean per micro-batch; here it is the whole batch's.
-  tis                is: token, is_mode: truncate, is_threshold: 2.0. slime's and SkyRL's default clip.
-  mis                is: token, is_mode: mask, is_threshold_low: 0.5, is_threshold: 5.0. IcePop, with the band of verl
-                     ("0.5_5.0") and OpenRLHF. TRL's default under this name is is: sequence, is_mode: mask,
-                     is_threshold: 3.0; a product over a long evicted completion leaves that band almost always.
+a foreign engine make it differ. Two orthogonal parts answer: reweighting (`importance` sampling) multiplies a token's
+loss, `rejection` (and the mask band) takes tokens out of the loss and out of its divisors. This module never looks at
+the learner's own ratio, which the loss clips. Presets, with their sources, are the YAML files of `conf/correction`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_cli.errors import UserError
+from grpo_cli.types import Verdict
 
 # As in verl and slime: exp(20) = 5e8 is beyond any use, and a longer product would overflow.
 _MAX_LOG_RATIO = 20.0
 
-# `is` is the word people know (verl's) and a Python keyword, so the field needs another name; `rs` goes with it.
-_FIELD_OF_WORD = {"is": "importance", "rs": "rejection"}
-
 
 @dataclass(frozen=True)
 class Correct:
-    """A correction by its settings (an `interfaces.Correction`); the default one measures and changes nothing.
+    """A correction by its settings (an `interfaces.Correction`).
 
-    importance        none | token (weight xi_t) | sequence (weight prod_t xi_t, shared by the tokens). In YAML: `is`.
+    importance        none | token (weight xi_t) | sequence (weight prod_t xi_t, shared by the tokens).
     is_threshold      largest weight, None for no bound. Truncation bounds the variance and costs bias.
     is_threshold_low  smallest weight, None for no bound.
     is_mode           truncate (weights are moved to the bound) | mask (weights outside the bounds become 0; the token
                       still counts in the loss's divisor).
-    batch_normalise   divide weights by their mean over the batch (token: over all response tokens; sequence: over
-                      sequences), rejected ones included, so that the correction does not rescale the learning rate.
-    rejection         none | veto: a sequence with any xi_t < `veto` leaves the loss whole. In YAML: `rs`.
+    batch_normalise   divide weights by their mean over the rollouts asked about (token: over all response tokens;
+                      sequence: over sequences), rejected ones included, so that the correction does not rescale the
+                      learning rate.
+    rejection         none | veto: a sequence with any xi_t < `veto` leaves the loss whole.
     veto              what the dense policy finds impossible, e.g. the start of an endless repetition.
     mask_low/high     tokens with xi_t outside [mask_low, mask_high] leave the loss and its divisors; None for no bound.
     count_rejected    whether rejected rollouts count in their group's reward statistics (read by the trainer; the
                       released code counts them).
     """
 
-    importance: str = "none"
-    is_threshold: float | None = None
-    is_threshold_low: float | None = None
-    is_mode: str = "truncate"
-    batch_normalise: bool = False
-    rejection: str = "none"
-    veto: float = 1e-4
-    mask_low: float | None = None
-    mask_high: float | None = None
-    count_rejected: bool = True
+    importance: str
+    is_threshold: float | int | None
+    is_threshold_low: float | int | None
+    is_mode: str
+    batch_normalise: bool
+    rejection: str
+    veto: float | int
+    mask_low: float | int | None
+    mask_high: float | int | None
+    count_rejected: bool
 
     def __post_init__(self) -> None:
-        problems = [
-            _unknown("is", self.importance, ("none", "token", "sequence")),
+        problems = list(self._of_another_kind()) or [
+            _unknown("importance", self.importance, ("none", "token", "sequence")),
             _unknown("is_mode", self.is_mode, ("truncate", "mask")),
-            _unknown("rs", self.rejection, ("none", "veto")),
+            _unknown("rejection", self.rejection, ("none", "veto")),
             _disordered("is_threshold_low", self.is_threshold_low, "is_threshold", self.is_threshold),
             _disordered("mask_low", self.mask_low, "mask_high", self.mask_high),
             "" if 0 < self.veto < 1 else f"correction.veto={self.veto} must be between 0 and 1",
@@ -81,9 +65,18 @@ class Correct:
         if any(problems):
             raise UserError("\n".join(filter(None, problems)))
 
+    def _of_another_kind(self) -> Iterator[str]:
+        for field in ("batch_normalise", "count_rejected"):
+            if not isinstance(value := getattr(self, field), bool):
+                yield f"correction.{field}={value!r} must be true or false"
+        for field in ("is_threshold", "is_threshold_low", "veto", "mask_low", "mask_high"):
+            value, bound = getattr(self, field), field != "veto"
+            if isinstance(value, bool) or not (isinstance(value, int | float) or (bound and value is None)):
+                yield f"correction.{field}={value!r} must be a number" + " or null" * bound
+
     @property
     def needs_policy_logprobs(self) -> bool:
-        """Whether weights or mask depend on xi; if not, measuring it can wait for the learner's own pass."""
+        """Whether weights or mask depend on xi; if not, measuring it can wait for the learner's own forward pass."""
         return self.importance != "none" or self.rejection != "none" or self._has_band
 
     @property
@@ -100,34 +93,26 @@ class Correct:
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
-    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Mapping[str, float]]:
-        """Weights (without gradient, 0 where nothing is trained), the mask of tokens left to train on, and the metrics.
+    ) -> Verdict:
+        """All rows are judged at once: batch normalisation and quantiles are over all of them.
 
-        Works on a whole update's batch at once: batch normalisation and quantiles are over all of it. A row adds to the
-        policy loss if and only if one of its weights is positive.
+        A row adds to the policy loss if and only if one of its weights is positive.
         """
         _check_sampler(sampler_logprobs, mask)
         log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
-        kept = mask & ~self._vetoed(log_ratio)[:, None] & self._in_band(log_ratio)
+        vetoed = self._vetoed(log_ratio)
+        kept = mask & ~vetoed[:, None] & self._in_band(log_ratio)
         weights = self._weights(log_ratio, mask).masked_fill(~kept, 0.0)
-        return weights, kept, _metrics(log_ratio, weights, kept, mask)
+        flags = torch.stack([mask.any(dim=1), vetoed, kept.any(dim=1), (weights > 0).any(dim=1)], dim=1)
+        return Verdict(weights, kept, self._reasons(log_ratio, flags), _metrics(log_ratio, weights, kept, mask))
 
-    def reasons(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-    ) -> tuple[str, ...]:
-        """Why each row adds nothing to the policy loss, in words for `rollouts.jsonl`; empty for a row that does."""
-        weights, kept, _ = self(sampler_logprobs, policy_logprobs, mask)
-        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
-        flags = torch.stack(
-            [mask.any(dim=1), self._vetoed(log_ratio), kept.any(dim=1), (weights > 0).any(dim=1)], dim=1
-        ).tolist()
+    def _reasons(self, log_ratio: Float[Tensor, "B T"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
+        """In words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and trained."""
         lowest = _bounded_exp(log_ratio.amin(dim=1)).tolist()
         product = _bounded_exp(log_ratio.sum(dim=1)).tolist()
         return tuple(
-            self._reason(*row, lowest=low, product=xi) for row, low, xi in zip(flags, lowest, product, strict=True)
+            self._reason(*row, lowest=low, product=xi)
+            for row, low, xi in zip(flags.tolist(), lowest, product, strict=True)
         )
 
     def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, *, lowest: float, product: float) -> str:
@@ -139,7 +124,7 @@ class Correct:
             return f"veto: a token with xi {lowest:.2g} < {self.veto:g}"
         if not left:
             return f"mask: no token with xi in [{self.mask_low}, {self.mask_high}]"
-        return f"is: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
+        return f"importance: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
 
     def _vetoed(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, " B"]:
         """Sequences with an impossible token. Not clamped, so that any `veto` can be reached."""
@@ -170,23 +155,6 @@ class Correct:
         if self.batch_normalise:
             weights = weights / _mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
         return weights.expand_as(log_ratio)
-
-
-def correct(**words: object) -> Correct:
-    """A `Correct` from the words of a config (`is`, `rs`, ... : a keyword of Python cannot be an argument's name).
-
-    YAML's null reads as `none` for `is` and `rs` and as no bound for a threshold; whole numbers are numbers too.
-    """
-    words_of_fields = {name: word for word, name in _FIELD_OF_WORD.items()}
-    known = [words_of_fields.get(field.name, field.name) for field in fields(Correct)]
-    settings: dict[str, object] = {}
-    for word, value in words.items():
-        if word not in known:
-            near = difflib.get_close_matches(word, known, n=1)
-            meant = f" (did you mean correction.{near[0]}?)" if near else ""
-            raise UserError(f"correction.{word} is unknown{meant}: there are {', '.join(known)}")
-        settings[_FIELD_OF_WORD.get(word, word)] = _typed(word, value)
-    return Correct(**settings)  # type: ignore[arg-type]  # each was typed by its word
 
 
 def log_sparsity_ratio(
@@ -259,26 +227,11 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def _typed(word: str, value: object) -> object:
-    """A config value as the field wants it, or the error that names the word."""
-    if word in ("is", "rs", "is_mode"):
-        return "none" if value is None else str(value)
-    if word in ("batch_normalise", "count_rejected"):
-        if not isinstance(value, bool):
-            raise UserError(f"correction.{word}={value!r} must be true or false")
-        return value
-    if value is None and word != "veto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"correction.{word}={value!r} must be a number" + (" or null" if word != "veto" else ""))
-    return float(value)
-
-
-def _unknown(word: str, value: str, choices: tuple[str, ...]) -> str:
+def _unknown(word: str, value: object, choices: tuple[str, ...]) -> str:
     return "" if value in choices else f"correction.{word}={value} is unknown: use {', '.join(choices)}"
 
 
-def _disordered(low_word: str, low: float | None, high_word: str, high: float | None) -> str:
+def _disordered(low_word: str, low: float | int | None, high_word: str, high: float | int | None) -> str:
     """What is wrong with a pair of bounds on a ratio, if anything."""
     for word, value in ((low_word, low), (high_word, high)):
         if value is not None and not value >= 0:

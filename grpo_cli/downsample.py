@@ -166,24 +166,11 @@ def _draw(candidates: Bool[np.ndarray, " G"], count: int, rng: np.random.Generat
     return drawn
 
 
-def check_rewards(group: ScoredGroup) -> None:
-    """Raise for a NaN or infinite reward: training on it would destroy the weights without a word."""
-    bad = np.flatnonzero(~np.isfinite(group.totals))
-    if len(bad):
-        first = int(bad[0])
-        raise UserError(
-            f"the task gave reward {group.totals[first]} to sample {group.rollouts[first].request.sample} of prompt "
-            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are not finite): "
-            "rewards must be finite numbers, so repair the task's reward; training stopped before using it"
-        )
-
-
 def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """The indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
 
     A group of `keep` rollouts or fewer is kept whole without asking the rule: n = m is plain GRPO under any rule.
     """
-    check_rewards(group)
     size = len(group.rollouts)
     if keep >= size:
         return list(range(size))

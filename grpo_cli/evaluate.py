@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from grpo_cli.examples import example
-from grpo_cli.interfaces import Engine, Task
+from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.rollout import group_rollouts, requests_for, score_all
-from grpo_cli.settings import Sampling
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import SAMPLES
+from grpo_cli.settings import EvalSettings, ExamSettings, SampleSettings, Sampling
 from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
 
 
@@ -43,6 +46,22 @@ def evaluate(
         metrics |= _sampled_metrics(groups, k)
         examples += _examples(task, groups, "sampled")
     return EvalResult(metrics, tuple(examples))
+
+
+def evaluate_with(
+    bench: Bench, exam: EvalSettings | ExamSettings, sampling: Sampling | SampleSettings, seed: int
+) -> EvalResult:
+    """What `exam` asks for: its held-out problems (-1: all of them), sampled at its temperature."""
+    held_out = bench.task.prompts("eval")
+    count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
+    drawn = Sampling(exam.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, sampling.stop)
+    return evaluate(bench.engine, bench.task, [held_out[i] for i in range(count)], drawn, exam.k, seed)
+
+
+def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
+    """`samples.jsonl` of a run's folder."""
+    rows = (json_line(asdict(example)) for example in examples)
+    write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 
 
 def is_correct(reward: Reward) -> bool:

@@ -1,4 +1,4 @@
-"""Settings to a run: where the objects that `making.py` makes of the configuration's parts are put together."""
+"""Settings to a run: where the objects that are made of the configuration's parts are put together, and no more."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import Rules, build_rules, make
-from grpo_cli.config.overrides import overrides, overrides_of_run, overrides_to_resume
+from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.errors import UserError
-from grpo_cli.evaluate import EvalResult, evaluate
-from grpo_cli.interfaces import Engine, Meter, Task, Tracker
+from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
+from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.meter import WallMeter
-from grpo_cli.model.adapters import BASE, AdapterOff, base_of, has_adapters
+from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.load import (
     at_checkpoint,
     check_device,
@@ -37,14 +36,15 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.processor import remarks
-from grpo_cli.runs.checkpoint import find_checkpoint, resolve_run
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.find import find_checkpoint, resolve_run
+from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.summary import write_summary
-from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings, Sampling
+from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.tracking.console import ConsoleTracker
+from grpo_cli.tracking.introduction import introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
-from grpo_cli.train import Parts, Trainer
+from grpo_cli.train import Trainer
 from grpo_cli.types import Record
 
 
@@ -57,18 +57,6 @@ def pick_device(word: str) -> torch.device:
             raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
         torch.cuda.set_per_process_memory_fraction(float(os.environ.get("GRPO_GPU_SHARE", "1")))
     return torch.device(word)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What training and evaluation both need: a model, its task and the engine that makes the model answer."""
-
-    device: torch.device
-    model: Any
-    tokenizer: Any
-    pad_token_id: int
-    task: Task
-    engine: Engine
 
 
 def say_to_stderr(text: str) -> None:
@@ -112,10 +100,13 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
     built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
-    if getattr(built["scheduler"], "needs_lengths", False) and isinstance(built["predictor"], NoPredictor):
+    if built["scheduler"].needs_lengths and isinstance(built["predictor"], NoPredictor):
         raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
-    engine: Engine = make("engine", settings.parts["engine"], {**offered, **built})
-    if settings.sampling.stop and not getattr(engine, "reads_stop_strings", False):
+    engine = make("engine", settings.parts["engine"], {**offered, **built})
+    if not isinstance(engine, Engine):
+        members = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
+        raise UserError(f"{settings.parts['engine']['_target_']} is no engine: it has no {', '.join(members)}")
+    if settings.sampling.stop and not engine.reads_stop_strings:
         raise UserError(
             f"sampling.stop={list(settings.sampling.stop)}: {settings.parts['engine']['_target_']} does not look for "
             "stop strings; use engine=torch, or leave sampling.stop empty"
@@ -131,20 +122,14 @@ def build(settings: RunSettings) -> Trainer:
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
-    for line in introduction(settings, sum(p.numel() for p in bench.model.parameters()), bench.device):
+    everything = sum(p.numel() for p in bench.model.parameters())
+    trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
+    for line in introduction(replace(settings, model=weights), everything, trained, bench.device):
         console.say(line)
-    if weights.adapted:
-        trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
-        console.say(f"{trained / 1e6:.3g} M of them are trained: adapters; the weights below stay as they are")
-    if weights.without_files:
-        console.say(
-            f"model.random_init=true: random weights of {weights.path}'s shape, from its preset; prompts and replies "
-            "go by the embedded tokenizer (a token per byte), and replies end with its end"
-        )
     trackers = _trackers(settings, run_dir, checkpoint, console)
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
-    return Trainer(settings, parts, run_dir, checkpoint)
+    return Trainer(settings, parts, checkpoint)
 
 
 def parts_of(
@@ -157,46 +142,15 @@ def parts_of(
     warn: Callable[[str], None],
 ) -> Parts:
     """What a trainer is put together from."""
-    return Parts(
-        model=bench.model,
-        reference=_reference(settings, bench) if wants_reference(settings) else None,
-        save_model=partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init),
-        task=bench.task,
-        engine=bench.engine,
-        pad_token_id=bench.pad_token_id,
-        downsample=rules.downsample,
-        advantage=rules.advantage,
-        correction=rules.correction,
-        loss=rules.loss,
-        trackers=trackers,
-        meter=meter,
-        say=say,
-        warn=warn,
-    )
-
-
-def introduction(settings: RunSettings, parameters: int, device: torch.device) -> Iterator[str]:
-    """What a person should know of a run before its first step."""
-    prompts, n, m = settings.train.prompts, settings.n, settings.m
-    trained = "all trained on" if m == n else f"{m} of each {n} trained on"
-    threads = torch.get_num_threads()
-    place = f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
-    yield (
-        f"{parameters / 1e6:.3g} M parameters, {settings.model.dtype}, on {place}; a step is {prompts} prompts x {n} "
-        f"rollouts, {trained}"
-    )
-    slots = settings.parts["sampler"].get("slots")
-    if slots is not None and slots > prompts * n:
-        yield (
-            f"sampler.slots={slots} is more than the {prompts * n} rollouts of a step (train.prompts={prompts} x "
-            f"n={n}), so {prompts * n} slots are allocated"
-        )
+    reference = _reference(settings, bench) if wants_reference(settings) else None
+    save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
+    return Parts(bench, rules, reference, save_model, trackers, meter, say, warn)
 
 
 def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Path | None:
     if resume is None:
         return None
-    folder = resolve_run(resume, Path("outputs"))
+    folder = resolve_run(resume)
     found = find_checkpoint(folder)
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
@@ -212,7 +166,7 @@ def _trackers(
 ) -> tuple[Tracker, ...]:
     first_step = None
     if checkpoint is not None:
-        done = int(checkpoint.name.removeprefix("step_").partition(".")[0])
+        done = step_of(checkpoint.name)
         first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
     files = JsonlTracker(run_dir, first_step, console.warn)
     return files, console, _logger(settings, "train", console.say, console.warn)
@@ -248,7 +202,7 @@ def wants_reference(settings: RunSettings) -> bool:
 
 
 def _reference(settings: RunSettings, bench: Bench) -> Any:
-    """The model as it was before the run, also when the run is resumed: a second copy, or its adapters off."""
+    """Always the start's weights, never a checkpoint's: a second copy, or the model with its adapters off."""
     if settings.model.adapted and settings.model.adapter is None:  # new adapters changed nothing
         return AdapterOff(bench.model)
     return _load(settings.model, bench.device, settings.seed).requires_grad_(False).eval()
@@ -275,43 +229,8 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
 def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[str, Any]]:
     """The evaluation, its samples written, how many seconds both took, and what the engine says of itself."""
     bench = set_up(settings, settings.model)
-    exam, run_dir = settings.eval, Path(settings.run_dir)
-    held_out = bench.task.prompts("eval")
-    count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
-    prompts = [held_out[i] for i in range(count)]
-    drawn = settings.sampling
-    sampling = Sampling(exam.temperature, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-        result = evaluate(bench.engine, bench.task, prompts, sampling, exam.k, settings.seed)
-    rows = [json_line(dataclasses.asdict(example)) for example in result.examples]
-    write_atomically(run_dir / "samples.jsonl", "".join(f"{row}\n" for row in rows).encode())
-    return result, time.perf_counter() - start, getattr(bench.engine, "facts", dict)()
-
-
-def checkpoint_overrides(place: str) -> list[str]:
-    """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights."""
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
-    found = find_checkpoint(folder)
-    for reason in found.skipped:
-        print(f"passed over {reason}", file=sys.stderr)
-    if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
-        raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
-    weights = (found.path or folder).resolve()
-    run_dir = weights.parent.parent
-    of_the_run = overrides_of_run(run_dir) if (run_dir / ".hydra" / "config.yaml").is_file() else []
-    if not has_adapters(weights):
-        return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
-    words = {"model.adapter": str(weights), "model.random_init": False}
-    if not of_the_run or (weights / BASE).is_dir():
-        words |= {"model.path": base_of(weights)}
-    return [*of_the_run, *overrides(words)]
-
-
-def resume_overrides(place: str) -> list[str]:
-    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from."""
-    folder = resolve_run(place, Path("outputs"))
-    run_dir = folder if (folder / "checkpoints").is_dir() else folder.parent.parent
-    return [*overrides_to_resume(run_dir), *overrides({"resume": str(folder)})]
+        result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed)
+    write_samples(Path(settings.run_dir), result.examples)
+    return result, time.perf_counter() - start, bench.engine.facts()

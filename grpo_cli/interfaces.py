@@ -1,11 +1,17 @@
-"""What each part that the trainer uses has to do. A part is one function or one small class, chosen by a YAML file."""
+"""What each part that the trainer uses has to do, and the parts of a run together.
+
+A part is one function or one small class, chosen by a YAML file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -20,6 +26,7 @@ from grpo_cli.types import (
     Rollout,
     ScoredGroup,
     Totals,
+    Verdict,
 )
 
 
@@ -49,6 +56,10 @@ class BatchTask(Task, Protocol):
 class Engine(Protocol):
     """Makes rollouts. Each request comes back exactly once, in order of finishing."""
 
+    @property
+    def reads_stop_strings(self) -> bool:
+        """Whether a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
+
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]: ...
 
     def stats(self) -> EngineStats:
@@ -56,6 +67,15 @@ class Engine(Protocol):
 
     def update_weights(self) -> None:
         """Called after a step whose updates moved the weights; a no-op where the modules are the trainer's."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that a resumed run goes on as this one would: plain values and tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
 
 
 @runtime_checkable
@@ -79,12 +99,13 @@ class AdvantageFn(Protocol):
 class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
-    Metrics are measured whatever is applied. `needs_policy_logprobs` says whether the weights and mask depend on the
-    log-probabilities at all; if not, measuring can wait for the learner's own forward pass.
+    Asked once in a step: about all rollouts if it `rejects`, else about those that are trained on. The mismatch is
+    measured whatever is applied.
     """
 
     @property
-    def needs_policy_logprobs(self) -> bool: ...
+    def needs_policy_logprobs(self) -> bool:
+        """Whether weights or mask depend on xi; if not, it can be asked after the learner's own forward pass."""
 
     @property
     def rejects(self) -> bool:
@@ -99,15 +120,7 @@ class Correction(Protocol):
         sampler_logprobs: Float[Tensor, "B T"],
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
-    ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Mapping[str, float]]: ...
-
-    def reasons(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-    ) -> Sequence[str]:
-        """Why each row adds nothing to the policy loss, in words; empty for a row that does."""
+    ) -> Verdict: ...
 
 
 @runtime_checkable
@@ -139,3 +152,39 @@ class Meter(Protocol):
 
     def take(self) -> Mapping[str, float]:
         """Metrics `time/<name>` in seconds since the last `take`, then starts over."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The functions between rewards and the loss."""
+
+    downsample: DownsampleRule
+    advantage: AdvantageFn
+    correction: Correction
+    loss: LossFn
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What training and evaluation both need: a model, its task and the engine that makes the model answer."""
+
+    device: torch.device
+    model: Any
+    tokenizer: Any
+    pad_token_id: int
+    task: Task
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run is put together from. `reference` is None when the loss has no KL term."""
+
+    bench: Bench
+    rules: Rules
+    reference: Any | None
+    save_model: Callable[[Path], None]
+    trackers: tuple[Tracker, ...]
+    meter: Meter
+    say: Callable[[str], None]
+    warn: Callable[[str], None]

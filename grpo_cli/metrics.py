@@ -37,7 +37,7 @@ METRICS: Mapping[str, str] = {
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
-    "mismatch/ratio_mean": "Mean over response tokens of policy (no dropout) / sampler probability; 1 if they agree.",
+    "mismatch/ratio_mean": "Mean over all rollouts' tokens of policy (no dropout) / sampler probability; 1 if equal.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",
     "mismatch/log_ratio_q01": "1 % quantile of the logarithm of that ratio.",
@@ -45,6 +45,8 @@ METRICS: Mapping[str, str] = {
     "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
     "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
+    "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
+    "than all and the correction rejects none: then no forward pass is made for the others.",
     "engine/decode_steps": "Batched forward passes that made one token per busy slot.",
     "engine/slots": "Slots the engine decoded with.",
     "engine/slot_utilisation": "Share of slot-steps that produced a token.",
@@ -123,6 +125,11 @@ def kept_metrics(kept: Sequence[ScoredGroup]) -> dict[str, float]:
     if not len(totals):
         return {}
     return {"reward/kept_mean": float(totals.mean()), "group/zero_std_kept": zero_std_share(kept)}
+
+
+def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:
+    """What a correction measures, by the names that it has where it was asked about the trained rollouts alone."""
+    return {name.replace("mismatch/", "mismatch_trained/", 1): value for name, value in mismatch.items()}
 
 
 def zero_std_share(groups: Sequence[ScoredGroup]) -> float:

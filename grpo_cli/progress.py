@@ -18,7 +18,7 @@ class Progress:
     """All that a run counts: the part of a checkpoint that is neither weights nor optimizer."""
 
     step: int = 0
-    updates: int = 0
+    updates: int = 0  # those of finished steps
     train_seconds: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0

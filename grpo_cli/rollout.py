@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_cli.downsample import check_rewards
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
@@ -95,3 +94,15 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     for group in scored:
         check_rewards(group)
     return scored
+
+
+def check_rewards(group: ScoredGroup) -> None:
+    """Raise for a NaN or infinite reward: training on it would destroy the weights without a word."""
+    bad = np.flatnonzero(~np.isfinite(group.totals))
+    if len(bad):
+        first = int(bad[0])
+        raise UserError(
+            f"the task gave reward {group.totals[first]} to sample {group.rollouts[first].request.sample} of prompt "
+            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are not finite): "
+            "rewards must be finite numbers, so repair the task's reward; training stopped before using it"
+        )

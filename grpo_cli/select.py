@@ -56,11 +56,9 @@ def select(
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
-    if keep < size:
-        chosen = [left[place] for place in choose(rule, group.take(left), keep, rng)] if left else []
-    else:
-        chosen = list(range(size)) if count_rejected else left
     baseline = list(range(size)) if count_rejected else left
+    candidates = left if keep < size else baseline
+    chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
     totals = torch.tensor(group.totals)
     advantages = advantage(totals[chosen], totals[baseline]).float() if chosen else torch.zeros(0)
     trained = set(chosen)

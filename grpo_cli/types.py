@@ -115,12 +115,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """Kept rollouts as tensors, one row each: prompt, response, padding on the right.
+    """Rollouts as tensors, one row each: prompt, response, padding on the right.
 
     Position t of every `B T` field speaks of token t (so a log-probability at t was predicted from t - 1); outside
     `response_mask` the fields are zero. `loss_mask` is the part of `response_mask` that is trained on (a correction may
     take tokens away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has
-    not moved since the rollouts: its own detached log-probabilities are the old policy's.
+    not moved since the rollouts: its own detached log-probabilities are the old policy's. Advantages are 0 until the
+    rows that are trained on have been selected.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -135,6 +136,20 @@ class Batch:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a correction says of the rollouts that it was asked about, one row each.
+
+    `weights` have no gradient and are 0 where nothing is trained, `mask` holds the tokens left to train on, and
+    `reasons` says why a row adds nothing to the policy loss; it is empty for a row that does.
+    """
+
+    weights: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    reasons: tuple[str, ...]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)

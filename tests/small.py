@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
+from grpo_cli.config.choices import config_dir
+from grpo_cli.correction import Correct
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Prompt, Request, Rollout
+from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 VOCABULARY, EOS = 24, 1
 
@@ -75,6 +78,34 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
+
+
+def a_correction(**changes: Any) -> Correct:
+    """`correction=none` of `conf/`, with these settings changed."""
+    base = yaml.safe_load((config_dir() / "correction" / "_base.yaml").read_text())
+    return Correct(**{key: value for key, value in (base | changes).items() if key != "_target_"})
+
+
+class FakeEngine:
+    """As much of an engine as makes no rollouts; what is faked of one is written below its name."""
+
+    reads_stop_strings = False
+
+    def generate(self, requests: Any) -> Any:
+        raise AssertionError("a rollout was asked for")
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def update_weights(self) -> None: ...
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 Contents = Mapping[tuple[str, int], tuple[tuple[int, ...], tuple[float, ...], str]]

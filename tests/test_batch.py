@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.learner.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
 
 def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) -> ScoredGroup:
@@ -23,7 +25,7 @@ def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) ->
 
 def two_groups() -> Batch:
     groups = [group("a", (5, 6), [(7, 1), (8, 9, 1)]), group("b", (4,), [(1,)])]
-    return collate(groups, [torch.tensor([1.0, -1.0]), torch.tensor([0.25])], pad_token_id=0)
+    return replace(collate(groups, pad_token_id=0), advantages=torch.tensor([1.0, -1.0, 0.25]))
 
 
 def test_each_row_is_prompt_response_padding_and_each_number_stands_at_its_token() -> None:
@@ -40,7 +42,7 @@ def test_totals_count_every_sequence_and_only_tokens_that_are_trained_on() -> No
     batch = two_groups()
     mask = batch.loss_mask.clone()
     mask[1] = False
-    fewer = corrected(batch, batch.weights, mask)
+    fewer = corrected(batch, Verdict(batch.weights, mask, ("", "veto", ""), {}))
     assert (totals(batch, 9).sequences, totals(batch, 9).tokens) == (3, 6)
     assert (totals(fewer, 9).sequences, totals(fewer, 9).tokens) == (3, 3)
     assert float(fewer.weights[1].sum()) == 0.0 and batch.loss_mask[1].any()

@@ -22,16 +22,8 @@ from safetensors.torch import save_file
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs import files
-from grpo_cli.runs.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    load_state,
-    require_checkpoint,
-    resolve_run,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from grpo_cli.runs.checkpoint import CheckpointError, load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.find import find_checkpoint, require_checkpoint, resolve_run
 from grpo_cli.runs.summary import write_summary
 
 
@@ -206,7 +198,7 @@ def test_a_real_writer_running_out_of_room_is_told_as_that(root: Path, writer: s
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from grpo_cli.checkpoint import save_checkpoint
+from grpo_cli.runs.checkpoint import save_checkpoint
 
 def save(root, step, mark, keep):
     def model(folder):
@@ -271,6 +263,12 @@ def test_saving_a_step_again_replaces_it(root: Path) -> None:
     save(root, 1, mark="old")
     save(root, 1, mark="new")
     assert names(root) == ["step_000001"] and load_state(root / "step_000001")["mark"] == "new"
+
+
+def test_of_two_good_ones_of_a_step_the_one_that_replaces_the_other_is_found(root: Path) -> None:
+    path = save(root, 1)
+    shutil.copytree(path, root / "step_000001.replaced")
+    assert find_checkpoint(root).path == path
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,13 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__
 from grpo_cli.cli import main as cli
+from grpo_cli.cli.arguments import all_of_a_named_file
 from grpo_cli.cli.completion import offered as offers
+from grpo_cli.config.choices import groups_of, keys_of
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
+
+OLD_RUN = str(Path(__file__).parent / "old_run")
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +71,7 @@ def test_help_and_completion_import_neither_torch_nor_hydra(environment):
 def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
     shown = grpo(command, "--help").stdout
     assert "sampler: full, infinite, micro" in shown
-    assert "max_new_tokens: 128" in shown
+    assert "sampling.max_new_tokens=128" in shown
     examples = shown.partition("== Examples ==")[2].splitlines()
     assert sum(line.startswith(f"grpo {command}") and "--cfg" not in line for line in examples) == 3
 
@@ -92,6 +96,17 @@ def test_a_screen_that_is_not_utf_8_gets_question_marks():
     unfit = "import grpo_cli.cli.main as cli; cli.app = lambda **words: print('0.2\u20130.4')"
     said = after(unfit, PYTHONIOENCODING="ascii")
     assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["report", OLD_RUN]], ids=lambda words: words[0])
+def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
+    """`grpo train --help | head` ended in "Broken pipe", and `grpo report | head` with exit code 1."""
+    program = [sys.executable, "-c", "from grpo_cli.cli.main import main; main()", *words]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), said) == (0, "")
 
 
 def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
@@ -126,7 +141,11 @@ def test_every_example_in_the_help_composes():
             ["sampler=full", "sampler.slots=3"],
             "sampler.slots is no setting of this sampler; it is one of sampler=infinite, ",
         ),
+        (["task.weights.format=1"], "task.weights.format is no setting of this task; it is one of task="),
         (["zzz=3"], "zzz is no setting\n"),
+        (["correction.is=token"], "correction.is is no setting; it is called correction.importance\n"),
+        (["+correction.rs=veto"], "takes no rs; it is called correction.rejection\n"),
+        ([".zzz=3"], "zzz"),
         (["fast"], "fast cannot be read: write key=value or group=choice"),
         (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),
         (["n=abc"], "n=abc must be a whole number"),
@@ -249,6 +268,19 @@ def test_completion_offers_only_the_groups_of_the_command():
     assert "loss=" not in offers("eval", [], "")
 
 
+def test_a_choice_has_the_keys_of_the_files_that_it_is_based_on():
+    """A text was looked for in the choice's own file, where what it shares with others does not stand."""
+    keys = keys_of("model", "qwen3_4b")
+    assert (keys["path"], keys["quantize"]) == ("Qwen/Qwen3-4B", "none") and "defaults" not in keys
+    assert groups_of("profile") == groups_of("train") and "experiment" in groups_of("train")
+
+
+def test_all_of_a_file_is_evaluated_only_where_a_task_knows_of_shares():
+    for task, whole in (("gsm8k", True), ("arithmetic", False), ("one_of_my_own", False)):
+        words = ["task.path=x.jsonl", f"task={task}"]
+        assert (all_of_a_named_file(words) != words) == whole, task
+
+
 @pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'", "~/x"])
 def test_a_text_that_was_quoted_for_hydra_is_read_back(text):
     (word,) = overrides({"resume": text})
@@ -340,6 +372,36 @@ def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
         "downsample._target_=rules_for_this_test.worst",
     )
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_run_whose_model_cannot_be_read_says_so_in_its_summary(elsewhere, command):
+    words = ["model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out"]
+    assert "model.path=./nowhere is no folder" in refusal(command, *words)
+    summary = json.loads((elsewhere / "out" / "summary.json").read_text())
+    assert summary["status"] == "failed" and summary["error"].startswith("UserError: model.path=./nowhere is no folder")
+
+
+@pytest.mark.parametrize("there", ["summary.json", "metrics.jsonl"])
+def test_what_a_folder_says_of_another_run_is_not_overwritten(elsewhere, there):
+    (elsewhere / "out").mkdir()
+    (elsewhere / "out" / there).write_text('{"step": 3}\n')
+    refusal("train", "model=hf", "model.path=./nowhere", "logger=jsonl", "hydra.run.dir=out")
+    assert [path.name for path in (elsewhere / "out").glob("*.json*")] == [there]
+    assert (elsewhere / "out" / there).read_text() == '{"step": 3}\n'
+
+
+def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monkeypatch):
+    (elsewhere / "task_for_this_test.py").write_text("from grpo_cli.tasks.arithmetic import Arithmetic as Mine\n")
+    words = ["eval.every=0", "train.steps=1", "hydra.run.dir=out", "task._target_=task_for_this_test.Mine"]
+    assert grpo("train", *SMALL, *words).exit_code == 0
+    (elsewhere / "task_for_this_test.py").unlink()
+    monkeypatch.delitem(sys.modules, "task_for_this_test")
+    before = (elsewhere / "out" / "summary.json").read_text()
+    for words in (["train", "resume=out", "train.steps=2"], ["eval", "checkpoint=out"]):
+        (line,) = refusal_after_words(*words).splitlines()
+        assert line.startswith("error: task._target_=task_for_this_test.Mine cannot be had: ")
+    assert (elsewhere / "out" / "summary.json").read_text() == before
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from pathlib import Path
+from typing import Any
 
 import hydra
 import hydra.utils
@@ -22,7 +23,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.settings import RunSettings
 
 CONF = config_dir()
-GROUP_FILES = sorted(CONF.glob("*/*.yaml"))
+GROUP_FILES = sorted(CONF.glob("*/[!_]*.yaml"))
 
 
 @functools.cache
@@ -79,9 +80,11 @@ def test_every_choice_can_be_composed(file):
 
 @pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_target_exists_and_takes_what_its_yaml_gives(file):
-    words = yaml.safe_load(file.read_text()) or {}
-    if file.parent.name in ("model", "experiment"):  # no target: settings of the package's own
+    group = file.parent.name
+    if group in ("model", "experiment"):  # no target: settings of the package's own
         return
+    command = "eval" if group in EVAL_PARTS else "train"
+    words: Any = OmegaConf.to_container(composed(command, f"{group}={file.stem}")[group])
     target = hydra.utils.get_object(words.pop("_target_"))
     words.pop("_partial_", None)
     if isinstance(target, type):
@@ -238,6 +241,16 @@ def test_a_run_is_resumed_with_what_it_was_started_with_however_often(tmp_path: 
     assert again == [*first, f"++hydra.run.dir='{tmp_path}'"]
     (hidden / "overrides.yaml").write_text(yaml.safe_dump([*first, "resume=auto", f"++resume='{tmp_path}'"]))
     assert overrides_to_resume(tmp_path) == again
+
+
+def test_a_run_that_was_started_with_words_of_another_name_is_resumed_with_those_of_now(tmp_path: Path):
+    (tmp_path / ".hydra").mkdir()
+    first = ["correction=mis", "correction.is=sequence", "++correction.rs=veto", "correction.is_mode=mask"]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(first))
+    *again, _ = overrides_to_resume(tmp_path)
+    now = ["correction.importance=sequence", "++correction.rejection=veto"]
+    assert again == [first[0], *now, first[3]]
+    assert settings(*again).parts["correction"]["importance"] == "sequence"
 
 
 def test_a_run_without_kept_overrides_is_resumed_in_its_folder(tmp_path: Path):

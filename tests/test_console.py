@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,9 @@ from grpo_cli.interfaces import Tracker
 from grpo_cli.tracking.console import (
     STILL_SECONDS,
     ConsoleTracker,
+    RunView,
     duration,
+    picture,
     short,
     size,
     sparkline,
@@ -48,7 +51,7 @@ class Screen:
 
     def view(self) -> str:
         with self.console.capture() as capture:
-            self.console.print(self.tracker._view())
+            self.console.print(self.tracker.view)
         return capture.get()
 
 
@@ -94,7 +97,7 @@ def test_the_time_left_is_that_of_the_steps_to_come() -> None:
     for step in (1, 2):
         screen.now += 3.0
         screen.tracker.log(Record(step, METRICS))
-    assert screen.tracker._seconds_left() == pytest.approx(8 * 3.0)
+    assert screen.tracker.view.seconds_left() == pytest.approx(8 * 3.0)
     screen.tracker.close({})
 
 
@@ -104,7 +107,7 @@ def test_a_resumed_run_does_not_count_the_steps_of_its_first_life() -> None:
     screen.tracker.start()
     screen.now += 2.0
     screen.tracker.log(Record(101, METRICS))
-    assert screen.tracker._seconds_left() == pytest.approx(9 * 2.0)
+    assert screen.tracker.view.seconds_left() == pytest.approx(9 * 2.0)
     screen.tracker.close({})
 
 
@@ -146,6 +149,46 @@ def test_the_live_view_shows_everything_and_fits() -> None:
     tracker.close({"status": "finished"})
     assert "finished" in screen.lines()[-1]
     assert "\x1b[?25h" in screen.file.getvalue(), "the cursor is back"
+
+
+BUSY = {**METRICS, **EVAL, "time/logprobs": 0.1, "time/checkpoint": 0.02, "time/policy_logprobs": 0.08}
+
+
+@pytest.mark.parametrize("width", [32, 40, 60, 80, 100, 120, 160])
+def test_the_live_view_leaves_out_what_has_no_room_and_cuts_nothing(width) -> None:
+    """At 120 columns eight phases took the room of the labels, which became `rewa…` and `eval…`."""
+    now = 0.0
+    view = RunView(1000, clock=lambda: now)
+    view.start()
+    for step in range(1, 101):
+        now += 2.0
+        view.add(Record(step, {**BUSY, "reward/mean": step / 100}))
+    view.phase(("step", "policy_logprobs"))
+    now += 5.0
+    lines = drawn(view, width)
+    assert "…" not in "".join(lines) and max(map(len, lines)) <= width
+    first = "step 100/1000", "reward         1.000  ▁", "eval accuracy  0.710", "replies        length 38"
+    then = "speed          5.3k", "time           update 0.70 s", "memory         811 MiB peak"
+    starts = [start[:width] for start in (*first, *then)]
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+    assert lines[1].endswith("█"), "the latest rewards are those that stay"
+    assert ("policy_logprobs 5 s" in lines[0], "logprobs 0.10 s" in lines[5]) == (width >= 60, width >= 80)
+    assert ("━" in lines[0]) == (width >= 40)
+
+
+def drawn(view: RunView, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(view)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_a_picture_of_the_view_is_drawn_from_records_with_the_time_that_they_tell() -> None:
+    records = [Record(step, {**METRICS, "clock/train_seconds": 3.0 * step}) for step in range(11)]
+    root = ElementTree.fromstring(picture(records, total_steps=20, title="a <run>"))
+    text = "".join(root.itertext()).replace("\xa0", " ")
+    assert root.tag.endswith("svg") and "a <run>" in text
+    for part in ("step 10/20", "30 s left", "reward", "5.3k tokens/s"):
+        assert part in text
 
 
 def test_the_live_view_shows_what_it_knows_before_the_first_step() -> None:

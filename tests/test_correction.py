@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
+from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from small import a_correction
 
 from grpo_cli import correction, loss
-from grpo_cli.correction import Correct, correct
+from grpo_cli.config.choices import choices, config_dir
+from grpo_cli.config.instantiate import make
+from grpo_cli.correction import Correct
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Correction
 from grpo_cli.types import Batch, Totals
 
-CONF = Path(__file__).parents[1] / "conf" / "correction"
-PRESETS: dict[str, dict[str, object]] = {
-    path.stem: {str(word): value for word, value in OmegaConf.load(path).items() if word != "_target_"}
-    for path in sorted(CONF.glob("*.yaml"))
-}
+
+def composed(*overrides: str) -> Correct:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return make("correction", OmegaConf.to_container(compose("train", [*overrides, "run_dir=x"]).correction), {})
+
+
+PRESETS = {name: composed(f"correction={name}") for name in choices("correction")}
 
 
 def apply(part: Correct, xi: list[list[float]], mask: list[list[int]] | None = None):
@@ -34,10 +38,8 @@ def apply(part: Correct, xi: list[list[float]], mask: list[list[int]] | None = N
     sampler = torch.full_like(ratios, -2.0).float()
     policy = (sampler + ratios.log()).float()
     garbage = valid == 0
-    weights, kept, metrics = part(
-        sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage
-    )
-    return weights.tolist(), kept.int().tolist(), metrics
+    verdict = part(sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage)
+    return verdict.weights.tolist(), verdict.mask.int().tolist(), verdict.metrics
 
 
 def close(values):
@@ -45,7 +47,7 @@ def close(values):
 
 
 def test_nothing_is_corrected_by_default_and_everything_is_measured():
-    weights, kept, metrics = apply(Correct(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
+    weights, kept, metrics = apply(a_correction(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
     assert weights == [[1, 1, 1], [1, 1, 0]] and kept == [[1, 1, 1], [1, 1, 0]]
     xi = [0.5, 2.0, 1e-6, 1.0, 1.0]
     assert metrics["mismatch/ratio_mean"] == close(sum(xi) / 5)
@@ -53,26 +55,26 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
     assert metrics["mismatch/kl"] == close(sum(x - 1 - math.log(x) for x in xi) / 5)
     assert metrics["mismatch/rejected"] == 0 and metrics["mismatch/masked_tokens"] == 0
     assert metrics["mismatch/weight_mean"] == 1
-    assert not Correct().needs_policy_logprobs
+    assert not a_correction().needs_policy_logprobs
 
 
 def test_token_weights_are_truncated_at_the_threshold():
-    weights, kept, metrics = apply(correct(**PRESETS["tis"]), [[0.5, 1.0, 2.5, 100.0]])
+    weights, kept, metrics = apply(PRESETS["tis"], [[0.5, 1.0, 2.5, 100.0]])
     assert weights[0] == close([0.5, 1.0, 2.0, 2.0]) and kept == [[1, 1, 1, 1]]
     assert metrics["mismatch/weight_mean"] == close(5.5 / 4)
-    floored = apply(Correct(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
+    floored = apply(a_correction(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
     assert floored[0] == close([0.8, 1.0, 3.0])
 
 
 def test_masked_importance_takes_the_pull_and_leaves_the_divisor():
-    weights, kept, metrics = apply(correct(**PRESETS["mis"]), [[0.4, 0.5001, 4.9, 5.1], [0.1, 7.0, 0.2, 0.3]])
+    weights, kept, metrics = apply(PRESETS["mis"], [[0.4, 0.5001, 4.9, 5.1], [0.1, 7.0, 0.2, 0.3]])
     assert weights[0] == close([0, 0.5001, 4.9, 0]) and weights[1] == [0, 0, 0, 0]
     assert kept == [[1, 1, 1, 1], [1, 1, 1, 1]]
     assert metrics["mismatch/rejected"] == 0.5 and metrics["mismatch/masked_tokens"] == close(6 / 8)
 
 
 def test_sequence_weights_are_the_product_of_the_ratios():
-    part = Correct(importance="sequence", is_threshold=3.0)
+    part = a_correction(importance="sequence", is_threshold=3.0)
     weights, _, _ = apply(part, [[0.5, 3.0, 7.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1]])
     assert weights[0] == close([1.5, 1.5, 0]) and weights[1] == close([3, 3, 3])
     masked = apply(replace(part, is_mode="mask"), [[0.5, 3.0], [2.0, 2.0]])
@@ -81,7 +83,7 @@ def test_sequence_weights_are_the_product_of_the_ratios():
 
 
 def test_one_impossible_token_vetoes_its_sequence_and_no_other():
-    part = Correct(rejection="veto", veto=1e-4)
+    part = a_correction(rejection="veto", veto=1e-4)
     xi = [[1.0, 0.9e-4, 1.0], [1.0, 1.1e-4, 1.0], [1.0, 1.0, 1e-9]]
     weights, kept, metrics = apply(part, xi, [[1, 1, 1], [1, 1, 1], [1, 1, 0]])  # the third's lies in the padding
     assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
@@ -93,16 +95,16 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
 def test_rejected_counts_the_rejected_and_not_the_kept(vetoed):
     """The released code's counter increments for the sequences it keeps."""
     xi = [[1.0, 1e-6]] * vetoed + [[1.0, 1.0]] * (4 - vetoed)
-    assert apply(Correct(rejection="veto"), xi)[2]["mismatch/rejected"] == vetoed / 4
+    assert apply(a_correction(rejection="veto"), xi)[2]["mismatch/rejected"] == vetoed / 4
 
 
 def test_sequences_without_a_response_are_not_counted_as_rejected():
-    metrics = apply(Correct(rejection="veto"), [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
+    metrics = apply(a_correction(rejection="veto"), [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
     assert metrics["mismatch/rejected"] == 0.5
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():
-    part = Correct(mask_low=0.5, mask_high=1.5)
+    part = a_correction(mask_low=0.5, mask_high=1.5)
     weights, kept, metrics = apply(part, [[0.49, 0.51, 1.0, 1.49, 1.51]])
     assert kept == [[0, 1, 1, 1, 0]] and weights == [[0, 1, 1, 1, 0]]
     assert metrics["mismatch/masked_tokens"] == close(2 / 5) and metrics["mismatch/rejected"] == 0
@@ -112,7 +114,7 @@ def test_the_mask_band_takes_tokens_out_one_by_one():
 
 def test_the_release_normalises_before_it_rejects():
     """Truncated weights 1.0 1.5 1e-6, 0.4 1.2 1.4 have mean 5.5 / 6, vetoed and masked ones included."""
-    weights, kept, metrics = apply(correct(**PRESETS["sparse_rl_release"]), [[1.0, 3.0, 1e-6], [0.4, 1.2, 1.4]])
+    weights, kept, metrics = apply(PRESETS["sparse_rl_release"], [[1.0, 3.0, 1e-6], [0.4, 1.2, 1.4]])
     assert kept == [[0, 0, 0], [0, 1, 1]]
     mean = (1.0 + 1.5 + 1e-6 + 0.4 + 1.2 + 1.4) / 6
     assert weights[0] == [0, 0, 0] and weights[1] == close([0, 1.2 / mean, 1.4 / mean])
@@ -121,12 +123,12 @@ def test_the_release_normalises_before_it_rejects():
 
 def test_the_mean_of_batch_normalised_weights_counts_those_masked_to_zero():
     """xi 9 is masked: weights 1, 3, 0 have the mean 4 / 3."""
-    part = Correct(importance="token", is_mode="mask", is_threshold=5.0, batch_normalise=True)
+    part = a_correction(importance="token", is_mode="mask", is_threshold=5.0, batch_normalise=True)
     assert apply(part, [[1.0, 3.0, 9.0]])[0] == [close([0.75, 2.25, 0.0])]
 
 
 def test_batch_normalised_weights_have_mean_one():
-    part = Correct(importance="token", is_threshold=2.0, batch_normalise=True)
+    part = a_correction(importance="token", is_threshold=2.0, batch_normalise=True)
     metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]
     assert metrics["mismatch/weight_mean"] == close(1)
     weights = apply(replace(part, importance="sequence"), [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
@@ -135,14 +137,14 @@ def test_batch_normalised_weights_have_mean_one():
 
 
 def test_the_published_preset_is_a_veto_and_a_truncated_reweighting():
-    weights, kept, _ = apply(correct(**PRESETS["sparse_rl"]), [[0.2, 1.0, 4.0], [1e-5, 1.0, 1.0]])
+    weights, kept, _ = apply(PRESETS["sparse_rl"], [[0.2, 1.0, 4.0], [1e-5, 1.0, 1.0]])
     assert kept == [[1, 1, 1], [0, 0, 0]]
     assert weights[0] == close([0.2, 1.0, 1.5]) and weights[1] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_without_a_mismatch_no_preset_changes_anything(name):
-    part = correct(**PRESETS[name])
+    part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
     assert metrics == {
@@ -169,10 +171,10 @@ def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabula
     dense, sparse = (torch.randn(vocabulary, generator=g).log_softmax(0) for _ in range(2))
     mask = torch.ones(vocabulary, 1, dtype=torch.bool)
     for level in ("token", "sequence"):
-        part = Correct(importance=level)
-        weights, _, _ = part(sparse[:, None], dense[:, None], mask)
+        part = a_correction(importance=level)
+        weights = part(sparse[:, None], dense[:, None], mask).weights
         assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
-        truncated, _, _ = replace(part, is_threshold=1.5)(sparse[:, None], dense[:, None], mask)
+        truncated = replace(part, is_threshold=1.5)(sparse[:, None], dense[:, None], mask).weights
         assert float(sparse.exp() @ truncated[:, 0]) <= 1 + 1e-5
 
 
@@ -182,7 +184,7 @@ def test_sequence_weights_are_unbiased_over_all_sequences():
     dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
     pairs = [(a, b) for a in range(3) for b in range(3)]
     policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
-    weights, _, _ = Correct(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool))
+    weights = a_correction(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
     assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -190,8 +192,8 @@ def test_sequence_weights_are_unbiased_over_all_sequences():
 def test_nothing_flows_back_through_the_ratio(name):
     sampler = torch.full((2, 3), -1.0, requires_grad=True)
     policy = torch.full((2, 3), -1.2, requires_grad=True)
-    weights, _, _ = correct(**PRESETS[name])(sampler, policy, torch.ones(2, 3, dtype=torch.bool))
-    assert not weights.requires_grad
+    verdict = PRESETS[name](sampler, policy, torch.ones(2, 3, dtype=torch.bool))
+    assert not verdict.weights.requires_grad
 
 
 def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
@@ -199,9 +201,8 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
     xi = torch.tensor([[1.0, 1e-6, 1.0], [1.0, 0.3, 1.2], [0.9, 1.1, 1.0]])
     mask = torch.ones(3, 3, dtype=torch.bool)
     sampler = torch.full((3, 3), -1.0)
-    weights, kept, _ = replace(correct(**PRESETS["sparse_rl_release"]), batch_normalise=False)(
-        sampler, sampler + xi.log(), mask
-    )
+    verdict = replace(PRESETS["sparse_rl_release"], batch_normalise=False)(sampler, sampler + xi.log(), mask)
+    weights, kept = verdict.weights, verdict.mask
 
     def gradient(weights, loss_mask, rows):
         leaf = (sampler + xi.log())[rows].clone().requires_grad_()
@@ -222,18 +223,17 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
 
 def test_ratios_too_large_to_represent_are_bounded():
     for level in ("token", "sequence"):
-        weights, _, metrics = Correct(importance=level)(
+        verdict = a_correction(importance=level)(
             torch.full((1, 3), -200.0), torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
         )
-        assert weights[0].tolist() == close([math.exp(20)] * 3)
-        assert all(map(math.isfinite, metrics.values()))
+        assert verdict.weights[0].tolist() == close([math.exp(20)] * 3)
+        assert all(map(math.isfinite, verdict.metrics.values()))
 
 
 def test_a_veto_below_the_bound_on_ratios_still_fires():
     """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
-    part, log_ratio = Correct(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
-    _, kept, _ = part(torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool))
-    assert kept.tolist() == [[False], [True]]
+    part, log_ratio = a_correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
+    assert part(torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [[False], [True]]
 
 
 @settings(max_examples=60)
@@ -257,13 +257,13 @@ def test_quantiles_are_over_response_tokens():
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
     padded = torch.cat([log_ratio, torch.full((1, 50), -99.0)], dim=1)
     mask = torch.arange(1051)[None] < 1001
-    metrics = Correct()(torch.zeros(1, 1051), padded, mask)[2]
+    metrics = a_correction()(torch.zeros(1, 1051), padded, mask).metrics
     assert metrics["mismatch/log_ratio_q001"] == close(-9.99)
     assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
 
 
 def test_a_batch_without_response_tokens_has_no_mismatch():
-    metrics = apply(correct(**PRESETS["sparse_rl_release"]), [[3.0]], [[0]])[2]
+    metrics = apply(PRESETS["sparse_rl_release"], [[3.0]], [[0]])[2]
     assert metrics["mismatch/ratio_mean"] == 1 and metrics["mismatch/kl"] == 0 and metrics["mismatch/rejected"] == 0
     json.dumps(dict(metrics), allow_nan=False)
 
@@ -272,7 +272,7 @@ def test_missing_sampler_logprobs_are_refused():
     sampler = torch.tensor([[-1.0, math.nan, -1.0]])
     for name in PRESETS:
         with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
-            correct(**PRESETS[name])(sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+            PRESETS[name](sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
 
 
 def test_a_policy_that_is_no_number_is_not_masked_away():
@@ -280,62 +280,75 @@ def test_a_policy_that_is_no_number_is_not_masked_away():
     policy = torch.tensor([[-1.0, math.nan]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     for name in PRESETS:
-        weights, kept, _ = correct(**PRESETS[name])(torch.full((1, 2), -1.0), policy, mask)
-        assert kept.all() and (name == "none" or weights.isnan().any())
+        verdict = PRESETS[name](torch.full((1, 2), -1.0), policy, mask)
+        assert verdict.mask.all() and (name == "none" or verdict.weights.isnan().any())
 
 
 def test_each_row_has_the_reason_for_its_rejection():
     log_ratio = torch.tensor([[1.0, 1.0], [1.0, 1e-6], [0.1, 9.0], [1.0, 1.0], [0.6, 0.6]]).log()
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0], [1, 1]]).bool()
-    part = Correct("sequence", 2.0, 0.5, "mask", rejection="veto", mask_low=0.5, mask_high=1.5)
-    reasons = part.reasons(torch.zeros(5, 2), log_ratio, mask)
-    assert reasons == (
+    weighted = a_correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
+    part = replace(weighted, rejection="veto", mask_low=0.5, mask_high=1.5)
+    verdict = part(torch.zeros(5, 2), log_ratio, mask)
+    assert verdict.reasons == (
         "",
         "veto: a token with xi 1e-06 < 0.0001",
         "mask: no token with xi in [0.5, 1.5]",
         "empty: no response token",
-        "is: no weight in [0.5, 2.0] (product of xi 0.36)",
+        "importance: no weight in [0.5, 2.0] (product of xi 0.36)",
     )
-    weights, _, metrics = part(torch.zeros(5, 2), log_ratio, mask)
-    assert [bool(row.any()) for row in weights] == [reason == "" for reason in reasons]
-    assert metrics["mismatch/rejected"] == close(3 / 4)
+    assert [bool(row.any()) for row in verdict.weights] == [reason == "" for reason in verdict.reasons]
+    assert verdict.metrics["mismatch/rejected"] == close(3 / 4)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_file_builds_what_its_words_say(name):
-    part = instantiate(OmegaConf.load(CONF / f"{name}.yaml"))
-    assert part == correct(**PRESETS[name])
-    assert (part.importance, part.rejection) == (PRESETS[name]["is"], PRESETS[name]["rs"])
+def test_a_preset_says_what_it_changes_and_has_all_else_from_the_base():
+    assert PRESETS["none"] == a_correction()
+    assert PRESETS["mis"] == a_correction(importance="token", is_mode="mask", is_threshold=5.0, is_threshold_low=0.5)
+    assert PRESETS["sparse_rl"] == a_correction(importance="token", is_threshold=1.5, rejection="veto")
 
 
-def test_null_and_whole_numbers_are_what_a_person_means_by_them():
-    config = OmegaConf.create("{is: null, rs: null, is_threshold: 2, is_threshold_low: null, mask_low: null}")
-    assert correct(**{str(key): value for key, value in config.items()}) == Correct(is_threshold=2.0)
+def test_whole_numbers_are_what_a_person_means_by_them():
+    assert composed("correction.is_threshold=2") == a_correction(is_threshold=2.0)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"is_treshold": 2.0}, r"correction.is_treshold is unknown \(did you mean correction.is_threshold\?\)"),
-        ({"importance": "token"}, "correction.importance is unknown.*there are is, is_threshold"),
-        ({"is": "tokens"}, "correction.is=tokens is unknown: use none, token, sequence"),
-        ({"rs": "sequence"}, "correction.rs=sequence is unknown: use none, veto"),
+        ({"importance": "tokens"}, "correction.importance=tokens is unknown: use none, token, sequence"),
+        ({"importance": None}, "correction.importance=None is unknown: use none, token, sequence"),
+        ({"rejection": "sequence"}, "correction.rejection=sequence is unknown: use none, veto"),
         ({"is_mode": "clip"}, "correction.is_mode=clip is unknown: use truncate, mask"),
         ({"is_threshold": "2"}, "correction.is_threshold='2' must be a number or null"),
         ({"is_threshold": True}, "correction.is_threshold=True must be a number"),
         ({"batch_normalise": 1}, "correction.batch_normalise=1 must be true or false"),
         ({"veto": None}, "correction.veto=None must be a number"),
-        ({"veto": 0}, "correction.veto=0.0 must be between 0 and 1"),
-        ({"is_threshold": -1}, "correction.is_threshold=-1.0 must not be negative"),
+        ({"veto": 0}, "correction.veto=0 must be between 0 and 1"),
+        ({"is_threshold": -1}, "correction.is_threshold=-1 must not be negative"),
         ({"mask_low": 1.5, "mask_high": 0.5}, "mask_low=1.5 must not be greater than correction.mask_high=0.5"),
     ],
 )
-def test_words_that_mean_nothing_are_refused_by_name(words, message):
+def test_values_that_mean_nothing_are_refused_by_name(words, message):
+    part = object.__new__(Correct)  # past the type checks of the tests, which a run does not have
+    for name, value in (asdict(a_correction()) | words).items():
+        object.__setattr__(part, name, value)
     with pytest.raises(UserError, match=message):
-        correct(**words)
+        part.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("is_treshold", "takes no is_treshold; did you mean is_threshold?"),
+        ("is", "takes no is; it is called correction.importance"),
+        ("rs", "takes no rs; it is called correction.rejection"),
+    ],
+)
+def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
+    with pytest.raises(UserError, match=message):
+        make("correction", {"_target_": "grpo_cli.correction.Correct", **asdict(a_correction()), word: "x"}, {})
 
 
 def test_all_faults_are_told_at_once():
     with pytest.raises(UserError) as error:
-        correct(**{"is": "both", "rs": "some", "is_mode": "cut", "veto": 2})
+        a_correction(importance="both", rejection="some", is_mode="cut", veto=2)
     assert len(str(error.value).splitlines()) == 4

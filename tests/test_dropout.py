@@ -50,7 +50,7 @@ def test_an_update_recomputes_activations_where_that_was_asked_for(checkpointing
     calls: list[bool] = []
     layer: nn.Module = model.get_base_model().model.layers[0].mlp
     layer.register_forward_pre_hook(lambda module, _: calls.append(module.training))
-    make_learner(model).update(make_batch(), 1.0, 4, 0)
+    make_learner(model).update(make_batch(), 0)
     assert calls == [True] * (1 + checkpointing)
 
 
@@ -71,8 +71,8 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [row for row in rows if "reward/mean" in row]
 
 
-TRUNCATED = ("correction.is=token", "correction.is_threshold=2")
-VETOED = (*TRUNCATED, "correction.rs=veto")
+TRUNCATED = ("correction.importance=token", "correction.is_threshold=2")
+VETOED = (*TRUNCATED, "correction.rejection=veto")
 
 
 @pytest.mark.parametrize("correction", [(), TRUNCATED, VETOED], ids=["none", "tis", "veto"])

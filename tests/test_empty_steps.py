@@ -116,6 +116,6 @@ def test_a_minibatch_of_equal_rewards_is_passed_over_and_the_next_one_is_still_o
 def test_an_engine_is_told_of_weights_that_moved_and_of_no_others(tmp_path: Path) -> None:
     told: list[int] = []
     trainer = make_trainer(quiet(settings_for(tmp_path, steps=3, minibatches=2)), task=Equal(2))
-    trainer._parts.engine.update_weights = lambda: told.append(trainer._progress.step)
+    trainer._parts.bench.engine.update_weights = lambda: told.append(trainer._progress.step)
     trainer.fit()
     assert told == [2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import make_engine, small_model
+from small import FakeEngine, make_engine, small_model
 from tiny_hf import make_tokenizer
 from words import task_of
 
@@ -23,7 +23,7 @@ from grpo_cli.model.load import load_tokenizer
 from grpo_cli.rollout import requests_for
 from grpo_cli.settings import ModelSettings, Sampling
 from grpo_cli.tasks.arithmetic import Arithmetic
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
 OWN = """
@@ -35,7 +35,7 @@ def whole(reply, answer):
 """
 
 
-class Scripted:
+class Scripted(FakeEngine):
     """An engine whose reply is a function of the request, and what it was asked."""
 
     def __init__(self, reply: Callable[[Request], str], tokenizer: Any = TOKENIZER) -> None:
@@ -50,11 +50,6 @@ class Scripted:
                 self._tokenizer.eos_token_id,
             )
             yield Rollout(request, ids, (0.0,) * len(ids), Finish.EOS, 0)
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def update_weights(self) -> None: ...
 
 
 def file_of(folder: Path, count: int = 4) -> str:

@@ -14,8 +14,7 @@ from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
 from torch import Tensor
 
 from grpo_cli.engine import eviction
-from grpo_cli.engine.eviction import Candidates, h2o, redundancy, rkv, snapkv, streaming
-from grpo_cli.engine.sparsity import Budget, H2o, Rkv, SnapKv, Streaming
+from grpo_cli.engine.eviction import Budget, Candidates, H2o, Rkv, SnapKv, Streaming, redundancy
 from grpo_cli.errors import UserError
 
 LAYERS, ROWS, HEADS, GROUP, COUNT, DIM = 2, 3, 2, 2, 13, 4
@@ -29,6 +28,14 @@ def candidates(seed: int = 0, window: int = 3, count: int = COUNT) -> Candidates
     queries = 2 * torch.randn(LAYERS, ROWS, HEADS, GROUP, window, DIM, generator=generator)
     received = torch.rand(LAYERS, ROWS, HEADS, count, generator=generator)
     return Candidates(keys, window, SCALE, queries, received)
+
+
+def snapkv(these: Candidates, kernel: int) -> Tensor:
+    return SnapKv(**WORDS, kernel=kernel).score(these)
+
+
+def rkv(these: Candidates, kernel: int, importance: float, threshold: float) -> Tensor:
+    return Rkv(**WORDS, kernel=kernel, importance=importance, threshold=threshold).score(these)
 
 
 def by_head(scores: Tensor, slow: Any) -> None:
@@ -106,7 +113,7 @@ def test_a_key_without_likeness_lets_the_first_one_off() -> None:
 def test_h2o_sums_what_was_paid() -> None:
     paid = torch.rand(6, COUNT)
     received = paid.sum(0).expand(LAYERS, ROWS, HEADS, -1)
-    scores = h2o(Candidates(candidates().keys, 3, SCALE, None, received))
+    scores = H2o(**WORDS).score(Candidates(candidates().keys, 3, SCALE, None, received))
     by_head(scores, lambda *at: slow_h2o(paid.tolist(), 3))
 
 
@@ -125,7 +132,7 @@ def test_streaming_keeps_the_first_and_the_last() -> None:
         kept = policy.choose(candidates(), torch.full((ROWS,), sinks))
         expected = [*range(sinks), *range(COUNT - budget + sinks, COUNT)]
         assert kept.tolist() == [[[expected] * HEADS] * ROWS] * LAYERS
-    assert streaming(candidates()).shape == (LAYERS, ROWS, HEADS, COUNT - 3)
+    assert Streaming(**WORDS).score(candidates()).shape == (LAYERS, ROWS, HEADS, COUNT - 3)
 
 
 class Given(Budget):

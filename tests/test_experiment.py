@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small import a_correction
 
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.errors import UserError
-from grpo_cli.experiment import introduction, pick_device
+from grpo_cli.experiment import pick_device, set_up
+from grpo_cli.tracking.introduction import introduction
 
 GRPO = {"_target_": "grpo_cli.advantage.grpo", "_partial_": True, "stats_over": "kept"}
 LOSS = {
@@ -28,7 +31,7 @@ LOSS = {
 PARTS: dict[str, dict[str, Any]] = {
     "downsample": {"_target_": "grpo_cli.downsample.all_rollouts", "_partial_": True},
     "advantage": GRPO,
-    "correction": {"_target_": "grpo_cli.correction.correct"},
+    "correction": {"_target_": "grpo_cli.correction.Correct", **asdict(a_correction())},
     "loss": LOSS,
 }
 
@@ -151,13 +154,24 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         pick_device("cuda")
 
 
+def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_step(user_module: str):
+    import hydra
+
+    words = [f"engine._target_={user_module}.Thing", "+engine.own=1", "engine.cuda_graph=false", "run_dir=outputs/x"]
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        settings = parse(hydra.compose("train", words))
+    del settings.parts["engine"]["cuda_graph"]  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="user_rules.Thing is no engine: it has no reads_stop_strings, generate, stats"):
+        set_up(settings, settings.model)
+
+
 def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
     import hydra
 
     def said(slots: int) -> list[str]:
         words = ["sampler=infinite", f"sampler.slots={slots}", "n=4", "train.prompts=2", "run_dir=outputs/x"]
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            return list(introduction(parse(hydra.compose("train", words)), 360_000, torch.device("cpu")))
+            return list(introduction(parse(hydra.compose("train", words)), 360_000, 360_000, torch.device("cpu")))
 
     threads = torch.get_num_threads()
     on = f"on cpu ({threads} thread{'s' if threads > 1 else ''})"

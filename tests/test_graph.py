@@ -14,6 +14,7 @@ from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense, Streaming
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
 from grpo_cli.engine.invariance import invariance_of
@@ -21,7 +22,6 @@ from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Lpt
-from grpo_cli.engine.sparsity import Dense, Streaming
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.errors import UserError
 from grpo_cli.meter import NullMeter

@@ -49,6 +49,11 @@ def test_a_condition_is_warned_of_once_until_it_clears(case: str) -> None:
     assert check.check({**WELL, **values}) == [warning]
 
 
+def test_the_ratio_of_the_trained_rollouts_speaks_where_that_of_all_is_not_measured() -> None:
+    (warning,) = HealthCheck().check({"mismatch_trained/ratio_mean": 0.89})
+    assert warning.startswith("mismatch_trained/ratio_mean is 0.890")
+
+
 def test_equal_rewards_are_warned_of_at_the_fifth_step_in_a_row() -> None:
     equal = {"reward/mean": 0.0, "reward/std": 0.0}
     check = HealthCheck()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 import pytest
-from small import contents, make_engine, small_model, some_requests
+from small import FakeEngine, contents, make_engine, small_model, some_requests
 from tiny_hf import make_tokenizer
 from words import task_of
 
@@ -23,23 +23,11 @@ from grpo_cli.tasks.arithmetic import Arithmetic
 from grpo_cli.tasks.countdown import Countdown
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.types import EngineStats, Prompt, Request, Reward, Rollout
+from grpo_cli.types import Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
 A, B = Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")
 OTHER_A = Prompt("a", (9, 8, 4), "z")
-
-
-class Never:
-    """An engine that nobody may ask: what is refused is refused before the first rollout."""
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        raise AssertionError("a rollout was asked for")
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def update_weights(self) -> None: ...
 
 
 class Fixed:
@@ -101,7 +89,7 @@ def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids(
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
     for prompts in ([A, OTHER_A], Lazy([B, A, A])):
         with pytest.raises(UserError, match="'a' is the id of two"):
-            evaluate(Never(), Fixed(prompts), prompts, Sampling(), k=2, seed=0)
+            evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling(), k=2, seed=0)
 
 
 @pytest.mark.parametrize("make", [Arithmetic, Countdown])

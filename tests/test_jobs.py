@@ -19,17 +19,15 @@ import pytest
 from rich.console import Console
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs import checkpoint
-from grpo_cli.sweep import pool as jobs_module
+from grpo_cli.runs import layout
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.pool import (
-    Job,
-    Pool,
+from grpo_cli.sweep.pool import Job, Pool, View
+from grpo_cli.sweep.status import (
     Status,
-    View,
     is_done,
     is_running,
     last_record,
+    locked,
     read_status,
     resumes_from,
     write_status,
@@ -224,7 +222,7 @@ def test_an_error_of_ours_leaves_no_process_behind(tmp_path: Path) -> None:
 def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -> None:
     (job,) = listed(tmp_path, "true")
     with open(job.folder / "log.txt", "wb") as log:
-        assert jobs_module._locked(log)
+        assert locked(log)
         left = subprocess.Popen(["sleep", "60"], stdout=log)
     try:
         assert is_running(job.folder)
@@ -265,14 +263,14 @@ def test_a_run_goes_on_at_its_newest_checkpoint_that_leaves_something_to_do(
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)  # killed while it was saved: no marker
     for name in saved:
         (tmp_path / "checkpoints" / f"step_{name}").mkdir()
-        (tmp_path / "checkpoints" / f"step_{name}" / checkpoint.MARKER).touch()
+        (tmp_path / "checkpoints" / f"step_{name}" / layout.COMPLETE).touch()
     assert resumes_from(tmp_path, 4) == (None if at is None else tmp_path / at)
 
 
 def test_steps_of_more_than_six_digits_are_numbers_too(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000, 1_000_001):
         (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step_{step:06d}" / checkpoint.MARKER).touch()
+        (tmp_path / "checkpoints" / f"step_{step:06d}" / layout.COMPLETE).touch()
     assert resumes_from(tmp_path, 1_000_001) == tmp_path / "checkpoints" / "step_1000000"
 
 

@@ -18,6 +18,7 @@ from test_engine import Backwards, Forgetful
 
 from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.eviction import Dense, Rkv, Streaming
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.padding import round_up
@@ -25,7 +26,6 @@ from grpo_cli.engine.predict import MeanLength, NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
 from grpo_cli.engine.sequence import Parked
-from grpo_cli.engine.sparsity import Dense, Rkv, Streaming
 from grpo_cli.errors import UserError
 from grpo_cli.types import Request
 

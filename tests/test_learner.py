@@ -11,7 +11,7 @@ from small import small_model
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
-from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch, LossOutput, Totals
 
 
@@ -32,7 +32,8 @@ def make_learner(model: Any, loss: Any = steep, **optim: Any) -> Learner:
     )
     train = TrainSettings(4, 1, 10_000, 1, 1, 64, 3, 1, 1)
     model_settings = ModelSettings("", "float32", "none", False, False, False)
-    return Learner(model, loss, model_settings, train, OptimSettings(**(words | optim)), NullMeter())
+    sampling = Sampling(max_new_tokens=4)
+    return Learner(model, loss, model_settings, sampling, train, OptimSettings(**(words | optim)), NullMeter())
 
 
 @pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)
@@ -42,7 +43,7 @@ def test_the_first_step_of_adamw_moves_a_weight_by_the_rate_of_its_step(
     """With averages of one gradient g the step is rate * g / |g|, whatever the size of g."""
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
-    update = make_learner(model, **words).update(make_batch(), 1.0, 4, step)
+    update = make_learner(model, **words).update(make_batch(), step)
     farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
     assert update.metrics["optim/lr"] == rate and farthest == pytest.approx(rate, rel=1e-3)
 
@@ -57,7 +58,7 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
         norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
 
     learner._optimizer.step = watch
-    update = learner.update(make_batch(), 1.0, 4, 0)
+    update = learner.update(make_batch(), 0)
     assert norms == pytest.approx([0.5], rel=1e-3) and update.metrics["optim/grad_norm"] > 1.0
 
 
@@ -65,7 +66,7 @@ def test_no_gradient_is_left_over_for_the_next_update() -> None:
     """The same batch twice, without a step between, has the same gradient; a left-over one would double it."""
     learner = make_learner(small_model())
     learner._optimizer.step = lambda: None
-    first, second = (learner.update(make_batch(), 1.0, 4, 0).metrics["optim/grad_norm"] for _ in range(2))
+    first, second = (learner.update(make_batch(), 0).metrics["optim/grad_norm"] for _ in range(2))
     assert first == second
 
 
@@ -76,7 +77,7 @@ def test_the_model_trains_in_training_mode_and_samples_in_evaluation_mode() -> N
         modes.append(model.training)
         return steep(logprobs, batch, totals)
 
-    make_learner(model, watched).update(make_batch(), 1.0, 4, 0)
+    make_learner(model, watched).update(make_batch(), 0)
     assert modes == [True] and not model.training
 
 
@@ -97,13 +98,13 @@ def test_a_gradient_of_zero_is_no_update() -> None:
     losses = [steep, flat]
     model = small_model()
     learner = make_learner(model, lambda *words: losses[0](*words), weight_decay=0.5)
-    assert learner.update(make_batch(), 1.0, 4, 0).moved
-    before, averages = weights_of(model), copy.deepcopy(learner.state())
+    assert learner.update(make_batch(), 0).moved
+    before, averages = weights_of(model), copy.deepcopy(learner.state_dict())
     losses.pop(0)
-    update = learner.update(make_batch(), 1.0, 4, 1)
+    update = learner.update(make_batch(), 1)
     assert (update.moved, update.fault, update.metrics["optim/grad_norm"], learner.updates) == (False, None, 0.0, 1)
     assert unmoved(model, before)
-    for old, new in zip(averages["state"].values(), learner.state()["state"].values(), strict=True):
+    for old, new in zip(averages["state"].values(), learner.state_dict()["state"].values(), strict=True):
         assert all(torch.equal(old[name], new[name]) for name in old)
 
 
@@ -115,7 +116,7 @@ def test_a_gradient_whose_norm_is_too_small_for_a_number_is_still_one() -> None:
     def faint(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
         return LossOutput(1e-30 * logprobs.sum(), {})
 
-    update = make_learner(model, faint, eps=1e-38).update(make_batch(), 1.0, 4, 0)
+    update = make_learner(model, faint, eps=1e-38).update(make_batch(), 0)
     assert update.metrics["optim/grad_norm"] == 0.0 and update.moved and not unmoved(model, before)
 
 
@@ -125,5 +126,5 @@ def test_a_fault_moves_nothing() -> None:
 
     model = small_model()
     before = weights_of(model)
-    update = make_learner(model, broken).update(make_batch(), 1.0, 4, 0)
+    update = make_learner(model, broken).update(make_batch(), 0)
     assert not update.moved and update.fault == "loss/total is nan" and unmoved(model, before)

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder, _silu
+from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, Streaming
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
-from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, Streaming
 from grpo_cli.model.load import load_model
 from grpo_cli.processor import strict_branch
 from grpo_cli.settings import ModelSettings

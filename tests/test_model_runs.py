@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from grpo_cli.cli.arguments import checkpoint_overrides
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.errors import UserError
-from grpo_cli.experiment import build, checkpoint_overrides
+from grpo_cli.experiment import build
 from grpo_cli.model.adapters import AdapterOff
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.

@@ -53,26 +53,26 @@ def test_the_settings_of_a_resumed_run_are_those_that_are_given(offload: bool) -
     """Without an average of gradients (betas 0) and with no gradient to speak of beside eps, all that acts is decay."""
     model = small_model()
     first = make_learner(model, offload=offload)
-    first.update(make_batch(), 1.0, 4, 0)
-    state, again = copy.deepcopy(first.state()), copy.deepcopy(model)
+    first.update(make_batch(), 0)
+    state, again = copy.deepcopy(first.state_dict()), copy.deepcopy(model)
     second = make_learner(again, weight_decay=0.4, betas=(0.0, 0.5), eps=1e9, offload=offload)
-    second.load_state(state)
+    second.load_state_dict(state)
     matrix = again.model.layers[0].mlp.up_proj.weight
     before = matrix.detach().clone()
-    second.update(make_batch(), 1.0, 4, 0)
+    second.update(make_batch(), 0)
     torch.testing.assert_close(matrix.detach(), 0.9 * before, atol=1e-6, rtol=0)  # 1 - 0.25 * 0.4
-    words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state()["param_groups"]]
+    words = [(group["betas"], group["eps"], group["weight_decay"]) for group in second.state_dict()["param_groups"]]
     assert words == [((0.0, 0.5), 1e9, 0.4), ((0.0, 0.5), 1e9, 0.0)]
-    assert all(float(one["step"]) == 2.0 for one in second.state()["state"].values())
+    assert all(float(one["step"]) == 2.0 for one in second.state_dict()["state"].values())
 
 
 def test_averages_come_back() -> None:
     model = small_model()
     first = make_learner(model)
-    first.update(make_batch(), 1.0, 4, 0)
+    first.update(make_batch(), 0)
     second = make_learner(copy.deepcopy(model), eps=1e-3)
-    second.load_state(first.state())
-    for old, new in zip(first.state()["state"].values(), second.state()["state"].values(), strict=True):
+    second.load_state_dict(first.state_dict())
+    for old, new in zip(first.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):
         assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
 
 

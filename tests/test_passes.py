@@ -18,16 +18,17 @@ from tiny_hf import FAMILIES
 from grpo_cli import loss
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import rows_of
-from grpo_cli.learner.forward import Padded, PaddingFree, Row, flatten
+from grpo_cli.learner.forward import Padded, PaddingFree, Row, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
-from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
+from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch
 
 MODEL = ModelSettings("", "float32", "none", False, False, False)
 METER = NullMeter()
+SAMPLING = Sampling(max_new_tokens=9)
 OPTIM = OptimSettings(1e-3, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0)
 
 
@@ -56,9 +57,9 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     way.prepare(model)
     model.zero_grad()
     values = torch.zeros(batch.input_ids.shape)
-    for rows in way.parts(batch):
+    for rows in way.micro_batches(batch):
         part = rows_of(batch, rows)
-        logprobs = way.logprobs(model, part, 0.7)
+        logprobs = way.logprobs(model, part)
         (logprobs * part.advantages[:, None]).sum().backward()
         values[rows, : logprobs.shape[1]] = logprobs.detach()
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
@@ -68,9 +69,9 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("share", [False, True])
 def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool) -> None:
     model, batch = small_model(family), make_batch(UNEVEN)
-    plain = computed(Padded(10_000, 64), model, batch)
+    plain = computed(Padded(10_000, 64, 0.7), model, batch)
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        values, gradient = computed(PaddingFree(tokens, 5, share), model, batch)
+        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
 
@@ -78,23 +79,23 @@ def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool
 def test_rows_of_a_group_may_lie_anywhere() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
-    plain, _ = computed(Padded(10_000, 64), model, batch)
-    values, _ = computed(PaddingFree(10_000, 64, True), model, rows_of(batch, order))
+    plain, _ = computed(Padded(10_000, 64, 0.7), model, batch)
+    values, _ = computed(PaddingFree(10_000, 64, 0.7, True), model, rows_of(batch, order))
     torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
 
 
 def test_gradient_checkpointing_goes_with_it() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
-    _, plain = computed(PaddingFree(10_000, 64, True), model, batch)
+    _, plain = computed(PaddingFree(10_000, 64, 0.7, True), model, batch)
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
-    _, recomputed = computed(PaddingFree(10_000, 64, True), model, batch)
+    _, recomputed = computed(PaddingFree(10_000, 64, 0.7, True), model, batch)
     torch.testing.assert_close(recomputed, plain)
 
 
 def test_a_shared_prompt_stands_in_the_run_once() -> None:
     """Prompt a b with replies c and d e, and prompt f with reply g: the run is a b c d e f g."""
-    run = flatten(make_batch([(2, [1, 2]), (1, [1])]), share=True)
+    run = pack(make_batch([(2, [1, 2]), (1, [1])]), share=True)
     assert run.trees == (Tree(2, (1, 2)), Tree(2))
     assert list(zip(run.rows.tolist(), run.columns.tolist(), strict=True)) == [
         (0, 0), (0, 1), (0, 2), (1, 2), (1, 3), (2, 0), (2, 1),
@@ -111,10 +112,10 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 )
 def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int, share: bool) -> None:
     batch = make_batch(groups)
-    parts = PaddingFree(tokens, 64, share).parts(batch)
+    parts = PaddingFree(tokens, 64, 0.7, share).micro_batches(batch)
     assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
     for rows in parts:
-        cost = sum(len(tree) for tree in flatten(rows_of(batch, rows), share).trees)
+        cost = sum(len(tree) for tree in pack(rows_of(batch, rows), share).trees)
         assert cost <= tokens or len(rows) == 1
 
 
@@ -125,16 +126,16 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
     st.sampled_from(["padded", "padding_free", "shared_prefix"]),
 )
 def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(groups: Any, tokens: int, kind: str) -> None:
-    way = Padded(tokens, 64) if kind == "padded" else PaddingFree(tokens, 64, kind == "shared_prefix")
+    way = Padded(tokens, 64, 0.7) if kind == "padded" else PaddingFree(tokens, 64, 0.7, kind == "shared_prefix")
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.
     prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]
     rows = [Row(len(p), int(r), p) for p, r in zip(prompts, batch.response_mask.sum(1), strict=True)]
-    parts = [part.tolist() for part in way.parts(batch)]
+    parts = [part.tolist() for part in way.micro_batches(batch)]
     assert way.cut(rows) == parts
     for part in parts:
         some = rows_of(batch, torch.tensor(part))
-        through = some.input_ids.numel() if kind == "padded" else len(flatten(some, kind == "shared_prefix").rows)
+        through = some.input_ids.numel() if kind == "padded" else len(pack(some, kind == "shared_prefix").rows)
         assert way.size([rows[i] for i in part]) == through
 
 
@@ -144,15 +145,16 @@ def _prompt_lengths(batch: Batch) -> torch.Tensor:
 
 def make_learner(model: Any, **train: Any) -> Learner:
     rule: Any = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    return Learner(model, rule, MODEL, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train), OPTIM, METER)
+    settings = TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train)
+    return Learner(model, rule, MODEL, SAMPLING, settings, OPTIM, METER)
 
 
 @pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
 def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
     batch = make_batch(UNEVEN)
     plain, other = small_model(), small_model()
-    expected = make_learner(plain).update(batch, 1.0, 9, 0)
-    found = make_learner(other, **train).update(batch, 1.0, 9, 0)
+    expected = make_learner(plain).update(batch, 0)
+    found = make_learner(other, **train).update(batch, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
@@ -170,7 +172,7 @@ def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest
     model = small_model()
     before = [weight.clone() for weight in model.parameters()]
     with pytest.raises(UserError, match="does not give what padded rows give .* set both to false"):
-        make_learner(model, shared_prefix=True).update(make_batch(UNEVEN), 1.0, 9, 0)
+        make_learner(model, shared_prefix=True).update(make_batch(UNEVEN), 0)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
@@ -179,11 +181,10 @@ def test_rounding_of_the_old_policy_is_no_difference_between_the_ways() -> None:
     gspo: Any = partial(loss.gspo, clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="sequence")
     model, batch = small_model(), make_batch(UNEVEN)
     half = replace(MODEL, autocast="bfloat16")
-    learner = Learner(
-        model, gspo, half, TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, shared_prefix=True), OPTIM, METER
-    )
-    old = learner.logprobs(model, batch, 1.0)
-    assert learner.update(replace(batch, policy_logprobs=old), 1.0, 9, 0).fault is None
+    train = TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, shared_prefix=True)
+    learner = Learner(model, gspo, half, SAMPLING, train, OPTIM, METER)
+    old = learner.logprobs(model, batch)
+    assert learner.update(replace(batch, policy_logprobs=old), 0).fault is None
 
 
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:

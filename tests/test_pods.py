@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def gradients(model: Any) -> list[torch.Tensor]:
 def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients as the learner makes them."""
     model, total = small_model(), 0.0
-    batch = collate([s.kept for s in selected], [s.advantages for s in selected], pad_token_id=0)
+    advantages = torch.cat([s.advantages for s in selected])
+    batch = replace(collate([s.kept for s in selected], pad_token_id=0), advantages=advantages)
     for rows in micro_batches(batch, micro_batch_tokens):
         part = rows_of(batch, rows)
         logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)

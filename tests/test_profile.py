@@ -26,7 +26,6 @@ from grpo_cli.meter import WallMeter, spans_around
 from grpo_cli.profile import compare
 from grpo_cli.profile.findings import SCHEMA, read
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, lognormal
-from grpo_cli.profile.jobs import combinations
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
 
@@ -79,7 +78,7 @@ def test_the_pass_that_dropout_costs_is_predicted_too():
 
 
 def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("grpo_cli.profile.command.Trainer", None)
+    monkeypatch.setattr("grpo_cli.profile.command.Step", None)
     shape = ["model=qwen2_5_3b", "model.architecture.num_hidden_layers=1"]
     words = [*shape, "sampler=infinite", "sampler.slots=2", "profile.fit=2GB", "eval.every=0"]
     found, _ = profile("profile.plan_only=true", *words)
@@ -138,15 +137,27 @@ def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
     assert list(kv.cells) == ["4.0 MiB\n(1.00)", "1.0 MiB\n(0.25)"]
 
 
-def test_every_combination_of_a_sweep_is_a_job_with_all_its_overrides():
-    jobs = combinations(["seed=1", "sampler=full,infinite", "+sampler.x='a,b'", "n=range(2,4)"])
-    assert [name for name, _ in jobs] == [f"sampler={s} n={n}" for s in ("full", "infinite") for n in (2, 3)]
-    assert all(words[0] == "seed=1" and words[2] == "+sampler.x='a,b'" for _, words in jobs)
+@pytest.mark.slow
+def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
+    words = [*SMALL[:1], *SMALL[2:], "eval.every=0", "n=4,5,6", "m=5", "profile.plan_only=true", "hydra.sweep.dir=s"]
+    told = grpo("profile", "-m", *words)
+    assert told.exit_code == 2, "a combination that cannot be profiled is missing in the table"
+    assert "job 0  n=4: skipped  m=5 must not be more than n=4" in told.stdout
+    assert "3 jobs: 2 done, 1 skipped" in told.stdout
+    rows = json.loads(Path("s/comparison.json").read_text())
+    assert [row["name"] for row in rows] == ["n=5", "n=6"]
+    peaks = [json.loads(Path("s", job, "summary.json").read_text())["peak_bytes"] for job in "12"]
+    assert [row["peak_bytes"] for row in rows] == peaks
+    Path("s/1/summary.json").unlink()
+    Path("s/1/status.json").write_text(Path("s/1/status.json").read_text().replace('"done"', '"failed"'))
+    again = grpo("profile", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert again.stdout.count("running") == 1
+    assert [row["name"] for row in json.loads(Path("s/comparison.json").read_text())] == ["n=5", "n=6"]
 
 
 def test_a_picture_of_a_sweep_is_drawn_without_a_display(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    rows = [compare.Row(f"n={n}", 1.0, 5.0, 9.0, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)]
+    rows = [compare.ProfileRow(f"n={n}", 1.0, 5.0, 9.0, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)]
     compare.draw(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -214,21 +225,21 @@ def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPa
     requests, short, said = some_requests(prompts=1, n=12), Short(most=4), list[str]()
     monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
     engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=lambda text: None)
-    fresh = engine.state()
+    fresh = engine.state_dict()
     list(engine.generate(requests))
-    torch.save(dict(engine.state()), tmp_path / "state.pt")
+    torch.save(dict(engine.state_dict()), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
-    resumed.load_state(state)
+    resumed.load_state_dict(state)
     short.asked.clear()
     list(resumed.generate(requests))
     assert short.asked[0] == 3 and "at most 3 slots" in said[0] and len(said) == 1
-    assert resumed.state()["most_slots"] == 3
+    assert resumed.state_dict()["most_slots"] == 3
     # Nothing was ever too much, it was not yet written down, or the run is no longer to make do with fewer.
     before = {name: value for name, value in state.items() if name != "most_slots"}
     for given, on_oom in ((fresh, "halve"), (before, "halve"), (state, "fail")):
         other = make_engine(small_model(), sampler=Full(on_oom=on_oom), warn=said.append)
-        other.load_state(given)
+        other.load_state_dict(given)
         short.asked.clear()
         with pytest.raises(torch.OutOfMemoryError) if on_oom == "fail" else nullcontext():
             list(other.generate(requests))

@@ -10,17 +10,18 @@ import torch
 from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
+from grpo_cli.engine.eviction import Dense, SnapKv
+from grpo_cli.engine.fullest import fullest
 from grpo_cli.engine.predict import PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
-from grpo_cli.engine.sparsity import Dense, SnapKv
 from grpo_cli.learner.forward import Padded, PaddingFree, Row
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
-from grpo_cli.profile.estimate import KINDS, Passes, Plan, Predictor, total
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Work, fullest
+from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total
+from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
 
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
@@ -30,9 +31,9 @@ def fake_model(**config: Any) -> ShapeModel:
     return ShapeModel(lambda: small_model(**config), "none")
 
 
-def work_of(requests: Any, n: int, tokens: int) -> Work:
+def work_of(requests: Any, n: int, tokens: int) -> Workload:
     prompts = tuple({request.prompt.id: request.prompt for request in requests}.values())
-    return Work(prompts, n, tokens, (tokens,) * len(requests))
+    return Workload(prompts, n, tokens, (tokens,) * len(requests))
 
 
 def test_what_is_alive_is_counted_by_what_it_is_for():
@@ -109,7 +110,7 @@ def test_quantised_are_the_linear_layers_but_the_head():
     assert whole - four_bits == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64) * (4 - 0.5)
 
 
-WAYS = [Padded(10_000, 32), PaddingFree(10_000, 32, False), PaddingFree(10_000, 32, True)]
+WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=repr)
@@ -119,11 +120,11 @@ def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any):
     rows = tuple(Row(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
     way.prepare(model)
     with Allocations(model) as allocations:
-        values = way.logprobs(model.train(), batch, 1.0)
+        values = way.logprobs(model.train(), batch)
         real = [allocations.take_peak()]
         values.sum().backward()
         real.append(allocations.take_peak())
-    for found, predicted in zip(real, fake_model().train_pass(way, rows, 1.0, False), strict=True):
+    for found, predicted in zip(real, fake_model().train_pass(way, rows, False), strict=True):
         # Attention of fake tensors lays its results out differently, which costs or saves a copy.
         assert total(predicted) == pytest.approx(total(found), rel=0.05)
         assert predicted.get(LOGITS, 0) == found.get(LOGITS, 0)
@@ -134,15 +135,16 @@ def test_a_model_of_any_size_has_shapes_and_no_memory():
     assert model.weights > 60 * 2**30
 
 
-def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> Plan:
+def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:
     sampler = Full() if slots is None else Infinite(slots=slots)
     passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
-    return Plan(work_of(requests, n, 30), m, EngineShape(sampler, Dense(), 0), None, Padded(tokens, 64), 1.0, 1, passes)
+    engine, forward = EngineShape(sampler, Dense(), 0), Padded(tokens, 64, 1.0)
+    return StepShape(work_of(requests, n, 30), m, engine, None, forward, 1, passes)
 
 
 def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     model = fake_model()
-    found = Predictor(model, optimizer=11, other=7).predict(plan(some_requests(prompts=2, n=4), 4, 4)).phases
+    found = Estimator(model, optimizer=11, other=7).predict(plan(some_requests(prompts=2, n=4), 4, 4)).phases
     assert {(sizes["optimizer"], sizes["other"], sizes["weights"]) for sizes in found.values()} == {
         (11, 7, model.weights)
     }
@@ -152,7 +154,7 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
 
 def test_on_a_cpu_every_phase_keeps_the_activations_of_the_fullest():
     given = plan(some_requests(prompts=2, n=4), 4, 4)
-    freed, kept = (Predictor(fake_model(), 0, 0, stays).predict(given).phases for stays in (False, True))
+    freed, kept = (Estimator(fake_model(), 0, 0, stays).predict(given).phases for stays in (False, True))
     most = max(sizes.get(ACTIVATIONS, 0) for sizes in freed.values())
     assert {sizes[ACTIVATIONS] for sizes in kept.values()} == {most}
     for phase, sizes in kept.items():
@@ -160,19 +162,19 @@ def test_on_a_cpu_every_phase_keeps_the_activations_of_the_fullest():
 
 
 def test_where_everything_fits_there_is_no_largest_value():
-    found = Predictor(fake_model(), 0, 0).largest(plan(some_requests(prompts=1, n=2), 2, 2), 10**15)
+    found = Estimator(fake_model(), 0, 0).largest(plan(some_requests(prompts=1, n=2), 2, 2), 10**15)
     assert found == {"n": 0, "sampler.slots": 0, "train.micro_batch_tokens": 0}
 
 
 def test_a_larger_group_of_which_few_are_kept_is_still_of_which_few_are_kept():
-    predictor, requests = Predictor(fake_model(), 0, 0), some_requests(prompts=1, n=8)
+    estimator, requests = Estimator(fake_model(), 0, 0), some_requests(prompts=1, n=8)
     kept, whole = plan(requests, 8, 2, slots=4, tokens=10_000), plan(requests, 8, 8, slots=4, tokens=10_000)
-    room = int(predictor.predict(whole).peak * 1.5)
-    assert predictor.largest(kept, room)["n"] == 0 and predictor.largest(whole, room)["n"] not in (0, None)
+    room = int(estimator.predict(whole).peak * 1.5)
+    assert estimator.largest(kept, room)["n"] == 0 and estimator.largest(whole, room)["n"] not in (0, None)
 
 
-def _predicted(given: Plan, phase: str) -> int:
-    return total(Predictor(fake_model(), 0, 0).predict(given).phases[phase])
+def _predicted(given: StepShape, phase: str) -> int:
+    return total(Estimator(fake_model(), 0, 0).predict(given).phases[phase])
 
 
 def test_a_minibatch_takes_what_its_own_rollouts_take():
@@ -192,7 +194,7 @@ def test_the_policy_goes_over_all_rollouts_or_over_the_kept_ones():
 @pytest.mark.parametrize("tokens", [1, 200])
 def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: int):
     exam = work_of(some_requests(prompts=3, n=8), 8, tokens)
-    given = replace(plan(some_requests(prompts=1, n=2), 2, 2), exam=exam)
+    given = replace(plan(some_requests(prompts=1, n=2), 2, 2), evaluation=exam)
     assert given.engine is not None
     beginning, going_on = (total(sizes) for sizes in fake_model().rollouts(exam, given.engine))
     assert (beginning > going_on) == (tokens == 1), "both cases are tried"
@@ -202,21 +204,23 @@ def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: 
 def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
     requests = some_requests(prompts=1, n=6)
     work = replace(work_of(requests, 6, 30), lengths=(5, 5, 30, 20, 10, 5))
-    way = PaddingFree(len(requests[0].prompt.token_ids) + 30, 64, False)  # two rows at most, or the longest by itself
-    given = replace(plan(requests, 6, 6), rollouts=work, way=way)
+    way = PaddingFree(
+        len(requests[0].prompt.token_ids) + 30, 64, 1.0, False
+    )  # two rows at most, or the longest by itself
+    given = replace(plan(requests, 6, 6), rollouts=work, forward=way)
     rows = [Row(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
     model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]
     assert len({way.size(part) for part in parts[1:]}) > 1
-    passes = [model.train_pass(way, part, 1.0, place > 0) for place, part in enumerate(parts)]
+    passes = [model.train_pass(way, part, place > 0) for place, part in enumerate(parts)]
     for phase, sizes in zip(("forward", "backward"), zip(*passes, strict=True), strict=True):
         assert _predicted(given, phase) == model.weights + max(map(total, sizes))
 
 
 def test_of_another_engine_only_the_update_is_predicted():
     given = replace(plan(some_requests(prompts=2, n=8), 8, 8), engine=None)
-    predictor = Predictor(fake_model(), optimizer=0, other=0)
-    assert set(predictor.predict(given).phases) == {"forward", "backward", "optimizer"}
-    assert set(predictor.largest(given, 10**9)) == {"n", "train.micro_batch_tokens"}
+    estimator = Estimator(fake_model(), optimizer=0, other=0)
+    assert set(estimator.predict(given).phases) == {"forward", "backward", "optimizer"}
+    assert set(estimator.largest(given, 10**9)) == {"n", "train.micro_batch_tokens"}
 
 
 def _optim(**words: Any) -> OptimSettings:
@@ -242,22 +246,22 @@ def test_an_optimizer_is_predicted_to_hold_what_it_then_holds():
 
 
 def test_fewer_slots_take_less_and_larger_groups_more():
-    predictor = Predictor(fake_model(), optimizer=0, other=0)
-    small = predictor.predict(plan(some_requests(prompts=2, n=4), 4, 4)).phases["decode"]
-    large = predictor.predict(plan(some_requests(prompts=2, n=16), 16, 4)).phases["decode"]
-    slotted = predictor.predict(plan(some_requests(prompts=2, n=16), 16, 4, slots=4)).phases["decode"]
+    estimator = Estimator(fake_model(), optimizer=0, other=0)
+    small = estimator.predict(plan(some_requests(prompts=2, n=4), 4, 4)).phases["decode"]
+    large = estimator.predict(plan(some_requests(prompts=2, n=16), 16, 4)).phases["decode"]
+    slotted = estimator.predict(plan(some_requests(prompts=2, n=16), 16, 4, slots=4)).phases["decode"]
     assert total(slotted) < total(small) < total(large)
 
 
 def test_the_largest_values_fit_and_twice_as_much_does_not():
-    predictor, given = Predictor(fake_model(), optimizer=0, other=0), plan(some_requests(prompts=2, n=8), 8, 8)
-    room = predictor.predict(given).peak * 2
-    largest = predictor.largest(given, room)
+    estimator, given = Estimator(fake_model(), optimizer=0, other=0), plan(some_requests(prompts=2, n=8), 8, 8)
+    room = estimator.predict(given).peak * 2
+    largest = estimator.largest(given, room)
     assert largest["n"] is not None and largest["n"] >= 8
     bigger = plan(some_requests(prompts=2, n=2 * largest["n"] + 2), 2 * largest["n"] + 2, 2 * largest["n"] + 2)
     fitting = plan(some_requests(prompts=2, n=largest["n"]), largest["n"], largest["n"])
-    assert predictor.predict(fitting).peak <= room < predictor.predict(bigger).peak
-    assert predictor.largest(given, 1000) == dict.fromkeys(largest)
+    assert estimator.predict(fitting).peak <= room < estimator.predict(bigger).peak
+    assert estimator.largest(given, 1000) == dict.fromkeys(largest)
 
 
 def test_where_slots_are_refilled_they_stay_full_to_the_longest():

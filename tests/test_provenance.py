@@ -75,6 +75,10 @@ def test_without_git_without_commits_and_with_a_git_that_hangs_there_is_no_commi
     assert checkout_state(repository) == (None, None)
 
 
+def test_the_code_that_is_asked_about_is_the_whole_package() -> None:
+    assert (provenance.SOURCE / "grpo_cli" / "runs" / "provenance.py").samefile(provenance.__file__)
+
+
 def test_versions_are_those_of_the_libraries_that_are_loaded() -> None:
     code = code_version()
     assert (code.grpo_cli, code.torch, code.transformers) == (__version__, torch.__version__, transformers.__version__)

@@ -183,10 +183,10 @@ def test_more_arms_than_colours_and_runs_without_numbers_can_be_drawn(tmp_path, 
 def test_the_legend_names_the_highest_and_counts_the_rest():
     pytest.importorskip("matplotlib")
     from grpo_cli.report.curves import AXES, Curve
-    from grpo_cli.report.plots import Line, accuracy_figure
+    from grpo_cli.report.plots import ArmLine, accuracy_figure
 
-    def line(i: int) -> Line:
-        return Line(f"_n=${i}", [Curve((0, 1), (0.5, i / 20), {axis: (0.0, 1.0) for axis in AXES})])
+    def line(i: int) -> ArmLine:
+        return ArmLine(f"_n=${i}", [Curve((0, 1), (0.5, i / 20), {axis: (0.0, 1.0) for axis in AXES})])
 
     figure = accuracy_figure({"": [line(i) for i in range(12)]}, {"step": "steps"}, {"": 0.5}, "accuracy")
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -285,3 +285,27 @@ def test_the_benchmark_s_runs_are_runs(tmp_path):
     told = json.loads((out / "report.json").read_text())
     assert (told["columns"], told["arms"][0]["runs"][0]["curve"]["steps"]) == (["downsample"], [0, 20, 40])
     assert told["arms"][0]["runs"][0]["notes"] == []
+
+
+def test_the_page_has_the_best_and_the_worst_rollouts_of_each_run_s_last_step(tmp_path, without_matplotlib):
+    run = leave(tmp_path / "runs" / "0")
+    long = "y" * 5000
+    named = {"prompt_id": HOSTILE, "prompt": HOSTILE, "answer": "4", "parts": {}, "length": 9, "finish": "eos"}
+    texts = ["of another step", HOSTILE, "second", "neither good nor bad", "fourth", long]
+    rows = [
+        {"step": min(i, 1), "sample": i, "reply": text, "reward": -float(i), "kept": i == 1, **named}
+        for i, text in enumerate(texts)
+    ]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    leave(tmp_path / "runs" / "1")
+    _, out = reported(tmp_path / "runs")
+    html = (out / "report.html").read_text()
+    page = Page(html)
+    assert "0: 4 of the 5 recorded of step 1" in page.text and page.tags.count("details") == 1
+    assert {"script", "img"} & set(page.tags) == set() and "\x1b" not in html
+    readable = "<script>alert(1)</script><img src=http://example.org/x> [red]$a_b$ \\x1b[31m"
+    assert page.text.count(readable) == 5, "the prompt of four rollouts, and a reply"
+    assert "second" in page.text and "fourth" in page.text
+    assert "of another step" not in page.text and "neither good nor bad" not in page.text
+    assert "y" * 4000 + " [and 1000 more characters]" in page.text
+    assert "rollouts.jsonl: line 7 cannot be read" in page.text

@@ -9,8 +9,8 @@ import pytest
 
 WRITES = """
 import sys
-from grpo_cli import screen
-console = screen.console()
+from grpo_cli.tracking import terminal
+console = terminal.console()
 for line in range({lines}):
     console.print(line)
 print("went on", file=sys.stderr)

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import make_engine, small_model
+from small import FakeEngine, a_correction, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
 from grpo_cli import downsample, loss
 from grpo_cli.correction import Correct
-from grpo_cli.runs.checkpoint import find_checkpoint
+from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
-from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
 
-TIS = Correct(importance="token", is_threshold=2.0)
+TIS = a_correction(importance="token", is_threshold=2.0)
 
 
 def quiet(settings: RunSettings, **changes: Any) -> RunSettings:
@@ -58,7 +58,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("m", [2, 4])
-@pytest.mark.parametrize("correction", [Correct(), TIS, SPARSE_RL], ids=["none", "tis", "sparse_rl"])
+@pytest.mark.parametrize("correction", [a_correction(), TIS, SPARSE_RL], ids=["none", "tis", "sparse_rl"])
 def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
     tmp_path: Path, correction: Correct, m: int
 ) -> None:
@@ -82,7 +82,7 @@ def test_an_update_that_was_skipped_has_not_moved_the_learner(tmp_path: Path) ->
     assert [batch.policy_logprobs is None for batch in spy.batches] == [True, True, False]
 
 
-@pytest.mark.parametrize("correction", [Correct(), TIS], ids=["none", "tis"])
+@pytest.mark.parametrize("correction", [a_correction(), TIS], ids=["none", "tis"])
 def test_rounding_between_two_passes_clips_nothing(tmp_path: Path, correction: Correct) -> None:
     """GSPO's clip is narrower than bfloat16's rounding, by which the correction's pass and the learner's differ."""
     gspo = partial(loss.gspo, clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="sequence")
@@ -143,7 +143,7 @@ def test_the_weights_and_the_mask_of_a_correction_reach_the_loss(tmp_path: Path)
     """The sampler is off by e^0.5 at the first token, so that xi is e^-0.5 there; for the third sample it is e^2."""
     spy, model = Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: -2.0 if rollout.request.sample == 2 else 0.5)
-    parts: dict[str, Any] = dict(correction=Correct(importance="token", is_threshold=1.5, mask_high=3.0))
+    parts: dict[str, Any] = dict(correction=a_correction(importance="token", is_threshold=1.5, mask_high=3.0))
     parts |= dict(engine=engine, loss=spy, advantage=sample_numbers)
     make_trainer(quiet(settings_for(tmp_path, steps=1)), model=model, **parts).fit()
     (batch,) = spy.batches
@@ -157,7 +157,56 @@ def test_the_weights_and_the_mask_of_a_correction_reach_the_loss(tmp_path: Path)
     torch.testing.assert_close(rest, torch.ones_like(rest), atol=1e-3, rtol=0)
 
 
-class Asked:
+class Counted:
+    """A correction that notes how many rollouts it is asked about."""
+
+    def __init__(self, inner: Correct) -> None:
+        self._inner = inner
+        self.needs_policy_logprobs, self.rejects = inner.needs_policy_logprobs, inner.rejects
+        self.count_rejected = inner.count_rejected
+        self.asked: list[int] = []
+
+    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:
+        self.asked.append(len(mask))
+        return self._inner(sampler, policy, mask)
+
+
+@pytest.mark.parametrize(
+    ("inner", "m", "asked", "passes", "name", "lowest"),
+    [
+        (a_correction(), 4, 12, [], "mismatch", -1.0),
+        (a_correction(), 2, 6, [], "mismatch_trained", -0.5),
+        (TIS, 4, 12, [12], "mismatch", -1.0),
+        (TIS, 2, 6, [6], "mismatch_trained", -0.5),
+        (SPARSE_RL, 4, 12, [12], "mismatch", -1.0),
+        (SPARSE_RL, 2, 12, [12], "mismatch", -1.0),
+    ],
+    ids=["none", "none, m=2", "tis", "tis, m=2", "sparse_rl", "sparse_rl, m=2"],
+)
+def test_a_correction_is_asked_once_and_the_mismatch_named_by_the_rollouts_that_it_is_of(
+    tmp_path: Path, inner: Correct, m: int, asked: int, passes: list[int], name: str, lowest: float
+) -> None:
+    """xi is e^-1 at the first token of sample 0 and e^-0.5 at that of sample 1, and 1 elsewhere. No pass is made over
+    rollouts that are not trained on, unless the correction may reject, and none at all to measure."""
+    model, recorder, spy, correction = small_model(), Recorder(), Spy(), Counted(inner)
+    engine = with_sampler_off_by(model, lambda rollout: {0: 1.0, 1: 0.5}.get(rollout.request.sample, 0.0))
+    parts: dict[str, Any] = dict(engine=engine, correction=correction, loss=spy, trackers=(recorder,))
+    parts["downsample"] = lambda group, keep, rng: [1, 3]
+    trainer = make_trainer(quiet(settings_for(tmp_path, steps=1), m=m), model=copy.deepcopy(model), **parts)
+    made, exact = list[int](), trainer._learner.logprobs
+    trainer._learner.logprobs = lambda *given: made.append(len(given[1])) or exact(*given)  # type: ignore[func-returns-value, method-assign]
+    trainer.fit()
+    metrics, (batch,) = recorder.records[1].metrics, spy.batches
+    assert (correction.asked, made) == ([asked], passes)
+    assert {metric.partition("/")[0] for metric in metrics if metric.startswith("mismatch")} == {name}
+    assert metrics[f"{name}/ratio_min"] == pytest.approx(np.exp(lowest), abs=1e-3)
+    first = batch.response_mask.int().argmax(dim=1)[:, None]
+    off = (batch.sampler_logprobs - said_by(model, batch, 1.0)).gather(1, first)[:, 0]
+    shifts = [1.0, 0.5, 0.0, 0.0] if m == 4 else [0.5, 0.0]
+    assert sorted(off.tolist()) == pytest.approx(sorted(shifts * 3), abs=1e-4)
+
+
+class Asked(FakeEngine):
     """An engine that notes what it is asked for, and in which precision."""
 
     def __init__(self, model: Any, state: Any = None) -> None:
@@ -178,10 +227,10 @@ class Asked:
     def update_weights(self) -> None:
         self.told += 1
 
-    def state(self) -> Any:
+    def state_dict(self) -> Any:
         return {"remembered": self.remembered}
 
-    def load_state(self, state: Any) -> None:
+    def load_state_dict(self, state: Any) -> None:
         self.remembered = state["remembered"]
 
 

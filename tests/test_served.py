@@ -11,11 +11,11 @@ import torch
 from small import small_model
 
 from grpo_cli.engine.admission import Work
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.served import Served
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.weights import merged_weights

@@ -14,16 +14,15 @@ from small import contents, make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_cli import experiment
 from grpo_cli.cli import arguments
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.engine.keeper import Keeper, Tally
 from grpo_cli.engine.predict import NoPredictor, PrefixHead
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Lpt
-from grpo_cli.engine.sparsity import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.types import Request, Rollout
 
 HEADS, LAYERS = 2, 2  # of small_model, key-value heads
@@ -345,7 +344,7 @@ def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pyt
     """The run's own settings of the group once came after the choice, and quietly undid it."""
     rest = ["sparsity=rkv", "++model.path='/run'", "++seed=3"]
     of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
-    monkeypatch.setattr(experiment, "checkpoint_overrides", lambda place: of_the_run)
+    monkeypatch.setattr(arguments, "checkpoint_overrides", lambda place: of_the_run)
     after = arguments.after_those_of_the_run
     assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "checkpoint=r", "sparsity=dense"]
     assert after("checkpoint", ["checkpoint=r", "model=hf"])[:3] == rest, (

@@ -17,11 +17,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
-from grpo_cli.sweep import launcher
-from grpo_cli.sweep.launcher import gpus_listed, places, visible_gpus
+from grpo_cli.sweep import launcher, resume
+from grpo_cli.sweep.gpus import gpus_listed, places, visible_gpus
 
 SMALL = [
     "train.prompts=1",
@@ -185,7 +186,7 @@ def test_the_exit_code_is_the_number_of_failed_jobs(
     result = grpo("train", "-m", "seed=13,1", "optim.lr=1e-3,1e-4,1e-5")
     assert result.exit_code == 3
     assert "6 jobs: 3 done, 3 failed" in result.stdout
-    monkeypatch.setattr(cli, "MOST_FAILED", 2)
+    monkeypatch.setattr(hydra_run, "MOST_FAILED", 2)
     assert grpo("train", "-m", "seed=13,13,13").exit_code == 2
 
 
@@ -260,7 +261,7 @@ def test_a_file_that_lists_no_sweep_is_named(tmp_path: Path) -> None:
     for text in ('{"flags": []}', '{"command": "train", "flags": [], "hydra": 3, "overrides": []}'):
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(UserError, match=r"sweep\.json lists no sweep"):
-            launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+            resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -307,10 +308,13 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 
 
 @pytest.mark.parametrize("sweeper", ["optuna", "basic"])
-def test_optuna_looks_for_the_greatest_accuracy_unless_told_otherwise(sweeper: str) -> None:
-    words = launcher.sweeper_words([f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=minimize"])
-    assert words[-1] == "hydra.sweeper.direction=minimize", "the last one counts"
-    assert ("hydra.sweeper.direction=maximize" in words) == (sweeper == "optuna")
+@pytest.mark.parametrize(("command", "direction"), [("train", "maximize"), ("profile", "minimize")])
+def test_optuna_looks_for_accuracy_or_for_a_low_peak_unless_told_otherwise(
+    sweeper: str, command: str, direction: str
+) -> None:
+    words = resume.sweeper_words(command, [f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=mine"])
+    assert words[-1] == "hydra.sweeper.direction=mine", "the last one counts"
+    assert (f"hydra.sweeper.direction={direction}" in words) == (sweeper == "optuna")
 
 
 @pytest.mark.filterwarnings("ignore")  # of Optuna's own imports
@@ -390,6 +394,6 @@ def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyP
 def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"command": "eval"}')
     with pytest.raises(UserError, match="is a sweep of grpo eval"):
-        launcher.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+        resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
     with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
-        launcher.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])
+        resume.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import make_engine, small_model
+from small import FakeEngine, a_correction, make_engine, small_model
 
 from grpo_cli import advantage, downsample, loss
 from grpo_cli.correction import Correct
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.errors import UserError
-from grpo_cli.interfaces import Task
+from grpo_cli.interfaces import Bench, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
-from grpo_cli.runs.checkpoint import find_checkpoint
+from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import (
     EvalSettings,
     ModelSettings,
@@ -34,7 +34,7 @@ from grpo_cli.settings import (
     Sampling,
     TrainSettings,
 )
-from grpo_cli.train import Parts, Trainer
+from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
 
@@ -107,23 +107,20 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
         model = type(small_model()).from_pretrained(checkpoint)
     model = model or small_model()
     engine = make_engine(model, sampler=parts.pop("sampler", Full()))
-    given: dict[str, Any] = dict(
-        model=model,
-        reference=None,
-        save_model=model.save_pretrained,
-        task=CountTask(),
-        engine=engine,
-        pad_token_id=0,
-        downsample=downsample.all_rollouts,
-        advantage=partial(advantage.grpo, stats_over="kept"),
-        correction=Correct(),
-        loss=GRPO,
-        trackers=(Recorder(),),
-        meter=NullMeter(),
-        say=lambda text: None,
-        warn=lambda text: None,
-    )
-    return Trainer(settings, Parts(**(given | parts)), Path(settings.run_dir), checkpoint)
+    bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
+    rules = Rules(downsample.all_rollouts, partial(advantage.grpo, stats_over="kept"), a_correction(), GRPO)
+    plain = Parts(bench, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
+    for name, value in parts.items():
+        if hasattr(rules, name):
+            plain = replace(plain, rules=replace(plain.rules, **{name: value}))
+        elif hasattr(bench, name):
+            plain = replace(plain, bench=replace(plain.bench, **{name: value}))
+        else:
+            plain = replace(plain, **{name: value})
+    return Trainer(settings, plain, checkpoint)
+
+
+def ignored(text: str) -> None: ...
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -192,7 +189,7 @@ def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path) -> N
 
 def test_with_several_updates_and_corrections_resuming_is_exact_too(tmp_path: Path) -> None:
     words: dict[str, Any] = dict(epochs=2, minibatches=2)
-    correct = Correct(importance="token", is_threshold=2.0)
+    correct = a_correction(importance="token", is_threshold=2.0)
     whole = final_weights(settings_for(tmp_path / "a", **words), correction=correct)
     make_trainer(settings_for(tmp_path / "b", steps=2, **words), correction=correct).fit()
     checkpoint = find_checkpoint(tmp_path / "b").path
@@ -276,8 +273,8 @@ def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
     """An engine whose log-probabilities are wrong by `shift`, as an engine's with evicted keys are."""
     engine = make_engine(model)
 
-    class Shifted:
-        stats, update_weights, state, load_state = engine.stats, engine.update_weights, engine.state, engine.load_state
+    class Shifted(FakeEngine):
+        stats, state_dict = engine.stats, engine.state_dict
 
         def generate(self, requests: Any) -> Any:
             for rollout in engine.generate(requests):
@@ -287,7 +284,7 @@ def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
     return Shifted()
 
 
-SPARSE_RL = Correct(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
+SPARSE_RL = a_correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
 
 
 @pytest.mark.parametrize("m", [2, 4])
@@ -306,7 +303,7 @@ def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int
         assert not (e.kept and e.sample == 1)
 
 
-SEQUENCE_MASK = Correct(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
+SEQUENCE_MASK = a_correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 
 
 @pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])

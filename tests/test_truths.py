@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small import small_model
+from small import a_correction, small_model
 from typer.testing import CliRunner
 
 from grpo_cli import advantage, downsample, loss, metrics, rollout, select
 from grpo_cli.cli.main import app
-from grpo_cli.correction import Correct
 from grpo_cli.learner import batch, logprobs
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
 
 def a_group() -> ScoredGroup:
@@ -34,7 +34,7 @@ def a_group() -> ScoredGroup:
 
 
 def a_batch() -> Batch:
-    made = batch.collate([a_group()], [torch.tensor([1.0, -1.0, 0.5, 0.0])], 0)
+    made = replace(batch.collate([a_group()], 0), advantages=torch.tensor([1.0, -1.0, 0.5, 0.0]))
     old = made.sampler_logprobs - 0.1 * made.response_mask
     return dataclasses.replace(made, policy_logprobs=old, ref_logprobs=old.clone())
 
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         for how in loss.AGGREGATIONS
     },
     "correction": (
-        Correct(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
+        a_correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
         [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],
     ),
     "select": (
@@ -88,7 +88,10 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     ),
     "batch.rows_of": (batch.rows_of, [a_batch(), torch.tensor([0, 2])]),
     "batch.minibatches": (lambda b: batch.minibatches(b, 2, RNG), [a_batch()]),
-    "batch.corrected": (batch.corrected, [a_batch(), a_batch().weights, a_batch().response_mask]),
+    "batch.corrected": (
+        batch.corrected,
+        [a_batch(), Verdict(a_batch().weights, a_batch().response_mask, ("",) * 4, {})],
+    ),
     "rollout.group_rollouts": (rollout.group_rollouts, [[a_group().prompt], list(a_group().rollouts)]),
     "metrics.rollout_metrics": (metrics.rollout_metrics, [[a_group()]]),
     "logprobs": (

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm as vllm_engine
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.sparsity import Dense
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_model, load_tokenizer

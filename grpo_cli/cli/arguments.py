@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from grpo_cli.config.overrides import unquoted
 from grpo_cli.errors import UserError
 
 
 def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and that all of a file is evaluated if `task.path=` names it here, and nothing else is said.
+    """The arguments, with `task.eval_fraction=1` where `task.path=` names another file than the run's: all of it.
 
-    Training holds a share of its file out; that share alone is evaluated as long as the file is that of the run.
+    Of the file that a run was trained on, only the share is evaluated that was held out. What the arguments say of
+    `task.eval_path` or `task.eval_fraction` counts.
     """
+    from grpo_cli.config.overrides import unquoted
+
     given = [word.partition("=") for word in arguments if "=" in word]
     typed = {key: value for key, _, value in given}
     of_the_run = {key.lstrip("+"): unquoted(value) for key, _, value in given if key.startswith("++")}
@@ -24,10 +27,10 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
     if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
         return list(arguments)
-    from grpo_cli.config.choices import config_dir
+    from grpo_cli.config.choices import choices, keys_of
 
-    choice = config_dir() / "task" / f"{typed.get('task', 'arithmetic')}.yaml"
-    if not choice.is_file() or "\neval_fraction:" not in choice.read_text(encoding="utf-8"):
+    task = typed.get("task", "arithmetic")
+    if task not in choices("task") or "eval_fraction" not in keys_of("task", task):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
 
@@ -45,22 +48,59 @@ def with_slots(arguments: Sequence[str]) -> list[str]:
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
+    from grpo_cli.config.overrides import unquoted
+
     flags, overrides = sorted_out(arguments)
     named = [unquoted(word.partition("=")[2]) for word in overrides if word.startswith(f"{key}=")]
     if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
         return list(arguments)
-    from grpo_cli import experiment
-
     if key == "checkpoint":
         # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
         chosen = {word.partition("=")[0] for word in overrides} - {"model"}
-        of_the_run = experiment.checkpoint_overrides(named[-1])
+        of_the_run = checkpoint_overrides(named[-1])
         taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
         return [*flags, *taken, *overrides]
     if {"-m", "--multirun"} & set(flags):
         raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
     own = [word for word in overrides if not word.startswith("resume=")]
-    return [*flags, *experiment.resume_overrides(named[-1]), *own]
+    return [*flags, *resume_overrides(named[-1]), *own]
+
+
+def checkpoint_overrides(place: str) -> list[str]:
+    """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights."""
+    from grpo_cli.config.overrides import overrides, overrides_of_run
+    from grpo_cli.model.adapters import BASE, base_of, has_adapters
+    from grpo_cli.runs.find import find_checkpoint
+    from grpo_cli.runs.layout import CONFIG
+
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
+    found = find_checkpoint(folder)
+    for reason in found.skipped:
+        print(f"passed over {reason}", file=sys.stderr)
+    if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
+        raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
+    weights = (found.path or folder).resolve()
+    run_dir = weights.parent.parent
+    of_the_run = overrides_of_run(run_dir) if (run_dir / CONFIG).is_file() else []
+    if not has_adapters(weights):
+        return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
+    words = {"model.adapter": str(weights), "model.random_init": False}
+    if not of_the_run or (weights / BASE).is_dir():
+        words |= {"model.path": base_of(weights)}
+    return [*of_the_run, *overrides(words)]
+
+
+def resume_overrides(place: str) -> list[str]:
+    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from."""
+    from grpo_cli.config.overrides import overrides, overrides_to_resume
+    from grpo_cli.runs.find import resolve_run
+    from grpo_cli.runs.layout import CHECKPOINTS
+
+    folder = resolve_run(place)
+    run_dir = folder if (folder / CHECKPOINTS).is_dir() else folder.parent.parent
+    return [*overrides_to_resume(run_dir), *overrides({"resume": str(folder)})]
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 
@@ -12,7 +11,7 @@ def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     Bash cuts words at `=`, so that `incomplete` is what follows it, and `words` ends with the group (and `=`, once
     something follows). Where only one group is left its choices are offered, so that no shell ends the word at `=`.
     """
-    from grpo_cli.config.choices import choices
+    from grpo_cli.config.choices import choices, groups_of
 
     groups = groups_of(command)
     before = [word for word in words if word != "="]
@@ -23,12 +22,3 @@ def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     if len(begun) == 1:
         return [word for choice in choices(begun[0]) if (word := f"{begun[0]}={choice}").startswith(incomplete)]
     return [f"{group}=" for group in begun]
-
-
-def groups_of(command: str) -> list[str]:
-    """The groups that a command's configuration chooses from."""
-    from grpo_cli.config.choices import config_dir
-
-    file = "train" if command == "profile" else command  # a profile is of a training run
-    text = (config_dir() / f"{file}.yaml").read_text(encoding="utf-8")
-    return re.findall(r"^  - (\w+): \w+$", text, flags=re.MULTILINE)

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, sorted_out, with_slots
+from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_slots
 from grpo_cli.cli.completion import offered
-from grpo_cli.cli.mistakes import explained
+from grpo_cli.cli.hydra_run import hand_over
+from grpo_cli.cli.mistakes import refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
+from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.tracking.terminal import outlive_the_reader
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from grpo_cli.settings import RunSettings
-    from grpo_cli.sweep.launcher import Sweep
-
-MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
+    from grpo_cli.sweep.resume import Sweep
 
 app = typer.Typer(
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
@@ -51,11 +51,24 @@ def _offer(ctx: Any, incomplete: str) -> list[str]:
     return offered(ctx.info_name or "", ctx.params.get("overrides") or (), incomplete)
 
 
+def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
+    """The page of a command, if that is asked for; with more of Hydra's flags it is Hydra's own."""
+    flags = {word for word in overrides or [] if word.startswith("-")}
+    if ctx.resilient_parsing or not {"--help", "-h"} & flags or flags - {"--help", "-h", "-m", "--multirun"}:
+        return overrides
+    from grpo_cli.cli.help import print_help
+
+    with refusals():
+        print_help(ctx.info_name or "", with_slots(overrides or []))
+    raise typer.Exit()
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[group=choice ...] [key=value ...]",
         autocompletion=_offer,
+        callback=_help,
         help="Hydra overrides and flags; `--help` after the command lists them.",
     ),
 ]
@@ -67,6 +80,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    outlive_the_reader()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -99,61 +113,61 @@ def grpo(
 @app.command(**_HANDS_OVER)
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
-    with _refusals():
+    with refusals():
         arguments = after_those_of_the_run("resume", with_slots(overrides or []))
-    _hand_over("train", arguments, _train, _checked, "final_accuracy")
+    hand_over("train", arguments, _train, _checked, "final_accuracy")
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
-    with _refusals():
+    with refusals():
         arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", overrides or []))
-    _hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
+    hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    arguments = with_slots(overrides or [])
-    sweeps = {"-m", "--multirun"} & set(arguments) and "--help" not in arguments
-    _profile_each(arguments) if sweeps else _hand_over("profile", arguments, _profile)
+    hand_over("profile", with_slots(overrides or []), _profile, _checked_profile, "peak_bytes", _compared)
 
 
-def _profile_each(arguments: Sequence[str]) -> None:
-    from hydra.errors import HydraException
-
+def _compared(sweep: Sweep) -> int:
+    """Show the profiles of a sweep side by side. Returns the exit code, 2 if one is missing."""
     from grpo_cli.profile.compare import compare
-    from grpo_cli.profile.jobs import run_each
 
-    flags, words = sorted_out([word for word in arguments if word not in ("-m", "--multirun")])
-    try:
-        root, jobs, failed = run_each(words, flags, typer.echo)
-        if jobs:
-            compare(jobs, root)
-    except (HydraException, UserError) as error:
-        _fail(error if isinstance(error, UserError) else explained(error, "profile", arguments))
-    if failed:
-        raise typer.Exit(2)
+    done = sweep.done()
+    if done:
+        assert sweep.folder is not None, "the launcher has written there"
+        compare([(job.label, job.folder) for job in done], sweep.folder)
+    return 0 if len(done) == len(sweep.jobs) else 2
 
 
-def _profile(cfg: DictConfig) -> Any:
+def _checked_profile(cfg: DictConfig) -> Any:
     from grpo_cli.config.check import check_profile
     from grpo_cli.config.compose import parse_profile
 
     settings = parse_profile(cfg)
     check_profile(settings)
+    return settings
+
+
+def _profile(cfg: DictConfig) -> Any:
+    settings = _checked_profile(cfg)
     from hydra.core.hydra_config import HydraConfig
     from rich.console import Console
 
     from grpo_cli.profile import command as profiling
     from grpo_cli.profile.show import show
+    from grpo_cli.runs.summary import write_summary
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
     show(found, Console())
-    typer.echo(f"all of it: {settings.run_dir}/profile.json")
-    return found.predicted.peak if found.measured is None else found.measured.peak_bytes
+    typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
+    peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
+    write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    return peak
 
 
 def _to_stderr(text: str) -> None:
@@ -183,8 +197,48 @@ def report(
     """Compare runs: a table here, pictures and one HTML page in a folder."""
     from grpo_cli.report.make import make
 
-    with _refusals():
+    with refusals():
         make(folders, out, target, metric)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or an evaluation.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Of which step. Default: the last.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only of the prompt with this id.", show_default=False)] = None,
+    kept: Annotated[
+        bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or only the others.")
+    ] = None,
+    best: Annotated[int, typer.Option(min=0, help="Only so many with the highest rewards.", show_default=False)] = 0,
+    worst: Annotated[int, typer.Option(min=0, help="Only so many with the lowest rewards.", show_default=False)] = 0,
+) -> None:
+    """Read a step's rollouts: prompts, completions, rewards, advantages, and why each was kept or not."""
+    from grpo_cli.cli.show import show_rollouts
+
+    with refusals():
+        show_rollouts(folder, step, prompt, kept, best, worst)
+
+
+@app.command("ls")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs, in it and below.")] = Path("outputs"),
+) -> None:
+    """List runs: how they ended or stand, what they were asked, and their accuracy; the newest first."""
+    from grpo_cli.cli.ls import list_runs as ls
+
+    with refusals():
+        ls(folder)
+
+
+@app.command()
+def explain(
+    words: Annotated[list[str], typer.Argument(help="A group, group=choice, setting or metric.", show_default=False)],
+) -> None:
+    """Say what a group, a choice, a setting or a metric is: sampler, loss=grpo, train.epochs, mismatch/kl."""
+    from grpo_cli.cli.explain import explain_each
+
+    with refusals():
+        explain_each(words)
 
 
 @app.command()
@@ -201,7 +255,7 @@ def merge(
     """Make one ordinary model of saved adapters and their base."""
     from grpo_cli.model.merge import merge as merge_adapters
 
-    with _refusals():
+    with refusals():
         merged = merge_adapters(checkpoint, folder, base, dtype)
     typer.echo(f"{folder} holds {merged} and its base as one model")
 
@@ -242,7 +296,7 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 
         if not is_out_of_memory(error):
             raise
-        from grpo_cli.profile.command import out_of_memory
+        from grpo_cli.profile.advice import out_of_memory
 
         raise out_of_memory(settings, error) from error
 
@@ -253,7 +307,7 @@ def _evaluate(cfg: DictConfig) -> Any:
 
     result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
-    typer.echo(f"every answer: {settings.run_dir}/samples.jsonl")
+    typer.echo(f"every answer: {settings.run_dir}/{SAMPLES}")
     return result.metrics["eval/accuracy"]
 
 
@@ -268,133 +322,3 @@ def _print_table(metrics: Mapping[str, float]) -> None:
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
             table.add_row(name.removeprefix("eval/"), f"{value:.3f}", interval)
     Console().print(table)
-
-
-def _hand_over(
-    command: str,
-    arguments: Sequence[str],
-    job: Callable[[DictConfig], Any],
-    check: Callable[[DictConfig], Any] = lambda cfg: None,
-    objective: str = "final_accuracy",
-) -> None:
-    """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
-
-    A sweeper optimises the `objective` in a run's `summary.json`.
-    """
-    from grpo_cli.sweep.launcher import sweep_of
-
-    with _refusals():
-        arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
-    called = _Called(job, sweep)
-    with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
-        _hydra(command, called)
-    if called.refused:
-        _fail(called.refused)
-    if sweep.outcomes:
-        _end(sweep, min(sweep.counts()["failed"], MOST_FAILED))
-
-
-def _hydra(command: str, task: _Called) -> None:
-    """Let Hydra read the command line, and compose a run or a sweep of it."""
-    import hydra
-    from omegaconf import OmegaConf
-
-    from grpo_cli.config.choices import config_dir
-
-    # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
-    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
-    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
-
-
-class _Called:
-    """What Hydra calls: the job, with a word on which one it is in a sweep, and a note of what became of it.
-
-    Our launcher calls nothing but starts processes: it needs only the `sweep`.
-    """
-
-    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep) -> None:
-        self.sweep = sweep
-        self.started = False
-        self.refused: UserError | None = None
-        self._job = job
-
-    def __call__(self, cfg: DictConfig) -> Any:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
-        self.started = True
-        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        if in_sweep:
-            typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
-        try:
-            return self._job(cfg)
-        except UserError as error:
-            if in_sweep:
-                raise
-            self.refused = error  # raised through Hydra, it would come with Hydra's own words
-            return None
-
-
-@contextmanager
-def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
-    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    sweep = called.sweep
-    try:
-        yield
-    except UserError as error:
-        _fail(error)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        if called.started or sweep.outcomes:
-            raise
-        _fail(explained(error, command, arguments))
-    except KeyboardInterrupt:
-        if not sweep.outcomes:
-            raise
-        _end(sweep, 130)
-    except ValueError:
-        if not sweep.outcomes or sweep.counts()["done"]:
-            raise  # without a single result a sweeper has no best one, and says so in its own way
-
-
-def _end(sweep: Sweep, code: int) -> NoReturn:
-    """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
-    typer.echo(sweep.told())
-    if sweep.counts()["skipped"] == len(sweep.outcomes):
-        reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
-        _fail("\n".join(["no combination can be run:", *reasons]))
-    raise typer.Exit(code)
-
-
-@contextmanager
-def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
-    argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
-    flags, overrides = sorted_out(arguments)
-    sys.argv = [f"grpo {command}", *flags, *overrides]
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, path
-        if full_error is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        _fail(error)
-
-
-def _fail(error: UserError | str) -> NoReturn:
-    typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(2)

@@ -7,7 +7,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+
+from grpo_cli.errors import UserError
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Ends the program with a UserError's message."""
+    try:
+        yield
+    except UserError as error:
+        fail(error)
+
+
+def fail(error: UserError | str) -> NoReturn:
+    """End the program as every mistake does: one message, and exit code 2."""
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(2)
 
 
 def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
@@ -37,15 +57,16 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
-    from grpo_cli.config.choices import choices, config_dir
+    from grpo_cli.config.choices import choices, keys_of
+    from grpo_cli.config.overrides import RENAMED
     from grpo_cli.errors import closest
 
+    if key in RENAMED:
+        return f"; it is called {RENAMED[key]}"
     group, _, word = key.partition(".")
-    if word and (config_dir() / group).is_dir():
-        files = {choice: config_dir() / group / f"{choice}.yaml" for choice in choices(group)}
-        having = [f"{group}={choice}" for choice, file in files.items() if f"\n{word}:" in file.read_text("utf-8")]
-        if having:
-            return f" of this {group}; it is one of {', '.join(having)}"
+    having = [choice for choice in choices(group) if group and word in _keys(keys_of(group, choice), "")]
+    if having:
+        return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
     return closest(key, _known_keys(command, arguments))
 
 

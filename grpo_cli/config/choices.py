@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import yaml
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
 EVAL_PARTS = ("task", *ENGINE_PARTS, "logger")
 TRAIN_PARTS = (*EVAL_PARTS, "correction", "downsample", "advantage", "loss")
@@ -18,6 +23,26 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
 
 
+def keys_of(group: str, choice: str) -> Mapping[str, Any]:
+    """A choice's keys and values as its file says them, with those of the files that it is based on."""
+    return {key: value for values in _files(f"{group}/{choice}") for key, value in values.items() if key != "defaults"}
+
+
+def groups_of(command: str) -> list[str]:
+    """The groups that a command's configuration chooses from."""
+    entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
+    return [group for entry in entries for group in entry if " " not in group]  # no `override hydra/launcher`
+
+
+def _files(name: str) -> Iterator[dict[str, Any]]:
+    """A file of `conf/`, unresolved, after those that its defaults list names without a group."""
+    values = yaml.load((config_dir() / f"{name}.yaml").read_text(encoding="utf-8"), _LOADER) or {}
+    for entry in values.get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _files(str(PurePosixPath("/", name).parent / entry.partition("@")[0])[1:])
+    yield values
+
+
 def choices(group: str) -> list[str]:
-    """The choices that `conf/` offers for a group."""
-    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+    """The choices that `conf/` offers for a group. A file whose name begins with `_` is what several are based on."""
+    return sorted(file.stem for file in (config_dir() / group).glob("*.yaml") if not file.stem.startswith("_"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,13 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
+from grpo_cli.config.overrides import RENAMED
 from grpo_cli.downsample import choose
 from grpo_cli.errors import UserError, closest
-from grpo_cli.interfaces import AdvantageFn, Correction, DownsampleRule, LossFn
+from grpo_cli.interfaces import Rules
+from grpo_cli.learner.batch import corrected
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals
+from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -34,7 +35,9 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     for word in words:
         if word not in signature.parameters and not takes_any:
             known = [key for key in signature.parameters if key not in offered]
-            raise UserError(f"{name}.{word}: {part['_target_']} takes no {word}{closest(word, known)}")
+            now = RENAMED.get(f"{name}.{word}")
+            meant = f"; it is called {now}" if now else closest(word, known)
+            raise UserError(f"{name}.{word}: {part['_target_']} takes no {word}{meant}")
     if part.get("_partial_"):
         return factory
     given = {key: value for key, value in offered.items() if key in signature.parameters and key not in words}
@@ -72,16 +75,6 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     return rule
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The functions between rewards and the loss."""
-
-    downsample: DownsampleRule
-    advantage: AdvantageFn
-    correction: Correction
-    loss: LossFn
-
-
 def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
     """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
     rules = Rules(
@@ -97,10 +90,12 @@ def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules
     _expect("advantage", advantages, (m,))
     logprobs = torch.full((m, 4), -1.0, requires_grad=True)
     batch = _made_up_batch(advantages, logprobs.detach())
-    weights, mask, _ = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
-    _expect("correction", weights, (m, 4))
-    _expect("correction", mask, (m, 4))
-    output = rules.loss(logprobs, replace(batch, weights=weights, loss_mask=mask), Totals(m, 3 * m, 3))
+    verdict = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
+    if not isinstance(verdict, Verdict) or len(verdict.reasons) != m:
+        raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
+    _expect("correction", verdict.weights, (m, 4))
+    _expect("correction", verdict.mask, (m, 4))
+    output = rules.loss(logprobs, corrected(batch, verdict), Totals(m, 3 * m, 3))
     _expect("loss", output.loss, ())
     if not output.loss.requires_grad:
         raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")

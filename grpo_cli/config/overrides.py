@@ -11,7 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.choices import EVAL_PARTS
 from grpo_cli.config.read import read
+from grpo_cli.runs import layout
 from grpo_cli.settings import ModelSettings
+
+# Keys that old run folders, and people, know by another name.
+RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
 
 
 def overrides_of_run(run_dir: Path) -> list[str]:
@@ -21,7 +25,7 @@ def overrides_of_run(run_dir: Path) -> list[str]:
     experiment nor a default that has changed since makes a difference. What a choice of ours is built by is the
     choice's own word: where that code stands now may not be where it stood when the run was made.
     """
-    config, hydra = (run_dir / ".hydra" / name for name in ("config.yaml", "hydra.yaml"))
+    config, hydra = run_dir / layout.CONFIG, run_dir / layout.HYDRA
     chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
     assert isinstance(run, DictConfig), "Hydra writes a mapping"
     groups = ("model", *EVAL_PARTS)
@@ -40,16 +44,23 @@ def overrides_of_run(run_dir: Path) -> list[str]:
 
 def overrides_to_resume(run_dir: Path) -> list[str]:
     """What a run was started with, and its folder: the same command again, going on in the same place."""
-    kept = run_dir / ".hydra" / "overrides.yaml"
+    kept = run_dir / layout.OVERRIDES
     started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
     assert isinstance(started_with, list), "Hydra keeps overrides in a list"
-    again = [str(word) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    again = [_renamed(str(word)) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
 
 
 def overrides(values: Mapping[str, Any]) -> list[str]:
     """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
+
+
+def _renamed(word: str) -> str:
+    """An override by the key that it has now."""
+    key, equals, value = word.partition("=")
+    plus = key[: len(key) - len(key.lstrip("+"))]
+    return plus + RENAMED.get(key.lstrip("+"), key.lstrip("+")) + equals + value
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from grpo_cli.model.anatomy import unwrapped
 class Prefilled:
     """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and what comes next.
 
-    `received`, if asked for, is the attention that each key was paid by its prompt's queries (see `eviction.h2o`).
+    `received`, if asked for, is the attention that each key was paid by its prompt's queries (see `eviction.H2o`).
     """
 
     keys: Tensor

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
@@ -19,7 +20,7 @@ from grpo_cli.engine.invariance import Invariance, invariance_of, told
 from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.engine.sparsity import Budget, Dense
+from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.stop import stop_of
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
@@ -120,57 +121,69 @@ class TorchEngine:
         )
 
     def _serve(self, requests: Seq[Request]) -> Iterator[tuple[int, Rollout]]:
-        """Rollouts with the place of their request. However it ends, `stats` says what it cost."""
+        """Rollouts with the place of their request, their lengths predicted where somebody orders by them. However it
+        ends, `stats` says what it cost."""
         self._stats = EngineStats()
-        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
-        given = (self._decoder, self._eos, self._sampler, self._sparsity, requests)
+        generation = self._generation(requests)
+        prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
+        try:
+            if probing:
+                # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then
+                # waits with its keys kept: the cost is those keys and a less than full last round; both are counted.
+                for sequence, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                    yield sequence.index, rollout
+                generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
+            predicting = probing or self._predictor.prefix_tokens == 0
+            if predicting:
+                self._predict(generation.waiting)
+            served: list[tuple[Sequence, Rollout]] = []
+            for sequence, rollout in generation.serve(self._scheduler):
+                served.append((sequence, rollout))
+                yield sequence.index, rollout
+            if predicting:
+                generation.details |= self._learn(served)
+            generation.details |= getattr(self._scheduler, "details", {})
+        finally:
+            self._stats = generation.stats()
+
+    def _generation(self, requests: Seq[Request]) -> Generation:
         # A prefix is only worth waiting for when somebody orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
-        generation = Generation(*given, CudaGraphs() if self._cuda_graph else None, stop, self._meter, prefix)
-        self._say_what_has_no_room(generation, prefix)
-        details: dict[str, float] = {}
-        try:
-            for sequence, rollout in self._predicting(generation, details):
-                yield sequence.index, rollout
-        finally:
-            self._stats = generation.stats(details)
+        generation = Generation(
+            self._decoder,
+            self._eos,
+            self._sampler,
+            self._sparsity,
+            requests,
+            capture=CudaGraphs() if self._cuda_graph else None,
+            stop=stop_of({request.sampling.stop for request in requests}, self._decode),
+            meter=self._meter,
+            prefix=prefix,
+        )
+        self._say_what_has_no_room(generation.sizes)
+        return generation
 
-    def _say_what_has_no_room(self, generation: Generation, prefix: int) -> None:
-        enough = generation.room.probes_with
+    def _say_what_has_no_room(self, sizes: Sizes) -> None:
+        enough = sizes.room.probes_with
         if not enough or self._said_no_room:
             return
         self._said_no_room = True
-        shape = generation.shape
         self._warn(
-            f"sampler.kv_budget has no room for {shape.requests} rollouts of {shape.prompts} prompts that wait after "
-            f"{prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without predicted lengths: "
-            f"give it {enough} bytes, or predictor=mean, which needs no such room"
+            f"sampler.kv_budget has no room for {sizes.kv.requests} rollouts of {sizes.kv.prompts} prompts that wait "
+            f"after {sizes.prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without "
+            f"predicted lengths: give it {enough} bytes, or predictor=mean, which needs no such room"
         )
-
-    def _predicting(self, generation: Generation, details: dict[str, float]) -> Iterator[tuple[Sequence, Rollout]]:
-        """Serve all, with lengths predicted where somebody orders by them; adds to `details`."""
-        prefix, probing = self._predictor.prefix_tokens, generation.room.probes
-        if probing:
-            # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then waits
-            # with its keys kept: the cost is those keys and a less than full last round, and both are counted.
-            yield from generation.serve(Fifo(), park_at=prefix + 1)
-            details["engine/probe_steps"] = float(generation.stats({}).decode_steps)
-        predicting = probing or prefix == 0
-        if predicting:
-            self._predict(generation.waiting)
-        served: list[tuple[Sequence, Rollout]] = []
-        for sequence, rollout in generation.serve(self._scheduler):
-            served.append((sequence, rollout))
-            yield sequence, rollout
-        if predicting and served:
-            taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
-            details |= self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
-        details |= getattr(self._scheduler, "details", {})
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
         predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None
         for sequence, length in zip(sequences, predicted or (), strict=predicted is not None):
             sequence.predicted = length
+
+    def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
+        if not served:
+            return {}
+        taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
+        return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
 
     def _check(self, requests: Seq[Request]) -> None:
         prompts: dict[str, Prompt] = {}
@@ -198,12 +211,12 @@ class TorchEngine:
     def update_weights(self) -> None:
         """The modules are the trainer's: there is nothing to do."""
 
-    def state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on bit for bit."""
         return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. With sampler.on_oom=fail, slots are what is asked for, halved before or not."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave. With sampler.on_oom=fail, slots are as asked for, halved before or not."""
         self._predictor.load_state(state["predictor"])
         most = state.get("most_slots")  # older checkpoints do not have it
         if most is not None and self._sampler.may_halve:

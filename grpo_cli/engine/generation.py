@@ -1,14 +1,14 @@
 """One call of `generate`: its slots, its prompts in flight, and the three beats that serve waiting sequences.
 
-plan      which waiting sequences enter the free slots; their prompts are prefilled if nobody did it before
-run       one batched forward, one drawn token per running row
+admit     whom the scheduler chooses enters a free slot; its prompt is prefilled if nobody did it before
+run       one batched forward pass, one drawn token per running row
 settle    rows that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -18,14 +18,16 @@ from torch import Tensor
 
 from grpo_cli.engine.cache import PromptPool
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Running, Scheduler
+from grpo_cli.engine.keeper import keeper_of
 from grpo_cli.engine.line import Line
 from grpo_cli.engine.padding import round_up
-from grpo_cli.engine.sampler import Capped, KvShape, Sampler
+from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.sequence import Sequence
+from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.slots import Slots
-from grpo_cli.engine.sparsity import Budget, Dense, Place
 from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.interfaces import Meter
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
@@ -37,8 +39,8 @@ PREFILL_TOKENS = 16_384
 class Generation:
     """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
 
-    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`). With `prefix`, everyone is to
-    make so many tokens before the rest is ordered: `room.probes` says whether it comes to that.
+    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`). `prefix` is that of `Sizes`.
+    `details` are named numbers to go with the cost.
     """
 
     def __init__(
@@ -53,52 +55,26 @@ class Generation:
         meter: Meter,
         prefix: int = 0,
     ) -> None:
-        self._decoder = decoder
-        self._stop = stop
-        self._stopped: set[int] = set()  # requests that a stop string has ended
+        self.decoder = decoder
+        self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix)
+        shape = self.sizes.slots
+        self.slots = Slots(shape, decoder.padding, self.sizes.max_new_tokens, keeper_of(sparsity, shape))
+        pool = (self.sizes.entries, self.sizes.most_entries, shape.prompt_width, decoder.vocabulary, shape.device)
+        self.prompts = PromptPool(shape.layout, *pool)
+        self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
+        self.details: dict[str, float] = {}
         self._fixed = capture is not None
         self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
-        self._span = meter.span
         self._refills = sampler.refills
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
-        self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
+        self._stop = stop
+        self._stopped: set[int] = set()  # requests that a stop string has ended
+        self._span = meter.span
         self._unfinished = Counter(request.prompt.id for request in requests)
-        layout = decoder.layout()
-        longest = max(request.sampling.max_new_tokens for request in requests)
-        most = max(len(request.prompt.token_ids) + request.sampling.max_new_tokens for request in requests)
-        padding, device, prompts = decoder.padding, decoder.device, len(self._unfinished)
-        capacity = round_up(sparsity.capacity(longest, most), padding.slot_tile)
-        longest_prompt = max(len(request.prompt.token_ids) for request in requests)
-        width = round_up(longest_prompt, padding.prompt_tile)
-        token_bytes = layout.bytes_per_token
-        # One token more is drawn than is fed; the latest key is written with the token that follows it.
-        parked = sparsity.capacity(prefix + 1, longest_prompt + prefix + 1) if prefix else 0
-        self.shape = KvShape(
-            len(requests), prompts, token_bytes * width, token_bytes * capacity, parked_bytes=token_bytes * parked
-        )
-        self.room = sampler.fit(self.shape)
-        count = self.room.slots
-        keeper = sparsity.keeper(Place(layout, count, capacity, width, decoder.group, decoder.scale, device))
-        self.slots = Slots(layout, count, capacity, padding, longest, keeper, device)
-        # After a prefix of everybody's all prompts are held. Else as many as slots, and no slot need ever stay empty:
-        # an entry that nobody runs for has somebody who waits.
-        entries = prompts if self.room.probes else min(prompts, count)
-        most_entries = entries if self.room.bounded else prompts
-        self._prompts = PromptPool(layout, entries, most_entries, width, decoder.vocabulary, device)
-        self._dense_bytes = token_bytes * count * round_up(Dense().capacity(longest, most), padding.slot_tile)
-        self._entry: dict[str, int] = {}
-        self._parked_bytes = 0
-        self._kv_peak = 0
-        self._steps = 0
-        self._row_steps = 0
-        self._generated = 0
-        self._prefilled = 0
-
-    @property
-    def prompts(self) -> PromptPool:
-        """The prompts in flight."""
-        return self._prompts
+        self._entry: dict[str, int] = {}  # of each prompt in the pool
+        self._parked_bytes = self._kv_peak = 0
+        self._steps = self._row_steps = self._generated = self._prefilled = 0
 
     def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
@@ -132,7 +108,7 @@ class Generation:
         def may_begin(sequence: Sequence) -> bool:
             name = sequence.request.prompt.id
             if name not in self._entry and name not in opening:
-                if len(opening) == self._prompts.left:
+                if len(opening) == self.prompts.left:
                     return False
                 opening.add(name)
             return True
@@ -150,13 +126,12 @@ class Generation:
         if not fresh:
             return []
         rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
-        ended = self.slots.record(rows, self._prompts.logits[entries], self._eos)
-        self.slots.count_tokens([slot for slot, _ in fresh])
+        ended = self.slots.record(rows, self.prompts.logits[entries], self._eos)
         return self._ended([fresh[row][0] for row in _true(ended)], [slot for slot, _ in fresh])
 
     def _note_kv(self) -> None:
         """To be called when prompts have come into the pool, and before less is parked."""
-        now = self.slots.kv.nbytes + self._prompts.take_peak() + self._parked_bytes
+        now = self.slots.kv.nbytes + self.prompts.take_peak() + self._parked_bytes
         self._kv_peak = max(self._kv_peak, now)
 
     def _prefill(self, sequences: Seq[Sequence]) -> None:
@@ -164,7 +139,7 @@ class Generation:
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self._entry}
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
-            widths.setdefault(round_up(len(prompt.token_ids), self._decoder.padding.prompt_tile), []).append(name)
+            widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)
         for width, names in widths.items():
             at_once = max(1, PREFILL_TOKENS // width)
             for start in range(0, len(names), at_once):
@@ -176,9 +151,9 @@ class Generation:
 
     def _prefill_together(self, names: Seq[str], prompts: Seq[Seq[int]]) -> None:
         keeper = self.slots.keeper
-        done = self._decoder.prefill(prompts, keeper.notes_prompts)
-        entries = [self._prompts.claim() for _ in names]
-        self._prompts.put(entries, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
+        done = self.decoder.prefill(prompts, keeper.notes_prompts)
+        entries = [self.prompts.claim() for _ in names]
+        self.prompts.put(entries, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
         if done.received is not None:
             keeper.prefilled(entries, done.received)
         self._entry.update(zip(names, entries, strict=True))
@@ -188,17 +163,16 @@ class Generation:
     def _run(self, park_at: int | None) -> list[int]:
         """One token for every running row. The one look at the device is the list of rows that ended."""
         running = self.slots.close_holes()
-        self.slots.make_room(running, self._prompts)
-        step_rows = self.slots.rows(running, self._prompts.entries if self._fixed else None)
-        hidden = self._step(step_rows, self.slots.kv, self._prompts, self.slots.keeper)[:running]
-        rows = torch.arange(running, device=self._eos.device)
-        ended = self.slots.record(rows, self._decoder.logits(hidden), self._eos)
-        self.slots.count_tokens(slice(0, running))
+        self.slots.make_room(running, self.prompts)
+        step_rows = self.slots.rows(running, self.prompts.entries if self._fixed else None)
+        hidden = self._step(step_rows, self.slots.kv, self.prompts, self.slots.keeper)[:running]
+        self.slots.advance(running)
+        ended = self.slots.record(slice(0, running), self.decoder.logits(hidden), self._eos)
         self._steps += 1
         self._row_steps += running
         done = self._ended(_true(ended), range(running))
         if park_at is not None:
-            self._park(np.flatnonzero(self.slots.host_generated[:running] == park_at), set(done), hidden)
+            self._park([slot for slot in self.slots.that_made(park_at) if slot not in done], hidden)
         return done
 
     def _ended(self, done: list[int], rows: Seq[int]) -> list[int]:
@@ -207,8 +181,7 @@ class Generation:
         self._stopped.update(s.index for row in hits if (s := self.slots.sequences[row]) is not None)
         return sorted({*done, *hits}) if hits else done
 
-    def _park(self, rows: np.ndarray, done: set[int], hidden: torch.Tensor) -> None:
-        slots = [slot for slot in rows.tolist() if slot not in done]
+    def _park(self, slots: Seq[int], hidden: Tensor) -> None:
         if not slots:
             return
         states = hidden[slots].float().cpu()
@@ -240,7 +213,7 @@ class Generation:
     def _leave_prompt(self, name: str) -> None:
         self._unfinished[name] -= 1
         if not self._unfinished[name]:
-            self._prompts.release(self._entry.pop(name))
+            self.prompts.release(self._entry.pop(name))
 
     def _running_views(self) -> list[Running]:
         return [
@@ -249,8 +222,8 @@ class Generation:
             if s is not None
         ]
 
-    def stats(self, details: Mapping[str, float]) -> EngineStats:
-        """What serving has cost so far; `details` are named numbers to go with it."""
+    def stats(self) -> EngineStats:
+        """What serving has cost so far."""
         capacity = self._steps * self.slots.count
         return EngineStats(
             decode_steps=self._steps,
@@ -259,15 +232,16 @@ class Generation:
             slots=self.slots.count,
             slot_utilisation=self._row_steps / capacity if capacity else 1.0,
             kv_peak_bytes=self._kv_peak,
-            details={**self._sparsity_details(), **details},
+            details={**self._sparsity_details(), **self.details},
         )
 
     def _sparsity_details(self) -> dict[str, float]:
         """What the keeper says of itself, and the share saved of the bytes that as many dense slots would take."""
         details = dict(self.slots.keeper.details())
         if details:
-            pool = self._prompts.store.nbytes
-            details["engine/kv_saving_allocated"] = 1 - (self.slots.kv.nbytes + pool) / (self._dense_bytes + pool)
+            pool = self.prompts.store.nbytes
+            dense = self.sizes.dense_bytes
+            details["engine/kv_saving_allocated"] = 1 - (self.slots.kv.nbytes + pool) / (dense + pool)
         return details
 
 

@@ -24,7 +24,7 @@ from grpo_cli.engine.cache import KvStore, PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.padding import Padding, unpadded
-from grpo_cli.engine.slots import prompt_table
+from grpo_cli.engine.slots import by_prompt
 
 # Numbers of rows that are tried: all small ones, where kernels change, and some large ones, where work is shared out
 # otherwise. Of a block of so many weights that the largest would take seconds, fewer.
@@ -169,9 +169,9 @@ class _Trial:
         lengths = torch.full((rows,), own_width - 1)
         lengths[place] = self.OWN
         of_prompt = np.arange(rows) % company.prompts
-        table, places, in_order = prompt_table(of_prompt, rows, None, self._padding.columns, device)
+        laid = by_prompt(of_prompt, rows, None, self._padding.columns, device)
         nothing = torch.zeros(rows, dtype=torch.long)
-        step = Rows(nothing, nothing, lengths, own_width, None, False, table, places, in_order)
+        step = Rows(nothing, nothing, lengths, own_width, None, False, laid.table, laid.place, laid.in_order)
         attention = StepAttention(step, slots, pool, self._decoder.group, self._decoder.scale, KeepAll())
         q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
         return attention(0, q, k, v)[place]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,38 +19,20 @@ from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
-from grpo_cli.engine.eviction import Candidates
+from grpo_cli.engine.eviction import Budget, Candidates, Dense
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """What is kept, as far as a keeper needs to know it; `sparsity.Budget` says what the words mean."""
+@dataclass(frozen=True)
+class SlotShape:
+    """What a keeper is made for: slots of some shape, and the model's attention."""
 
-    @property
-    def budget(self) -> int: ...
-    @property
-    def buffer(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def sinks(self) -> int: ...
-    @property
-    def protect_prompt(self) -> bool: ...
-    @property
-    def needs_queries(self) -> bool: ...
-    @property
-    def needs_received(self) -> bool: ...
-
-    def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
-        """The places of the candidates that stay, ascending; a row's first `sinks` candidates are among them."""
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """Told of every eviction. For tests and studies."""
-
-    def evicted(self, requests: Sequence[int], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
-        """`kept` counts over the candidates: `prompt` keys of the prompt, and then the response keys that were held."""
+    layout: KvLayout
+    slots: int
+    capacity: int
+    prompt_width: int
+    group: int  # queries per key-value head
+    scale: float
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -124,25 +105,14 @@ class Keeper:
     those of a few rows at a time: at most a layer's share of all slots.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        layout: KvLayout,
-        slots: int,
-        capacity: int,
-        prompt_width: int,
-        group: int,
-        scale: float,
-        observer: Observer | None,
-        device: torch.device,
-    ) -> None:
-        self._policy, self._scale, self._observer = policy, scale, observer
-        self._rows_at_once = max(1, slots // layout.layers)
-        evictable_width = 0 if policy.protect_prompt else prompt_width
-        self._queries = _Queries(layout, slots, group, policy.window, device) if policy.needs_queries else None
-        self._received = _Received(layout, slots, capacity, evictable_width, device) if policy.needs_received else None
+    def __init__(self, policy: Budget, shape: SlotShape) -> None:
+        self._policy, self._scale = policy, shape.scale
+        self._rows_at_once = max(1, shape.slots // shape.layout.layers)
+        self._queries = _Queries(shape, policy.window) if policy.needs_queries else None
+        evictable_width = 0 if policy.protect_prompt else shape.prompt_width
+        self._received = _Received(shape, evictable_width) if policy.needs_received else None
         self._watches = tuple(note for note in (self._queries, self._received) if note is not None)
-        self._prompt_kept = None if policy.protect_prompt else _PromptKept(layout, slots, device)
+        self._prompt_kept = None if policy.protect_prompt else _PromptKept(shape)
         self._notes = tuple(note for note in (*self._watches, self._prompt_kept) if note is not None)
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and those of a dense run
@@ -182,8 +152,8 @@ class Keeper:
     def due(self, tally: Tally) -> Iterator[Due]:
         """The rows that must be cut down before the next key comes.
 
-        Where the prompt's keys are candidates too, a prompt that fills the budget by itself is attended to in whole
-        until the row has made a window of its own: as in the releases, nothing is evicted without queries that follow.
+        Where the prompt's keys are candidates too and fill the budget by themselves, nothing is evicted before the row
+        has made `window` tokens: as in the releases, a score needs the queries of a row's own last `window` steps.
         """
         policy = self._policy
         evictable = np.zeros_like(tally.seen) if policy.protect_prompt else tally.seen
@@ -206,21 +176,20 @@ class Keeper:
         Returns how many prompt keys there are now in each slot, in the layer and head that has fewest.
         """
         self._evictions += len(due.rows)
-        prompt_kept: list[Tensor] = []
+        device, prompt_kept = slots.keys.device, list[Tensor]()
         for start in range(0, len(due.rows), self._rows_at_once):
             part = slice(start, start + self._rows_at_once)
-            device = slots.keys.device
             rows, sinks = torch.from_numpy(due.rows[part]).to(device), torch.from_numpy(due.sinks[part]).to(device)
-            shared = prompts.store, torch.tensor(entries[part], device=device), due.prompt
+            of_prompt = torch.tensor(entries[part], device=device)
             candidates = Candidates(
-                keys=_candidates(slots.keys, rows, due.own, shared[0].keys, *shared[1:]),
+                keys=_candidates(due, slots.keys, rows, prompts.store.keys, of_prompt),
                 window=self._policy.window,
                 scale=self._scale,
                 queries=None if self._queries is None else self._queries.of(rows),
-                received=None if self._received is None else self._received.of(rows, due.own, due.prompt),
+                received=None if self._received is None else self._received.of(rows, due),
             )
             kept = self._policy.choose(candidates, sinks)
-            values = _candidates(slots.values, rows, due.own, shared[0].values, *shared[1:])
+            values = _candidates(due, slots.values, rows, prompts.store.values, of_prompt)
             _write(slots.keys, rows, candidates.keys, kept)
             _write(slots.values, rows, values, kept)
             if self._received is not None and candidates.received is not None:
@@ -228,8 +197,8 @@ class Keeper:
             prompt_kept.append(
                 torch.zeros_like(rows) if self._prompt_kept is None else self._prompt_kept.keep(rows, due, kept)
             )
-            if self._observer is not None:
-                self._observer.evicted(requests[part], due.prompt, kept)
+            if self._policy.observer is not None:
+                self._policy.observer.evicted(requests[part], due.prompt, kept)
         return torch.cat(prompt_kept)
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
@@ -261,17 +230,21 @@ class Keeper:
         }
 
 
+def keeper_of(sparsity: Dense | Budget, shape: SlotShape) -> KeepAll | Keeper:
+    """What acts on it during one `generate`."""
+    return Keeper(sparsity, shape) if isinstance(sparsity, Budget) else KeepAll()
+
+
 def _candidates(
+    due: Due,
     store: Float[Tensor, "L S H C D"],
     rows: Int[Tensor, "R"],
-    own: int,
     prompts: Float[Tensor, "L E H P D"],
     entries: Int[Tensor, "R"],
-    prompt: int,
 ) -> Float[Tensor, "L R H T D"]:
     """A copy of what the rows hold, behind what they see of their prompts."""
-    mine = store[:, rows, :, :own]
-    return torch.cat([prompts[:, entries, :, :prompt], mine], dim=3) if prompt else mine
+    mine = store[:, rows, :, : due.own]
+    return torch.cat([prompts[:, entries, :, : due.prompt], mine], dim=3) if due.prompt else mine
 
 
 def _write(
@@ -287,8 +260,9 @@ def _write(
 class _PromptKept:
     """How many keys of its prompt each row holds in its slot; as order is kept, they are the first there."""
 
-    def __init__(self, layout: KvLayout, slots: int, device: torch.device) -> None:
-        self.store = torch.zeros(layout.layers, slots, layout.heads, dtype=torch.long, device=device)
+    def __init__(self, shape: SlotShape) -> None:
+        layout = shape.layout
+        self.store = torch.zeros(layout.layers, shape.slots, layout.heads, dtype=torch.long, device=shape.device)
 
     @property
     def nbytes(self) -> int:
@@ -309,10 +283,11 @@ class _Queries:
     What a slot's last tenant left is overwritten before it is read: nobody is cut down before `window` steps.
     """
 
-    def __init__(self, layout: KvLayout, slots: int, group: int, window: int, device: torch.device) -> None:
-        shape = (layout.layers, slots, window, layout.heads, group, layout.dim)
-        self.store = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self._first = torch.arange(slots, device=device) * window
+    def __init__(self, shape: SlotShape, window: int) -> None:
+        layout = shape.layout
+        sizes = (layout.layers, shape.slots, window, layout.heads, shape.group, layout.dim)
+        self.store = torch.zeros(sizes, dtype=layout.dtype, device=shape.device)
+        self._first = torch.arange(shape.slots, device=shape.device) * window
         self._window = window
         self._write_at = self._first
 
@@ -337,8 +312,9 @@ class _Received:
     A row's first `prompt_width` columns are its prompt's, and begin with what the prompt's own queries paid.
     """
 
-    def __init__(self, layout: KvLayout, slots: int, capacity: int, prompt_width: int, device: torch.device) -> None:
-        self.store = torch.zeros(layout.layers, slots, layout.heads, prompt_width + capacity, device=device)
+    def __init__(self, shape: SlotShape, prompt_width: int) -> None:
+        sizes = (shape.layout.layers, shape.slots, shape.layout.heads, prompt_width + shape.capacity)
+        self.store = torch.zeros(sizes, device=shape.device)
         self.prompts: dict[int, Float[Tensor, "L H W"]] = {}  # of each entry in the pool
         self._prompt_width = prompt_width
         self._shown = 0  # prompt columns of this step
@@ -365,10 +341,10 @@ class _Received:
         if self._shown:
             received[:, : self._shown] += paid[:, : self._shown]
 
-    def of(self, rows: Int[Tensor, "R"], own: int, prompt: int) -> Float[Tensor, "L R H T"]:
+    def of(self, rows: Int[Tensor, "R"], due: Due) -> Float[Tensor, "L R H T"]:
         received = self.store[:, rows]
-        mine = received[..., self._prompt_width : self._prompt_width + own]
-        return torch.cat([received[..., :prompt], mine], dim=-1) if prompt else mine
+        mine = received[..., self._prompt_width : self._prompt_width + due.own]
+        return torch.cat([received[..., : due.prompt], mine], dim=-1) if due.prompt else mine
 
     def keep(self, rows: Int[Tensor, "R"], kept: Float[Tensor, "L R H B"]) -> None:
         left = torch.zeros_like(self.store[:, rows])

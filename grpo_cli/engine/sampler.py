@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, runtime_checkable
 
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
@@ -77,10 +77,16 @@ class Full(_Fit):
     """All requests at once: as many slots as requests."""
 
     refills = False
+    all_at_once = True
+    slots = None
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
         """What to allocate for requests of this shape, never more than `most` slots."""
         return _unbounded(shape.requests, shape, most)
+
+    def with_slots(self, slots: int) -> Infinite:
+        """The nearest to it that has so many slots."""
+        return Infinite(slots=slots, kv_budget=None, on_oom=self.on_oom)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,9 @@ class _Slots(_Fit):
 
     slots: int | None = None
     kv_budget: str | int | None = None
+
+    all_at_once: ClassVar[bool] = False
+    refills: ClassVar[bool]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,6 +136,10 @@ class _Slots(_Fit):
             return Room(probing, bounded=True, probes=True)
         enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
         return Room(slots, bounded=True, probes=False, probes_with=next(enough))
+
+    def with_slots(self, slots: int) -> _Slots:
+        """The same with so many slots."""
+        return replace(self, slots=slots)
 
 
 def _least(*limits: int | None) -> int:
@@ -164,9 +177,20 @@ class Sampler(Protocol):
     @property
     def refills(self) -> bool: ...
     @property
+    def all_at_once(self) -> bool:
+        """Whether no request ever waits for a slot."""
+
+    @property
+    def slots(self) -> int | None:
+        """How many slots are asked for; None: as many as requests, or as there is room for."""
+
+    @property
     def on_oom(self) -> str: ...
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room: ...
+
+    def with_slots(self, slots: int) -> Sampler:
+        """One that has so many slots."""
 
 
 class Capped:

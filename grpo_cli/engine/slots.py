@@ -1,11 +1,15 @@
 """The state of every slot as tensors, one row a slot, so that a decode step touches no request one by one.
 
 Running rows are always the first ones, without holes: what falls free is refilled or closed by moving the last row in.
+
+    a prompt of 3 tokens, 5 generated     p p p | g g g g g      the last token's key is written by the next step,
+    held, while nothing was evicted               k k k k        so a slot holds a key less than it has made tokens
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,60 +17,38 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
-from grpo_cli.engine.keeper import Due, KeepAll, Keeper, Tally
+from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.columns import Columns, Index
+from grpo_cli.engine.keeper import Due, KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.padding import Padding, round_up
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 
 
 class Slots:
-    """`count` slots with room for `max_new_tokens` tokens and `capacity` keys (a multiple of the slot tile) each."""
+    """Slots of a shape (their capacity a multiple of the slot tile), with room for `max_new_tokens` tokens each."""
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        count: int,
-        capacity: int,
-        padding: Padding,
-        max_new_tokens: int,
-        keeper: KeepAll | Keeper,
-        device: torch.device,
-    ) -> None:
-        self.kv = KvStore(layout, count, capacity, device)
+    def __init__(self, shape: SlotShape, padding: Padding, max_new_tokens: int, keeper: KeepAll | Keeper) -> None:
+        count, device = shape.slots, shape.device
+        self.kv = KvStore(shape.layout, count, shape.capacity, device)
         self.keeper = keeper
         self._padding = padding
         self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, max_new_tokens, device=device)
         self._uniforms = torch.zeros(count, max_new_tokens, dtype=torch.float64, device=device)
-        self._first_cell = torch.arange(count, device=device) * max_new_tokens  # of a slot, in the three tables above
-        # One column each: prompt length, tokens generated, most tokens to generate, last token, keys held less tokens
-        # generated (-1 while nothing was evicted), prompt keys that are seen in the pool (0 after an eviction of some),
-        # most response keys held when the slot was cut down, fewest prompt keys among those in the slot.
-        self._counts = torch.zeros(count, 8, dtype=torch.long, device=device)
-        columns = self._counts.unbind(1)
-        self._prompt_length, self._generated, self._limit, self._last, self._offset, self._prompt_seen = columns[:6]
-        self._kept, self._prompt_kept = columns[6:]
+        # Of a slot, in the three tables above: the cell before its first.
+        self._cell_before = torch.arange(count, device=device) * max_new_tokens - 1
+        self._numbers = Columns(count, mirrored=4, more=4, device=device)
+        # Tokens of the prompt; tokens generated, the one that is drawn now included; keys held; prompt keys that are
+        # seen in the pool (0 after an eviction of some).
+        self._prompt, self._generated, self._held, self._seen = self._numbers.mirrored
+        # Most tokens to generate; the last token; most response keys held when the slot was cut down; fewest prompt
+        # keys, over layers and heads, among those that are held.
+        self._limit, self._last, self._kept, self._prompt_kept = self._numbers.more
         self._sampling = SamplingTable(count, device)
+        self._table = PromptTable(count, padding.columns, device)
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
-        # The host's own copies, so that widths and prompt tables need no look at the device.
-        self.host_generated = np.zeros(count, dtype=np.int64)
-        self._host_offset = np.zeros(count, dtype=np.int64)
-        self._host_prompt = np.zeros(count, dtype=np.int64)
-        self._host_seen = np.zeros(count, dtype=np.int64)
-        self._host_entry = np.zeros(count, dtype=np.int64)
-        self._host_columns = (
-            self.host_generated,
-            self._host_offset,
-            self._host_prompt,
-            self._host_seen,
-            self._host_entry,
-        )
-        self._table: Tensor | None = None
-        self._place: Tensor | None = None
-        self._placed = 0  # how many running rows the two were made for
-        self._in_order = False
 
     @property
     def count(self) -> int:
@@ -76,82 +58,74 @@ class Slots:
         return [slot for slot, sequence in enumerate(self.sequences) if sequence is None]
 
     def generated(self, slot: int) -> int:
-        return int(self.host_generated[slot])
+        return self._generated.get(slot)
+
+    def that_made(self, tokens: int) -> list[int]:
+        """The running slots that have made so many tokens."""
+        return np.flatnonzero(self._generated.host[: self.running] == tokens).tolist()
 
     def claim(self, slots: Seq[int], sequences: Seq[Sequence]) -> None:
-        """Give each sequence its slot; nothing of the slot's last tenant is left."""
+        """Give each sequence its slot; nothing of the slot's last tenant is left. A fresh one draws its first token
+        next, from its prompt's logits."""
         requests = [sequence.request for sequence in sequences]
         device = self._tokens.device
         index = torch.tensor(slots, device=device)
-        counts = [_counts(sequence) for sequence in sequences]
-        self._counts[index] = torch.tensor(counts, device=device)
+        self._numbers.put(slots, index, [_numbers(sequence) for sequence in sequences])
         self._uniforms[index] = uniforms([r.seed for r in requests], self._uniforms.shape[1]).to(device)
         self._sampling.put(slots, [r.sampling for r in requests])
-        for slot, sequence, (prompt, made, _, _, offset, seen, *_) in zip(slots, sequences, counts, strict=True):
+        for slot, sequence in zip(slots, sequences, strict=True):
             assert self.sequences[slot] is None, f"slot {slot} is taken"
-            if self._host_entry[slot] != sequence.entry:
-                self._table = None
+            self._table.put(slot, sequence.entry)
             self.sequences[slot] = sequence
             self.running += 1
-            self.host_generated[slot], self._host_offset[slot] = made, offset
-            self._host_prompt[slot], self._host_seen[slot] = prompt, seen
-            self._host_entry[slot] = sequence.entry
             if sequence.parked is None:
                 self.keeper.claim(slot, sequence.entry)
             else:
                 self._unpark(slot, sequence.parked)
                 sequence.parked = None
 
-    def record(self, rows: Tensor, logits: Float[Tensor, "R V"], eos: Int[Tensor, "E"]) -> Bool[Tensor, "R"]:
+    def advance(self, running: int) -> None:
+        """The first `running` slots have each been fed a token, whose key they hold now, and draw the next one."""
+        first = slice(0, running)
+        self._generated.add(first, 1)
+        self._held.add(first, 1)
+
+    def record(self, rows: Index, logits: Float[Tensor, "R V"], eos: Int[Tensor, "E"]) -> Bool[Tensor, "R"]:
         """Draw the next token of each of `rows` and note it; True where the sequence ends with it."""
-        made = self._generated[rows]
-        cells = self._first_cell[rows] + made
+        made = self._generated.device[rows]
+        cells = self._cell_before[rows] + made
         tokens, logprobs = self._sampling.draw(logits, self._uniforms.view(-1)[cells], rows)
         self._tokens.view(-1).index_copy_(0, cells, tokens)
         self._logprobs.view(-1).index_copy_(0, cells, logprobs)
-        made = made + 1
         self._last[rows] = tokens
-        self._generated[rows] = made
         return (tokens[:, None] == eos).any(-1) | (made >= self._limit[rows])
-
-    def count_tokens(self, slots: Seq[int] | slice) -> None:
-        """The host's note that each of `slots` has made a token."""
-        self.host_generated[slots] += 1
 
     def kept_kv(self, slots: Seq[int]) -> list[int]:
         """Most response keys that each slot has held of its sequence, in the layer and head that held most."""
-        return self._most_response_keys(torch.tensor(slots, device=self._counts.device)).tolist()
+        return self._most_response_keys(torch.tensor(slots, device=self._tokens.device)).tolist()
 
     def _most_response_keys(self, index: Int[Tensor, "R"]) -> Int[Tensor, "R"]:
-        held = self._generated[index] + self._offset[index]
-        return torch.maximum(self._kept[index], held - self._prompt_kept[index])
-
-    def _held(self) -> np.ndarray:
-        return self.host_generated + self._host_offset
+        return torch.maximum(self._kept[index], self._held.device[index] - self._prompt_kept[index])
 
     def make_room(self, running: int, prompts: PromptPool) -> None:
         """Cut down those of the first `running` slots that have no room for one more key, and count what they hold."""
-        tally = self._tally(running)
-        for due in self.keeper.due(tally):
+        for due in self.keeper.due(self._tally(running)):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
-            prompt_kept = self.keeper.evict(due, requests, self._host_entry[due.rows].tolist(), self.kv, prompts)
-            self._cut_down(due, prompt_kept)
-            tally = self._tally(running)
-        self.keeper.count(tally, prompts.held_keys)
+            entries = self._table.entries[due.rows].tolist()
+            self._cut_down(due, self.keeper.evict(due, requests, entries, self.kv, prompts))
+        self.keeper.count(self._tally(running), prompts.held_keys)
 
     def _cut_down(self, due: Due, prompt_kept: Int[Tensor, "R"]) -> None:
-        index = torch.from_numpy(due.rows).to(self._offset.device)
+        index = torch.from_numpy(due.rows).to(self._tokens.device)
         self._kept[index] = self._most_response_keys(index)
         self._prompt_kept[index] = prompt_kept
-        self._offset[index] += due.left - due.own
-        self._host_offset[due.rows] += due.left - due.own
+        self._held.set(due.rows, index, due.left)
         if due.prompt:
-            self._prompt_seen[index] = 0
-            self._host_seen[due.rows] = 0
+            self._seen.set(due.rows, index, 0)
 
     def _tally(self, running: int) -> Tally:
-        first = slice(0, running)
-        return Tally(self._held()[first], self._host_seen[first], self.host_generated[first], self._host_prompt[first])
+        columns = (self._held, self._seen, self._generated, self._prompt)
+        return Tally(*(column.host[:running].copy() for column in columns))
 
     def rows(self, running: int, fixed: int | None = None) -> Rows:
         """What the decoder reads for a step over the first `running` slots.
@@ -160,31 +134,27 @@ class Slots:
         seldom change (see `graph.py`).
         """
         count = running if fixed is None else self.count
-        generated = self._generated[:count]
-        if self._table is None:
-            self._table, self._place, self._in_order = prompt_table(
-                self._host_entry[:running], count, fixed, self._padding.columns, self._last.device
-            )
-        assert self._place is not None
-        seen = self._host_seen[:running]
-        alike = bool((seen == self._host_prompt[:running]).all())
-        width = round_up(int(self._held()[:running].max()) + 1, self._padding.slot_tile)
+        seen = self._seen.host[:running]
+        width = round_up(int(self._held.host[:running].max()) + 1, self._padding.slot_tile)
+        if fixed is not None:
+            width = min(_power_of_two(width), self.kv.capacity)
+        by_prompt = self._table.of(running, count, fixed)
         return Rows(
             tokens=self._last[:count],
-            positions=self._prompt_length[:count] + generated - 1,
+            positions=self._prompt.device[:count] + self._generated.device[:count] - 1,
             # A slot that stopped when it was full has no room left; what it writes is not read.
-            lengths=(generated + self._offset[:count]).clamp_(max=self.kv.capacity - 1),
-            width=width if fixed is None else min(_power_of_two(width), self.kv.capacity),
-            table=self._table,
-            place=self._place,
-            in_order=self._in_order,
-            prompt_lengths=None if alike else self._prompt_seen[:count],
+            lengths=self._held.device[:count].clamp(max=self.kv.capacity - 1),
+            width=width,
+            table=by_prompt.table,
+            place=by_prompt.place,
+            in_order=by_prompt.in_order,
+            prompt_lengths=None if (seen == self._prompt.host[:running]).all() else self._seen.device[:count],
             blind=not seen.any(),
         )
 
     def tails(self, rows: Seq[int], count: int) -> list[list[int]]:
         """The last `count` tokens of each row, or as many as it has made, on the host."""
-        made = self.host_generated[list(rows)]
+        made = self._generated.host[list(rows)]
         first = np.maximum(made - count, 0)
         columns = np.minimum(first[:, None] + np.arange(min(count, self._tokens.shape[1])), self._tokens.shape[1] - 1)
         index = torch.tensor(rows, dtype=torch.long, device=self._tokens.device)[:, None]
@@ -194,7 +164,7 @@ class Slots:
     def read(self, slots: Seq[int]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """Tokens and log-probabilities of each slot, on the host."""
         index = torch.tensor(slots, device=self._tokens.device)
-        lengths = self.host_generated[list(slots)].tolist()
+        lengths = self._generated.host[list(slots)].tolist()
         longest = max(lengths)
         tokens = self._tokens[index, :longest].tolist()
         logprobs = self._logprobs[index, :longest].tolist()
@@ -202,14 +172,14 @@ class Slots:
 
     def park(self, slots: Seq[int]) -> list[Parked]:
         """Everything needed to go on with these slots' sequences in others."""
-        index = torch.tensor(slots, device=self._counts.device)
+        index = torch.tensor(slots, device=self._tokens.device)
         counts = torch.stack([self._kept[index], self._prompt_kept[index]], dim=1).tolist()
         return [
             Parked(
-                *self.kv.read(slot, int(self._held()[slot])),
+                *self.kv.read(slot, self._held.get(slot)),
                 token_ids,
                 logprobs,
-                bool(self._host_seen[slot]),
+                bool(self._seen.get(slot)),
                 kept,
                 prompt_kept,
                 self.keeper.park(slot),
@@ -223,7 +193,6 @@ class Slots:
         self.keeper.unpark(slot, parked.notes)
         self._tokens[slot, :count] = torch.tensor(parked.token_ids, device=self._tokens.device)
         self._logprobs[slot, :count] = torch.tensor(parked.logprobs, device=self._tokens.device)
-        self._last[slot] = parked.token_ids[-1]
 
     def release(self, slot: int) -> None:
         self.sequences[slot] = None
@@ -232,38 +201,34 @@ class Slots:
     def close_holes(self) -> int:
         """Move running rows down until they are the first ones; returns how many there are."""
         running = self.running
-        if self._placed != running:
-            self._table, self._placed = None, running
         holes = [slot for slot in range(running) if self.sequences[slot] is None]
         movers = [slot for slot in range(running, self.count) if self.sequences[slot] is not None]
         for hole, mover in zip(holes, movers, strict=True):
             self._move(mover, hole)
-        if holes:
-            self._table = None
         return running
 
     def _move(self, source: int, target: int) -> None:
         made = self.generated(source)
-        self.kv.move(source, target, int(self._held()[source]))
+        self.kv.move(source, target, self._held.get(source))
         self.keeper.move(source, target)
-        self._counts[target] = self._counts[source]
+        self._numbers.move(source, target)
+        self._table.move(source, target)
         self._tokens[target, :made] = self._tokens[source, :made]
         self._logprobs[target, :made] = self._logprobs[source, :made]
         self._uniforms[target] = self._uniforms[source]
         self._sampling.move(source, target)
-        for column in self._host_columns:
-            column[target] = column[source]
         self.sequences[target], self.sequences[source] = self.sequences[source], None
 
 
-def _counts(sequence: Sequence) -> tuple[int, ...]:
-    """A new tenant's row of counts (see `Slots`)."""
+def _numbers(sequence: Sequence) -> tuple[int, ...]:
+    """A new tenant's numbers, in the order of `Slots`'s columns."""
     prompt, parked = len(sequence.request.prompt.token_ids), sequence.parked
     limit = sequence.request.sampling.max_new_tokens
     if parked is None:
-        return prompt, 0, limit, 0, -1, prompt, 0, 0
-    made, seen = len(parked.token_ids), prompt if parked.sees_prompt else 0
-    return prompt, made, limit, 0, parked.keys.shape[2] - made, seen, parked.kept, parked.prompt_kept
+        return prompt, 1, 0, prompt, limit, 0, 0, 0
+    seen = prompt if parked.sees_prompt else 0
+    made, last = len(parked.token_ids), parked.token_ids[-1]
+    return prompt, made, parked.keys.shape[2], seen, limit, last, parked.kept, parked.prompt_kept
 
 
 def _power_of_two(count: int) -> int:
@@ -271,20 +236,51 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def prompt_table(
-    entries: np.ndarray, rows: int, fixed: int | None, multiple: int, device: torch.device
-) -> tuple[Int[Tensor, "E C"], Int[Tensor, "R"], bool]:
+@dataclass(frozen=True)
+class ByPrompt:
+    """The rows of a step laid out under their prompts' entries (see `attention.Rows`)."""
+
+    table: Int[Tensor, "E C"]
+    place: Int[Tensor, "R"]
+    in_order: bool
+
+
+class PromptTable:
+    """The prompt entry that each slot reads, and the rows by entry, which are laid out anew only when they change."""
+
+    def __init__(self, slots: int, multiple: int, device: torch.device) -> None:
+        self.entries = np.zeros(slots, dtype=np.int64)
+        self._multiple, self._device = multiple, device
+        self._laid_out: ByPrompt | None = None
+        self._running = 0  # rows that it was laid out for
+
+    def put(self, slot: int, entry: int) -> None:
+        if self.entries[slot] != entry:
+            self.entries[slot], self._laid_out = entry, None
+
+    def move(self, source: int, target: int) -> None:
+        self.put(target, int(self.entries[source]))
+
+    def of(self, running: int, rows: int, fixed: int | None) -> ByPrompt:
+        """For a step over the first `running` slots (see `by_prompt`)."""
+        if self._laid_out is None or self._running != running:
+            self._laid_out = by_prompt(self.entries[:running], rows, fixed, self._multiple, self._device)
+            self._running = running
+        return self._laid_out
+
+
+def by_prompt(entries: np.ndarray, rows: int, fixed: int | None, multiple: int, device: torch.device) -> ByPrompt:
     """For each pool entry the rows that belong to it, where each row stands in that table flattened, and whether both
     are simply 0, 1, 2, ...
 
     Columns are a multiple of `multiple` (see `padding.py`). With `fixed` both sides are powers of two (but at most
     `fixed` entries), `rows` beyond `entries` stand anywhere, and no order is claimed.
 
-    >>> table, place, in_order = prompt_table(np.array([1, 0, 1]), 3, None, 4, torch.device("cpu"))
-    >>> table.tolist(), place.tolist(), in_order
+    >>> found = by_prompt(np.array([1, 0, 1]), 3, None, 4, torch.device("cpu"))
+    >>> found.table.tolist(), found.place.tolist(), found.in_order
     ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5], False)
-    >>> table, place, in_order = prompt_table(np.array([1, 2, 1]), 4, 3, 4, torch.device("cpu"))
-    >>> table.tolist(), place.tolist(), in_order
+    >>> found = by_prompt(np.array([1, 2, 1]), 4, 3, 4, torch.device("cpu"))
+    >>> found.table.tolist(), found.place.tolist(), found.in_order
     ([[0, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]], [4, 8, 5, 0], False)
     """
     counts = np.bincount(entries)
@@ -301,4 +297,4 @@ def prompt_table(
     table[place[: len(entries)]] = np.arange(len(entries))
     in_order = fixed is None and len(table) == len(place) and bool((place == np.arange(len(place))).all())
     by_entry = torch.from_numpy(table.reshape(height, columns))
-    return by_entry.to(device), torch.from_numpy(place).to(device), in_order
+    return ByPrompt(by_entry.to(device), torch.from_numpy(place).to(device), in_order)

@@ -20,10 +20,10 @@ import psutil
 import torch
 
 from grpo_cli.engine.admission import Work
+from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
 from grpo_cli.engine.served import Served
-from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.vllm_options import check_options
 from grpo_cli.engine.vllm_process import guest, head_sizes, require_vllm
 from grpo_cli.errors import UserError
@@ -37,6 +37,8 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 class VllmEngine:
     """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
+
+    reads_stop_strings = False
 
     def __init__(
         self,
@@ -323,11 +325,11 @@ class VllmEngine:
         """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
         self._stale = True
 
-    def state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep so that a resumed run goes on."""
         return {"predictor": self._predictor.state()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._predictor.load_state(state["predictor"])
 
 

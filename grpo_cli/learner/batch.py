@@ -1,4 +1,4 @@
-"""Kept groups to one padded batch; a batch to parts: minibatches for several updates, micro-batches for memory.
+"""Scored groups to one padded batch; a batch to parts: minibatches for several updates, micro-batches for memory.
 
 Padding stands on the right, where a causal model never sees it. A part is trimmed to its own longest row.
 """
@@ -10,18 +10,17 @@ from dataclasses import fields, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.types import Batch, ScoredGroup, Totals
+from grpo_cli.types import Batch, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
 PASS_COST = 512
 
 
-def collate(groups: Sequence[ScoredGroup], advantages: Sequence[Float[Tensor, "_"]], pad_token_id: int) -> Batch:
-    """One row per rollout, group by group, on the CPU; `advantages` has one tensor per group.
+def collate(groups: Sequence[ScoredGroup], pad_token_id: int) -> Batch:
+    """One row per rollout, group by group, on the CPU.
 
     Every response token is to be trained on with weight 1 until a correction says otherwise.
     """
@@ -43,7 +42,7 @@ def collate(groups: Sequence[ScoredGroup], advantages: Sequence[Float[Tensor, "_
         sampler_logprobs=sampler_logprobs,
         policy_logprobs=None,
         ref_logprobs=None,
-        advantages=torch.cat(list(advantages)),
+        advantages=torch.zeros(len(rollouts)),
         lengths=torch.tensor(lengths),
     )
 
@@ -53,9 +52,9 @@ def totals(batch: Batch, max_new_tokens: int) -> Totals:
     return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
 
 
-def corrected(batch: Batch, weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Batch:
+def corrected(batch: Batch, verdict: Verdict) -> Batch:
     """The batch with a correction's weights and the tokens that it leaves."""
-    return replace(batch, weights=weights * mask, loss_mask=mask)
+    return replace(batch, weights=verdict.weights * verdict.mask, loss_mask=verdict.mask)
 
 
 def rows_of(batch: Batch, rows: Tensor) -> Batch:

@@ -15,12 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import LossFn, Meter
+from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
-from grpo_cli.learner.forward import Padded, make_pass, outcome, require_agreement, rows_to_compare
+from grpo_cli.learner.forward import Forward, Padded, make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.settings import ModelSettings, OptimSettings, TrainSettings
-from grpo_cli.types import Batch, Totals
+from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.types import Batch
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,17 @@ class Update:
 
 
 class Learner:
-    """A model and the AdamW that trains it (every parameter that asks for a gradient)."""
+    """A model and the AdamW that trains it (every parameter that asks for a gradient).
+
+    `updates` counts the optimizer steps that were begun, those before a checkpoint included once it is restored.
+    """
 
     def __init__(
         self,
         model: Any,
         loss: LossFn,
         model_settings: ModelSettings,
+        sampling: Sampling,
         train: TrainSettings,
         optim: OptimSettings,
         meter: Meter,
@@ -52,13 +57,15 @@ class Learner:
         self._loss = loss
         self._train = train
         self._optim = optim
-        self._pass = make_pass(train)
-        self._pass.prepare(model)
-        self._compared = self._pass.plain
+        self._max_new_tokens = sampling.max_new_tokens
+        self._plain = Padded(train.micro_batch_tokens, train.logprob_chunk, sampling.temperature)
+        self._forward: Forward = make_forward(train, sampling.temperature)
+        self._forward.prepare(model)
+        self._compared = self._forward == self._plain
         self._span = meter.span
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # so that the passes of `update` are not those of `logprobs`
-        self.updates = 0  # optimizer steps begun by this process
+        self.updates = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = self._parameters[0].device
         self._optimizer = make_optimizer(self._parameters, optim)
@@ -70,29 +77,32 @@ class Learner:
         return torch.autocast(self._device.type, dtype=getattr(torch, self._autocast_word))
 
     @torch.no_grad()
-    def logprobs(self, model: Any, batch: Batch, temperature: float) -> Float[Tensor, "B T"]:
+    def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
         result = torch.zeros(batch.input_ids.shape)
-        self._pass.prepare(model)
+        self._forward.prepare(model)
         with self.autocast():
-            for rows in self._pass.parts(batch):
+            for rows in self._forward.micro_batches(batch):
                 part = to_device(rows_of(batch, rows), self._device)
-                values = self._pass.logprobs(model, part, temperature)
+                values = self._forward.logprobs(model, part)
                 result[rows, : values.shape[1]] = values.cpu()
         return result
 
-    def update(self, batch: Batch, temperature: float, max_new_tokens: int, step: int) -> Update:
+    def update(self, batch: Batch, step: int) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero."""
         self._optimizer.zero_grad(set_to_none=True)
-        divisors = totals(batch, max_new_tokens)
-        self._compare_with_padded(batch, divisors, temperature)
+        divisors = totals(batch, self._max_new_tokens)
+        if not self._compared:
+            some = to_device(rows_of(batch, rows_to_compare(batch, self._plain.tokens)), self._device)
+            require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
+            self._compared = True
         logprobs = torch.zeros(batch.input_ids.shape)
         sums: dict[str, Tensor] = {}
         with self._training():
-            for rows in self._pass.parts(batch):
+            for rows in self._forward.micro_batches(batch):
                 part = to_device(rows_of(batch, rows), self._device)
                 with self._span("forward"), self.autocast():
-                    values = self._pass.logprobs(self._model, part, temperature)
+                    values = self._forward.logprobs(self._model, part)
                 output = self._loss(values, part, divisors)
                 with self._span("backward"):
                     output.loss.backward()
@@ -126,30 +136,6 @@ class Learner:
         """The squares of small numbers, and so their norm, may be 0 where they are not."""
         return any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
 
-    def _compare_with_padded(self, batch: Batch, divisors: Totals, temperature: float) -> None:
-        """Before the first update, a few rows as padded ones too: any other way must give the same to rounding.
-
-        Without dropout, with advantages that make a gradient whatever was earned, and on-policy: by an old policy of
-        other roundings a narrow clip would tell the two apart.
-        """
-        if self._compared:
-            return
-        self._model.eval()
-        part = to_device(rows_of(batch, rows_to_compare(batch, self._train.micro_batch_tokens)), self._device)
-        signs = torch.where(torch.arange(len(part), device=self._device) % 2 == 0, 1.0, -0.5)
-        part = replace(part, advantages=signs, policy_logprobs=None)
-
-        def loss_of(logprobs: Tensor) -> Tensor:
-            return self._loss(logprobs, part, divisors).loss
-
-        padded = Padded(self._train.micro_batch_tokens, self._train.logprob_chunk)
-        plain, other = (
-            outcome(way, self._model, part, temperature, loss_of, self.autocast()) for way in (padded, self._pass)
-        )
-        exact = self._autocast_word == "none" and all(w.dtype == torch.float32 for w in self._model.parameters())
-        require_agreement(plain, other, part.response_mask, torch.float32 if exact else torch.bfloat16)
-        self._compared = True
-
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
@@ -159,10 +145,10 @@ class Learner:
         finally:
             self._model.eval()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state(self._optimizer, state)
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from grpo_cli.errors import UserError, closest
 from grpo_cli.settings import LoraSettings, ModelSettings
 
@@ -45,6 +43,8 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         return _with_saved(model, settings.adapter, settings.lora)
     if settings.lora.rank == 0:
         return model
+    from torch import nn  # only here: whoever asks what a folder holds need not wait for it
+
     peft = _peft()
     lora = settings.lora
     linear = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpo_cli import experiment
+from grpo_cli.config.instantiate import build_rules
+from grpo_cli.engine.sampler import Sampler
+from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
+from grpo_cli.meter import spans_around
+from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, total
+from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, Prediction, total
+from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import KV, Sizes
+from grpo_cli.settings import RunSettings
 
 _ROLLOUTS = ("prefill", "decode")
 
@@ -26,11 +34,10 @@ _TIME: Mapping[str, str] = {
 }
 
 
-def memory_keys(kind: str, phase: str, sampler: str) -> str:
+def memory_keys(kind: str, phase: str, sampler: Sampler) -> str:
     """The keys that lower what `kind` takes in `phase`."""
-    refilled = (
-        "lower sampler.slots" if sampler != "Full" else "sampler=infinite sampler.slots=<fewer than all rollouts>"
-    )
+    fewer = "sampler=infinite sampler.slots=<fewer than all rollouts>"
+    refilled = fewer if sampler.all_at_once else "lower sampler.slots"
     asked = "eval.problems or eval.k" if phase == "eval" else "n, train.prompts or sampling.max_new_tokens"
     if kind == KV:
         return f"{refilled}; lower {asked}; or sparsity=rkv"
@@ -49,13 +56,20 @@ def memory_keys(kind: str, phase: str, sampler: str) -> str:
     }[kind]
 
 
+def sentences(predicted: Prediction, measured: Measured | None, sampler: Sampler) -> tuple[str, ...]:
+    """Sentences on what was measured, else on what is predicted."""
+    if measured is None:
+        return (of_memory(predicted.fullest, predicted.phases[predicted.fullest], sampler),)
+    return of_time(measured), of_memory(measured.fullest, measured.memory, sampler)
+
+
 def dominating(sizes: Sizes) -> str:
     """The kind that holds most, of those that a key can lower if there are any."""
     lowered = [kind for kind in KINDS if kind != OTHER and sizes.get(kind, 0)]
     return max(lowered or [OTHER], key=lambda kind: sizes.get(kind, 0))
 
 
-def of_memory(phase: str, sizes: Sizes, sampler: str) -> str:
+def of_memory(phase: str, sizes: Sizes, sampler: Sampler) -> str:
     """A sentence on the fullest phase."""
     kind = dominating(sizes)
     share = sizes.get(kind, 0) / total(sizes)
@@ -70,10 +84,34 @@ def of_time(measured: Measured) -> str:
     return f"A step spends most time in {slowest}: {share:.0%} of it. To lower it: {_TIME[slowest]}."
 
 
-def breakdown(phase: str, sizes: Sizes, sampler: str) -> list[str]:
+def breakdown(phase: str, sizes: Sizes, sampler: Sampler) -> list[str]:
     """Lines that say what a phase is expected to hold, the largest first, each with its keys."""
     parts = sorted(((size, kind) for kind, size in sizes.items() if size), reverse=True)
     lines = [f"with every rollout at full length {phase} takes {gib(total(sizes))}, beside the program itself:"]
     for size, kind in parts:
         lines.append(f"  {kind} {gib(size)}: {memory_keys(kind, phase, sampler)}")
     return lines
+
+
+def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
+    """What a person is told in place of a traceback: where, what was expected to be there, and what would lower it."""
+    spans = spans_around(error)
+    phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
+    if "eval" in spans:
+        phase = "eval"
+    said = " ".join(str(error).split())[:200]
+    lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
+    try:
+        rules = build_rules(settings.parts, settings.n, settings.m)
+        shapes = shapes_of(settings.model)
+        sampler, step = step_of(settings, rules.correction, has_dropout(shapes.model))
+        predicted = estimator_of(settings, shapes, experiment.pick_device(settings.device), 0).predict(step)
+    except (UserError, MemoryError, RuntimeError) as also:
+        lines.append(f"what it would have taken could not be predicted: {also}")
+        return UserError("\n".join(lines))
+    where = phase if phase in predicted.phases else predicted.fullest
+    lines += breakdown(where, predicted.phases[where], sampler)
+    if where in ("prefill", "decode", "eval") and sampler.on_oom == "fail":
+        lines.append("  or sampler.on_oom=halve: rollouts go on with half the slots")
+    lines.append("what fits: grpo profile profile.plan_only=true profile.fit=<memory> with the same settings")
+    return UserError("\n".join(lines))

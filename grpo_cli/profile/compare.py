@@ -13,16 +13,16 @@ from rich.table import Table
 
 from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import KINDS
-from grpo_cli.profile.findings import FILE, read
+from grpo_cli.profile.findings import read
+from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 
-TABLE, PICTURE = "comparison.json", "comparison.png"
 # Okabe and Ito's colours, which the colour-blind tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#8C6D31", "#BBBBBB")
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """One profile of a sweep. What was not measured, because only a plan was wanted, is None."""
 
     name: str
@@ -36,16 +36,16 @@ class Row:
     held_by: Mapping[str, int]
 
 
-def row(name: str, found: Mapping[str, Any]) -> Row:
+def row(name: str, found: Mapping[str, Any]) -> ProfileRow:
     """What is compared of a `profile.json`: measured where it was measured, else predicted."""
     measured, predicted = found["measured"], found["predicted"]
     if measured is None:
         peak = predicted["peak"]
         held_by = predicted["phases"][peak["phase"]]["held_by"]
         kv = predicted["phases"]["decode"]["held_by"]["kv"]
-        return Row(name, None, None, None, None, kv, peak["bytes"], peak["phase"], held_by)
+        return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"], held_by)
     engine, peak = measured["engine"], measured["peak"]
-    return Row(
+    return ProfileRow(
         name,
         measured["phases"]["step"]["seconds_median"],
         engine["engine/decode_steps"],
@@ -58,9 +58,9 @@ def row(name: str, found: Mapping[str, Any]) -> Row:
     )
 
 
-def rows_of(jobs: Sequence[tuple[str, Path]]) -> list[Row]:
+def rows_of(jobs: Sequence[tuple[str, Path]]) -> list[ProfileRow]:
     """The rows of finished jobs: their overrides and their folders."""
-    return [row(name, read(folder / FILE)) for name, folder in jobs]
+    return [row(name, read(folder / layout.PROFILE)) for name, folder in jobs]
 
 
 def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
@@ -68,20 +68,20 @@ def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
     console, rows = Console(), rows_of(jobs)
     console.print(table(rows))
     text = json_line([asdict(line) for line in rows], indent=2)
-    write_atomically(folder / TABLE, f"{text}\n".encode())
-    written = TABLE
+    write_atomically(folder / layout.COMPARISON, f"{text}\n".encode())
+    written = layout.COMPARISON
     if can_draw():
-        draw(rows, folder / PICTURE)
-        written = f"{TABLE} and {PICTURE}"
+        draw(rows, folder / layout.COMPARISON_PICTURE)
+        written = f"{layout.COMPARISON} and {layout.COMPARISON_PICTURE}"
     else:
         console.print("no picture: matplotlib is not installed; pip install 'grpo-cli[plot]'", markup=False)
     console.print(f"{written}: {folder}", highlight=False, soft_wrap=True)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[ProfileRow]) -> Table:
     """One line per profile; in brackets the ratio to the first one."""
     result = Table(title="profiles, and in brackets their ratio to the first", title_justify="left")
-    columns: dict[str, Callable[[Row], tuple[float | None, str]]] = {
+    columns: dict[str, Callable[[ProfileRow], tuple[float | None, str]]] = {
         "s/step": lambda r: (r.step_seconds, f"{r.step_seconds or 0:.2f}"),
         "decode steps": lambda r: (r.decode_steps, f"{r.decode_steps or 0:.0f}"),
         "tokens/s": lambda r: (r.tokens_per_second, f"{r.tokens_per_second or 0:,.0f}"),
@@ -107,7 +107,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[ProfileRow], path: Path) -> None:
     """What the peak of each profile is held by, and how fast it decodes. Needs matplotlib (the extra `plot`)."""
     from matplotlib.figure import Figure  # the figure's own canvas: no global state, no display
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
-from grpo_cli.learner.forward import Pass, Row
+from grpo_cli.engine.sampler import DEFAULT_SLOTS
+from grpo_cli.learner.forward import Row, ShapeOnly
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
-from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work
+from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload
 
 WEIGHTS, REFERENCE, OPTIMIZER, OTHER = "weights", "reference", "optimizer", "other"
 # What memory is held by, in the order in which it is shown.
@@ -29,29 +29,29 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a step and an evaluation are made of, as far as memory is concerned. `exam` is None without evaluations,
-    `engine` where rollouts are not made by ours: then only what is around them is predicted."""
+class StepShape:
+    """What a step and an evaluation are made of, as far as memory is concerned. `evaluation` is None where there is
+    none, `engine` where rollouts are not made by ours: then only what is around them is predicted."""
 
-    rollouts: Work
+    rollouts: Workload
     m: int
     engine: EngineShape | None
-    exam: Work | None
-    way: Pass
-    temperature: float
+    evaluation: Workload | None
+    forward: ShapeOnly
     minibatches: int
     passes: Passes
 
-    def at_full_length(self) -> Plan:
+    def at_full_length(self) -> StepShape:
         """The same where every rollout is as long as may be."""
-        return replace(self, rollouts=_full(self.rollouts), exam=_full(self.exam) if self.exam else None)
+        evaluation = None if self.evaluation is None else _full(self.evaluation)
+        return replace(self, rollouts=_full(self.rollouts), evaluation=evaluation)
 
 
 def total(sizes: Sizes) -> int:
     return sum(sizes.values())
 
 
-def _full(work: Work) -> Work:
+def _full(work: Workload) -> Workload:
     return replace(work, lengths=(work.max_new_tokens,) * (len(work.prompts) * work.n))
 
 
@@ -76,12 +76,12 @@ class Prediction:
         return {kind: max(sizes.get(kind, 0) for sizes in self.phases.values()) for kind in EXACT}
 
 
-class Predictor:
-    """Plans to predictions, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
+class Estimator:
+    """What steps take, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
     beside the model's tensors.
 
-    `freed_stays`: memory is what is resident, as on a CPU. There C's allocator keeps what activations are freed (all
-    but single blocks of 32 MiB and more, with glibc), so that every phase but the first has those of the fullest.
+    `freed_stays`: memory is what is resident, as on a CPU. There glibc does not return freed blocks under 32 MiB, so
+    that later phases keep the activations of the fullest.
     """
 
     def __init__(self, model: ShapeModel, optimizer: int, other: int, freed_stays: bool = False) -> None:
@@ -90,81 +90,80 @@ class Predictor:
         self._other = other
         self._freed_stays = freed_stays
 
-    def predict(self, plan: Plan) -> Prediction:
+    def predict(self, step: StepShape) -> Prediction:
         """Each phase at its fullest, with all that lies there meanwhile."""
-        model, steady = self._model, self._steady(plan)
+        model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
-        if plan.engine is not None:
-            prefill, decode = model.rollouts(plan.rollouts, plan.engine)
+        if step.engine is not None:
+            prefill, decode = model.rollouts(step.rollouts, step.engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
-        every = _rows(plan.rollouts, plan.rollouts.n)
-        kept = _rows(plan.rollouts, plan.m)
-        if plan.passes.policy_over_all or plan.passes.policy_over_kept:
-            rows = every if plan.passes.policy_over_all else kept
-            phases["policy_logprobs"] = {**steady, **self._quiet(plan, rows)}
-        if plan.passes.reference:
-            phases["ref_logprobs"] = {**steady, **self._quiet(plan, kept)}
-        phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(plan, kept).items()}
-        if plan.exam is not None and plan.engine is not None:
-            beginning, going_on = model.rollouts(plan.exam, plan.engine)
+        every = _rows(step.rollouts, step.rollouts.n)
+        kept = _rows(step.rollouts, step.m)
+        if step.passes.policy_over_all or step.passes.policy_over_kept:
+            rows = every if step.passes.policy_over_all else kept
+            phases["policy_logprobs"] = {**steady, **self._quiet(step, rows)}
+        if step.passes.reference:
+            phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
+        phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept).items()}
+        if step.evaluation is not None and step.engine is not None:
+            beginning, going_on = model.rollouts(step.evaluation, step.engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
         if self._freed_stays:
             most = max(sizes.get(ACTIVATIONS, 0) for sizes in phases.values())
             phases = {phase: {**sizes, ACTIVATIONS: most} for phase, sizes in phases.items()}
         return Prediction(phases)
 
-    def _steady(self, plan: Plan) -> dict[str, int]:
+    def _steady(self, step: StepShape) -> dict[str, int]:
         return {
             WEIGHTS: self._model.weights,
-            REFERENCE: self._model.weights if plan.passes.reference and plan.passes.second_model else 0,
+            REFERENCE: self._model.weights if step.passes.reference and step.passes.second_model else 0,
             OPTIMIZER: self._optimizer,
             OTHER: self._other,
         }
 
-    def _quiet(self, plan: Plan, rows: Sequence[Row]) -> Sizes:
-        return self._model.quiet_pass(plan.way, max(_parts(plan.way, rows), key=plan.way.size), plan.temperature)
+    def _quiet(self, step: StepShape, rows: Sequence[Row]) -> Sizes:
+        return self._model.quiet_pass(step.forward, max(_parts(step.forward, rows), key=step.forward.size))
 
-    def _update(self, plan: Plan, kept: Sequence[Row]) -> dict[str, Sizes]:
+    def _update(self, step: StepShape, kept: Sequence[Row]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
-        first, *others = _parts(plan.way, kept[: -(-len(kept) // plan.minibatches)])
-        passes = [self._model.train_pass(plan.way, first, plan.temperature, False)]
+        first, *others = _parts(step.forward, kept[: -(-len(kept) // step.minibatches)])
+        passes = [self._model.train_pass(step.forward, first, False)]
         if others:
-            passes.append(self._model.train_pass(plan.way, max(others, key=plan.way.size), plan.temperature, True))
-        forward, backward = (max(sizes, key=total) for sizes in zip(*passes, strict=True))
+            passes.append(self._model.train_pass(step.forward, max(others, key=step.forward.size), True))
+        forwards, backwards = zip(*passes, strict=True)
         gradients = sum(p.untyped_storage().nbytes() for p in self._model.trained)
-        return {"forward": forward, "backward": backward, "optimizer": {GRADIENTS: gradients}}
+        fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
+        return {**fullest, "optimizer": {GRADIENTS: gradients}}
 
-    def largest(self, plan: Plan, room: int) -> dict[str, int | None]:
+    def largest(self, step: StepShape, room: int) -> dict[str, int | None]:
         """By key, the largest value that fits `room` bytes when all else stays and every rollout has full length.
 
         None where not even the least fits; 0 where there is no limit.
         """
-        plan = plan.at_full_length()
-        requests = len(plan.rollouts.lengths)
-        tokens = sum(row.prompt + row.reply for row in _rows(plan.rollouts, plan.m))
+        step = step.at_full_length()
+        requests = len(step.rollouts.lengths)
+        tokens = sum(row.prompt + row.reply for row in _rows(step.rollouts, step.m))
 
-        def with_n(n: int) -> Plan:
-            m = n if plan.m == plan.rollouts.n else min(plan.m, n)
-            return replace(plan, rollouts=_full(replace(plan.rollouts, n=n)), m=m)
+        def with_n(n: int) -> StepShape:
+            m = n if step.m == step.rollouts.n else min(step.m, n)
+            return replace(step, rollouts=_full(replace(step.rollouts, n=n)), m=m)
 
-        def with_slots(slots: int) -> Plan:
-            assert plan.engine is not None, "asked only where the engine is ours"
-            sampler = plan.engine.sampler
-            some = Infinite(slots=slots) if isinstance(sampler, Full) else replace(sampler, slots=slots)  # type: ignore
-            return replace(plan, engine=replace(plan.engine, sampler=some))
+        def with_slots(slots: int) -> StepShape:
+            assert step.engine is not None, "asked only where the engine is ours"
+            return replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(slots)))
 
-        def with_tokens(count: int) -> Plan:
-            return replace(plan, way=replace(plan.way, tokens=count))  # type: ignore[type-var]
+        def with_tokens(count: int) -> StepShape:
+            return replace(step, forward=replace(step.forward, tokens=count))  # type: ignore[type-var]
 
-        found = {"n": self._most(with_n, plan.rollouts.n, 2, MOST, room)}
-        if plan.engine is not None:
-            slots = min(requests, getattr(plan.engine.sampler, "slots", None) or DEFAULT_SLOTS)
+        found = {"n": self._most(with_n, step.rollouts.n, 2, MOST, room)}
+        if step.engine is not None:
+            slots = min(requests, step.engine.sampler.slots or DEFAULT_SLOTS)
             found["sampler.slots"] = self._most(with_slots, slots, 1, requests, room)
         return found | {
-            "train.micro_batch_tokens": self._most(with_tokens, min(tokens, plan.way.tokens), 1, tokens, room),
+            "train.micro_batch_tokens": self._most(with_tokens, min(tokens, step.forward.tokens), 1, tokens, room),
         }
 
-    def _most(self, plan_with: Callable[[int], Plan], start: int, least: int, enough: int, room: int) -> int | None:
+    def _most(self, step: Callable[[int], StepShape], start: int, least: int, enough: int, room: int) -> int | None:
         """The largest value, to a part in eight or to 95 % of the room; beyond `enough` nothing changes any more.
 
         Bytes grow nearly in proportion, so where the room ends is guessed on the line between what fits and what not.
@@ -172,7 +171,7 @@ class Predictor:
         peaks: dict[int, int] = {}
         value = start
         for _ in range(9):
-            peaks[value] = self.predict(plan_with(value)).peak
+            peaks[value] = self.predict(step(value)).peak
             good = max((v for v, peak in peaks.items() if peak <= room), default=None)
             bad = min((v for v, peak in peaks.items() if peak > room), default=None)
             if good is None:
@@ -191,7 +190,7 @@ class Predictor:
         return good
 
 
-def _rows(work: Work, take: int) -> list[Row]:
+def _rows(work: Workload, take: int) -> list[Row]:
     """The first `take` rollouts of each prompt as rows of a batch."""
     return [
         Row(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
@@ -200,5 +199,5 @@ def _rows(work: Work, take: int) -> list[Row]:
     ]
 
 
-def _parts(way: Pass, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
-    return [tuple(rows[i] for i in part) for part in way.cut(rows)]
+def _parts(forward: ShapeOnly, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+    return [tuple(rows[i] for i in part) for part in forward.cut(rows)]

@@ -14,13 +14,13 @@ from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import PROFILE as FILE
 
 SCHEMA = 1
-FILE = "profile.json"
 
 
 @dataclass(frozen=True)
-class Report:
+class Findings:
     """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
     that are all as long as may be, both but for what `not_predicted` says; `largest` are the largest values that then
     fit `room` bytes (None: none does, 0: any does)."""
@@ -39,26 +39,26 @@ class Report:
     not_predicted: tuple[str, ...] = ()
 
 
-def document(report: Report) -> dict[str, Any]:
-    """The report as plain values. Seconds and bytes throughout; every key is there in every report."""
-    measured = report.measured
+def document(findings: Findings) -> dict[str, Any]:
+    """The findings as plain values. Seconds and bytes throughout; every key is there in every file."""
+    measured = findings.measured
     return {
         "schema": SCHEMA,
-        "command": list(report.command),
-        "device": report.device,
-        "threads": report.threads,
-        "versions": dict(report.versions),
-        "settings": report.settings,
+        "command": list(findings.command),
+        "device": findings.device,
+        "threads": findings.threads,
+        "versions": dict(findings.versions),
+        "settings": findings.settings,
         "measured": None if measured is None else _measured(measured),
-        "predicted": _predicted(report.predicted),
-        "predicted_at_most": _predicted(report.at_most),
-        "not_predicted": list(report.not_predicted),
+        "predicted": _predicted(findings.predicted),
+        "predicted_at_most": _predicted(findings.at_most),
+        "not_predicted": list(findings.not_predicted),
         "fit": {
-            "room_bytes": report.room,
-            "fits": report.at_most.peak <= report.room,
-            "largest": dict(report.largest),
+            "room_bytes": findings.room,
+            "fits": findings.at_most.peak <= findings.room,
+            "largest": dict(findings.largest),
         },
-        "advice": list(report.advice),
+        "advice": list(findings.advice),
     }
 
 
@@ -101,28 +101,28 @@ def _sizes(sizes: Sizes) -> dict[str, int]:
     return {kind: sizes.get(kind, 0) for kind in KINDS}
 
 
-def metrics(report: Report) -> dict[str, float]:
+def metrics(findings: Findings) -> dict[str, float]:
     """Named numbers (see `metrics.py`)."""
-    numbers: dict[str, float] = {"profile/predicted_peak_bytes": report.predicted.peak}
-    numbers |= {f"profile/predicted_{kind}_bytes": report.predicted.exact[kind] for kind in EXACT}
-    if report.measured is not None:
-        numbers["profile/peak_bytes"] = report.measured.peak_bytes
-        numbers |= {f"profile/{kind}_bytes": report.measured.exact[kind] for kind in EXACT}
-        for name, phase in report.measured.phases.items():
+    numbers: dict[str, float] = {"profile/predicted_peak_bytes": findings.predicted.peak}
+    numbers |= {f"profile/predicted_{kind}_bytes": findings.predicted.exact[kind] for kind in EXACT}
+    if findings.measured is not None:
+        numbers["profile/peak_bytes"] = findings.measured.peak_bytes
+        numbers |= {f"profile/{kind}_bytes": findings.measured.exact[kind] for kind in EXACT}
+        for name, phase in findings.measured.phases.items():
             numbers |= {f"profile/{name}_seconds": phase.median, f"profile/{name}_peak_bytes": phase.peak_bytes}
     return {name: float(value) for name, value in numbers.items()}
 
 
-def write(report: Report, folder: Path) -> Path:
+def write(findings: Findings, folder: Path) -> Path:
     """Write `profile.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
-    write_atomically(path, (json_line(document(report), indent=2) + "\n").encode())
+    write_atomically(path, (json_line(document(findings), indent=2) + "\n").encode())
     return path
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report that was written before. UserError if it is none, or of another schema."""
+    """What was written before. UserError if it is no profile, or of another schema."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -7,15 +7,16 @@ engine allocates what it would for a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.interfaces import Engine
-from grpo_cli.profile.shapes import Work
+from grpo_cli.profile.shapes import Workload
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 NEVER = -1  # the end-of-sequence token of a forced rollout: a token that no model produces
@@ -68,7 +69,7 @@ class ProfiledEngine:
     def __init__(self, engine: Engine, lengths: Lengths | None) -> None:
         self._engine = engine
         self._lengths = lengths
-        self.work: Work | None = None  # the last `generate`, once it has ended
+        self.work: Workload | None = None  # the last `generate`, once it has ended
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         ended: dict[str, list[int]] = {request.prompt.id: [] for request in requests}
@@ -78,7 +79,7 @@ class ProfiledEngine:
         prompts = {request.prompt.id: request.prompt for request in requests}
         longest = max(request.sampling.max_new_tokens for request in requests)
         lengths = tuple(length for prompt in prompts for length in ended[prompt])
-        self.work = Work(tuple(prompts.values()), len(requests) // len(prompts), longest, lengths)
+        self.work = Workload(tuple(prompts.values()), len(requests) // len(prompts), longest, lengths)
 
     def _told(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         if self._lengths is None:
@@ -97,6 +98,19 @@ class ProfiledEngine:
 
     def update_weights(self) -> None:
         self._engine.update_weights()
+
+    @property
+    def reads_stop_strings(self) -> bool:
+        return self._engine.reads_stop_strings
+
+    def facts(self) -> Mapping[str, Any]:
+        return self._engine.facts()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._engine.load_state_dict(state)
 
 
 def _key(request: Request) -> tuple[str, int, int]:

@@ -10,20 +10,24 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from grpo_cli.evaluate import evaluate_with
+from grpo_cli.interfaces import Parts
 from grpo_cli.memory import AllocatedPeak, PhasePeaks, ResidentPeak
 from grpo_cli.meter import WallMeter
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.profile.estimate import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
 from grpo_cli.profile.forced_lengths import ProfiledEngine
-from grpo_cli.profile.shapes import KV, Sizes, Work
-from grpo_cli.settings import ProfileSettings
+from grpo_cli.profile.shapes import KV, Sizes, Workload
+from grpo_cli.progress import Progress
+from grpo_cli.settings import ProfileSettings, RunSettings
+from grpo_cli.step import Step
 
 # The phases that a step consists of, in its order, none inside another; `eval` stands beside the step.
 PHASES = ("prefill", "decode", "reward", "policy_logprobs", "ref_logprobs", "forward", "backward", "optimizer", "eval")
@@ -39,12 +43,23 @@ _TOKENS = {  # what a phase's tokens per second are of
 }
 
 
-@runtime_checkable
-class Rehearsal(Protocol):
-    """What a trainer must be able to do."""
+@dataclass(frozen=True)
+class Rehearsal:
+    """Rounds and evaluations of a run, with nothing saved or logged."""
+
+    step: Step
+    settings: RunSettings
+    parts: Parts
 
     def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """Steps, and an evaluation, with nothing saved or logged."""
+        """`step` or `eval` of each, and its metrics."""
+        settings, progress = self.settings, Progress()
+        for step in range(steps):
+            yield "step", self.step.run(step, progress).metrics
+        if evaluate:
+            with self.parts.meter.span("eval"), self.step.learner.autocast():
+                result = evaluate_with(self.parts.bench, settings.eval, settings.sampling, settings.seed)
+            yield "eval", result.metrics
 
 
 @dataclass(frozen=True)
@@ -71,8 +86,8 @@ class Measured:
     peak_bytes: int
     memory: Sizes
     exact: Sizes
-    rollouts: Work
-    exam: Work | None
+    rollouts: Workload
+    evaluation: Workload | None
 
 
 class Probe:
@@ -110,10 +125,10 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What is measured: a trainer and what it was put together from."""
+class Subject:
+    """What is measured: rounds, and what they are put together from."""
 
-    trainer: Rehearsal
+    rehearsal: Rehearsal
     model: Any
     reference: Any | None
     engine: ProfiledEngine
@@ -157,22 +172,22 @@ def held(model: Any) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
+def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
     """Warm up, measure, and look once at every tensor."""
-    probe, update = bench.probe, _Update(bench.model, bench.probe.device)
+    probe, update = subject.probe, _Update(subject.model, subject.probe.device)
     seconds: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}
     engine: dict[str, float] = {}
-    works: dict[str, Work] = {}
+    works: dict[str, Workload] = {}
     kv: dict[str, int] = {}
     tokens: dict[str, dict[str, float]] = {}
     with probe, update.seen():
         done, trained = 0, 0.0
         say(f"warming up ({profile.warmup} of {profile.warmup + profile.steps} steps)")
-        for kind, metrics in bench.trainer.rehearse(profile.warmup + profile.steps, evaluate):
+        for kind, metrics in subject.rehearsal.rehearse(profile.warmup + profile.steps, evaluate):
             times, highest = probe.take(), probe.peaks.take()
             done += kind == "step"
-            stats, work = bench.engine.stats(), bench.engine.work
+            stats, work = subject.engine.stats(), subject.engine.work
             of_step = metrics.get("tokens/trained", trained) - trained
             trained += of_step
             if kind == "step" and done <= profile.warmup:
@@ -195,7 +210,7 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
             tokens[kind] = {name: float(value) for name, value in counts.items()}
         fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
         say("one more step, to see what memory is held by")
-        inside = _anatomy(bench, update, evaluate, works)
+        inside = _anatomy(subject, update, evaluate, works)
     phases = {
         name: Phase(
             tuple(values),
@@ -205,25 +220,25 @@ def measure(bench: Bench, profile: ProfileSettings, evaluate: bool, say: Callabl
         for name, values in seconds.items()
     }
     kv_there = kv.get("eval" if fullest == "eval" else "step", 0) if fullest in _WITH_KV else 0
-    memory = _breakdown(bench, update, inside.get(fullest, {}), kv_there, peaks[fullest])
+    memory = _breakdown(subject, update, inside.get(fullest, {}), kv_there, peaks[fullest])
     exact = {**{kind: memory[kind] for kind in EXACT}, GRADIENTS: update.gradients, KV: max(kv.values())}
     return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
 
 
-def _keep_larger(works: dict[str, Work], kind: str, work: Work | None) -> None:
+def _keep_larger(works: dict[str, Workload], kind: str, work: Workload | None) -> None:
     assert work is not None, "something was generated"
     if kind not in works or sum(work.lengths) > sum(works[kind].lengths):
         works[kind] = work
 
 
-def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Work]) -> dict[str, Sizes]:
+def _anatomy(subject: Subject, update: _Update, evaluate: bool, works: dict[str, Workload]) -> dict[str, Sizes]:
     """What each phase held when it held most, beside what is there all the time. Notes larger `works`."""
     found: dict[str, Sizes] = {}
     open_spans: tuple[str, ...] = ()
-    with Allocations(bench.model) as allocations:
+    with Allocations(subject.model) as allocations:
         allocations.leave_out(update.state)
-        if hasattr(bench.reference, "parameters"):
-            allocations.leave_out(held(bench.reference))
+        if isinstance(subject.reference, torch.nn.Module):
+            allocations.leave_out(held(subject.reference))
 
         def note(names: tuple[str, ...]) -> None:
             nonlocal open_spans
@@ -233,20 +248,20 @@ def _anatomy(bench: Bench, update: _Update, evaluate: bool, works: dict[str, Wor
                     found[name] = peak
             open_spans = names
 
-        bench.probe.listener = note
+        subject.probe.listener = note
         try:
-            for kind, _ in bench.trainer.rehearse(1, evaluate):
-                _keep_larger(works, kind, bench.engine.work)
+            for kind, _ in subject.rehearsal.rehearse(1, evaluate):
+                _keep_larger(works, kind, subject.engine.work)
         finally:
-            bench.probe.listener = lambda names: None
+            subject.probe.listener = lambda names: None
     return found
 
 
-def _breakdown(bench: Bench, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
+def _breakdown(subject: Subject, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
     parts = dict.fromkeys(KINDS, 0) | dict(inside)
-    parts[WEIGHTS] = nbytes(held(bench.model))
+    parts[WEIGHTS] = nbytes(held(subject.model))
     # A reference that is the model without its adapters has no weights of its own.
-    both = held(bench.model) + (held(bench.reference) if hasattr(bench.reference, "parameters") else [])
+    both = held(subject.model) + (held(subject.reference) if isinstance(subject.reference, torch.nn.Module) else [])
     parts[REFERENCE] = nbytes(both) - parts[WEIGHTS]
     parts[OPTIMIZER] = nbytes(update.state)
     parts[KV] = kv
@@ -255,17 +270,17 @@ def _breakdown(bench: Bench, update: _Update, inside: Sizes, kv: int, peak: int)
     return parts
 
 
-def write_trace(bench: Bench, folder: Path) -> list[Path]:
+def write_trace(subject: Subject, folder: Path) -> list[Path]:
     """One more step as a Chrome trace and, on a GPU, a snapshot of the allocator that PyTorch's viewer opens."""
-    cuda = bench.probe.device.type == "cuda"
+    cuda = subject.probe.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
     if cuda:
         torch.cuda.memory._record_memory_history()
-    bench.probe.trace = True
+    subject.probe.trace = True
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in bench.trainer.rehearse(1, False):
+        for _ in subject.rehearsal.rehearse(1, False):
             pass
-    bench.probe.trace = False
+    subject.probe.trace = False
     written = [folder / "trace.json.gz"]
     profiler.export_chrome_trace(str(written[0]))
     if cuda:

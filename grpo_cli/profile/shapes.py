@@ -6,25 +6,23 @@ moments only, such as the decode step with most rows and those with the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.generation import PREFILL_TOKENS, Generation
-from grpo_cli.engine.padding import TILE, round_up
+from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.fullest import fullest_moments, parked_bytes
+from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.sampler import Sampler
-from grpo_cli.engine.sparsity import Budget, Dense
 from grpo_cli.engine.stop import NeverStop
-from grpo_cli.learner.forward import Pass, Row
+from grpo_cli.learner.forward import Row, ShapeOnly
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -46,7 +44,7 @@ class EngineShape:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What one `generate` is asked for: `n` rollouts of each prompt, and how long they will be, prompt by prompt."""
 
     prompts: tuple[Prompt, ...]
@@ -111,96 +109,53 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _train_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float, later: bool) -> tuple[Sizes, Sizes]:
+    def _train_pass(self, forward: ShapeOnly, rows: tuple[Row, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
-        way.prepare(self.model)
+        forward.prepare(self.model)
         with self._watched(training=True) as allocations:
             if later:
                 for parameter in self.trained:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            values = way.blank(self.model, rows, temperature)
-            forward = allocations.take_peak()
+            values = forward.blank(self.model, rows)
+            without_backward = allocations.take_peak()
             values.sum().backward()
-            return forward, allocations.take_peak()
+            return without_backward, allocations.take_peak()
 
-    def _quiet_pass(self, way: Pass, rows: tuple[Row, ...], temperature: float) -> Sizes:
+    def _quiet_pass(self, forward: ShapeOnly, rows: tuple[Row, ...]) -> Sizes:
         """The same pass forward without gradients."""
-        way.prepare(self.model)
+        forward.prepare(self.model)
         with self._watched(training=False) as allocations:
-            way.blank(self.model, rows, temperature)
+            forward.blank(self.model, rows)
             return allocations.take_peak()
 
-    def _rollouts(self, work: Work, engine: EngineShape) -> tuple[Sizes, Sizes]:
+    def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
         sampling = Sampling(max_new_tokens=work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations:
-            decoder = Decoder(self.model)
             generation = Generation(
-                decoder, (0,), engine.sampler, engine.sparsity, requests, None, NeverStop(), NullMeter(), engine.prefix
+                Decoder(self.model),
+                (0,),
+                engine.sampler,
+                engine.sparsity,
+                requests,
+                capture=None,
+                stop=NeverStop(),
+                meter=NullMeter(),
+                prefix=engine.prefix,
             )
-            parked = self._parked(generation, work, engine.prefix)
             for store in (generation.slots.kv, generation.prompts.store):
                 allocations.mark(store.keys, KV)
                 allocations.mark(store.values, KV)
-            prefill = self._prefill(generation, decoder, requests, allocations)
-            decode = [
-                self._decode(generation, decoder, rows, width, allocations)
-                for rows, width in fullest(work.lengths, generation.slots.count, generation.slots.kv.capacity)
-            ]
-        most = max(decode, key=lambda sizes: sum(sizes.values()))
-        return _with(prefill, parked), _with(most, parked)
-
-    def _parked(self, generation: Generation, work: Work, prefix: int) -> int:
-        """Keys of those that wait after their prefix: all that go on after the token that its last key comes with."""
-        if not generation.room.probes:
-            return 0
-        return sum(length > prefix + 1 for length in work.lengths) * generation.shape.parked_bytes
-
-    def _prefill(
-        self, generation: Generation, decoder: Decoder, requests: Sequence[Request], allocations: Allocations
-    ) -> Sizes:
-        """The largest batch of prompts that run together, and the first token of all that then begin."""
-        prompts = {r.prompt.id: len(r.prompt.token_ids) for r in requests[: generation.slots.count]}
-        widths: dict[int, int] = {}
-        for length in prompts.values():
-            width = round_up(length, TILE)
-            widths[width] = min(widths.get(width, 0) + 1, max(1, PREFILL_TOKENS // width))
-        width = max(widths, key=lambda width: width * widths[width])
-        count = min(widths[width], generation.prompts.entries)
-        allocations.take_peak()
-        done = decoder.prefill([[0] * width] * count, False)
-        entries = [generation.prompts.claim() for _ in range(count)]
-        generation.prompts.put(entries, done.keys, done.values, done.logits, [width] * count)
-        del done
-        some = torch.zeros(generation.slots.count, dtype=torch.long)
-        generation.slots.record(some, generation.prompts.logits[some], torch.zeros(1, dtype=torch.long))
-        return allocations.take_peak()
-
-    def _decode(
-        self, generation: Generation, decoder: Decoder, rows: int, width: int, allocations: Allocations
-    ) -> Sizes:
-        """One step of so many rows that look at `width` keys of their own."""
-        entries = min(generation.prompts.entries, rows)
-        columns = round_up(-(-rows // entries), decoder.padding.columns)
-        whole = torch.zeros(rows, dtype=torch.long)
-        step = Rows(
-            tokens=whole,
-            positions=whole,
-            lengths=whole,
-            width=width,
-            prompt_lengths=None,
-            blind=False,
-            table=torch.zeros(entries, columns, dtype=torch.long),
-            place=whole,
-            in_order=entries * columns == rows,
-        )
-        allocations.take_peak()
-        hidden = decoder.step(step, generation.slots.kv, generation.prompts, generation.slots.keeper)
-        generation.slots.record(whole, decoder.logits(hidden), torch.zeros(1, dtype=torch.long))
-        return allocations.take_peak()
+            found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
+            allocations.take_peak()
+            for moment in fullest_moments(generation, work.lengths):
+                found[moment].append(allocations.take_peak())
+        parked = parked_bytes(generation, work.lengths)
+        prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
+        return _with(prefill, parked), _with(decode, parked)
 
 
 @contextmanager
@@ -213,25 +168,6 @@ def _unmoved() -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "to", move)  # noqa: B010
-
-
-def fullest(lengths: Sequence[int], slots: int, capacity: int) -> list[tuple[int, int]]:
-    """Moments of a rollout that may be its fullest: rows that run, and keys of their own that the longest looks at.
-
-    Where everybody has a slot, rows end and the rest get longer; where slots are refilled they stay as many.
-
-    >>> fullest([10, 20, 30, 300], slots=4, capacity=304)
-    [(4, 16), (3, 32), (2, 32), (1, 304)]
-    """
-    if slots < len(lengths):
-        return [(slots, min(capacity, round_up(max(lengths), TILE)))]
-    moments = {}
-    for share in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0):
-        step = max(1, int(np.quantile(lengths, share, method="lower")) - 1) if share else 1
-        running = sum(length > step for length in lengths)
-        if running:
-            moments[running] = min(capacity, round_up(step + 1, TILE))
-    return sorted(moments.items(), reverse=True) or [(slots, min(capacity, TILE))]
 
 
 def _with(sizes: Sizes, parked: int) -> Sizes:

@@ -1,4 +1,4 @@
-"""A report as a person reads it."""
+"""The findings of a profile as a person reads them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from rich.table import Table
 
 from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
-from grpo_cli.profile.findings import Report, tokens_per_second
+from grpo_cli.profile.findings import Findings, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured, Phase
 
 
-def show(report: Report, console: Console) -> None:
+def show(findings: Findings, console: Console) -> None:
     """Tables of time and memory, then what dominates."""
-    if report.measured is not None:
-        console.print(_phases(report, report.measured))
-        console.print(_engine_line(report.measured), highlight=False)
-    console.print(_memory(report))
-    for line in report.not_predicted:
+    if findings.measured is not None:
+        console.print(_phases(findings, findings.measured))
+        console.print(_engine_line(findings.measured), highlight=False)
+    console.print(_memory(findings))
+    for line in findings.not_predicted:
         console.print(f"Not predicted: {line}.", highlight=False, markup=False)
-    for line in _fit_lines(report):
+    for line in _fit_lines(findings):
         console.print(line, highlight=False, markup=False)
-    for line in report.advice:
+    for line in findings.advice:
         console.print(line, highlight=False, markup=False)
 
 
-def _phases(report: Report, measured: Measured) -> Table:
+def _phases(findings: Findings, measured: Measured) -> Table:
     table = Table(
         title="a step, phase by phase (median and half the range of the measured steps)", title_justify="left"
     )
@@ -35,7 +35,7 @@ def _phases(report: Report, measured: Measured) -> Table:
     order = [name for name in (*PHASES[:-1], "rest", "step", "eval") if name in measured.phases]
     for name in order:
         phase = measured.phases[name]
-        predicted = report.predicted.phases.get(name)
+        predicted = findings.predicted.phases.get(name)
         table.add_row(
             name,
             f"{phase.median:.3f}",
@@ -61,9 +61,9 @@ def _engine_line(measured: Measured) -> str:
     return f"rollouts: {steps:.0f} decode steps in {slots:.0f} slots, {busy:.0%} of them busy; keys and values {kept}"
 
 
-def _memory(report: Report) -> Table:
+def _memory(findings: Findings) -> Table:
     """What memory is held by at the peak, measured and predicted, and what shapes decide, each at its most."""
-    measured, predicted, at_most = report.measured, report.predicted, report.at_most
+    measured, predicted, at_most = findings.measured, findings.predicted, findings.at_most
     table = Table(title="memory, at its fullest", title_justify="left")
     columns = ["", *(["measured", "predicted", "ratio"] if measured else ["predicted"]), "at most"]
     for column in columns:
@@ -97,14 +97,14 @@ def _ratio(predicted: int, measured: int) -> str:
     return "" if not measured else f"{predicted / measured:.2f}"
 
 
-def _fit_lines(report: Report) -> list[str]:
-    at_most, room = report.at_most, report.room
+def _fit_lines(findings: Findings) -> list[str]:
+    at_most, room = findings.at_most, findings.room
     verdict = "fits in" if at_most.peak <= room else "does not fit in"
     lines = [f"With every rollout at full length it takes {gib(at_most.peak)}: that {verdict} {gib(room)}."]
     unlimited = {"n": f"{MOST} or more", "sampler.slots": "as many as rollouts"}
     found = [
         f"{key} {unlimited.get(key, 'any') if value == 0 else 'none' if value is None else value}"
-        for key, value in report.largest.items()
+        for key, value in findings.largest.items()
     ]
     lines.append(f"The largest that fits, each alone: {', '.join(found)}.")
     return lines

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from grpo_cli.formatting import plain
+from grpo_cli.runs import layout
 
 Setting = str | int | float | bool | None
 
@@ -45,17 +46,17 @@ class Asked:
 
 def asked_of(folder: Path) -> Asked | None:
     """What `.hydra/` in a run folder says; None if there is no config that can be read."""
-    config = _yaml(folder / ".hydra" / "config.yaml")
+    config = _yaml(folder / layout.CONFIG)
     if not isinstance(config, dict):
         return None
     settings = dict(_flat(config, ""))
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
-    hydra = _yaml(folder / ".hydra" / "hydra.yaml")
+    hydra = _yaml(folder / layout.HYDRA)
     chosen = _below(hydra, "hydra", "runtime", "choices")
     # The run's own groups, without Hydra's.
     choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
-    words = _yaml(folder / ".hydra" / "overrides.yaml")
+    words = _yaml(folder / layout.OVERRIDES)
     given = dict(map(_override, words)) if isinstance(words, list) else {}
     command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
     return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)

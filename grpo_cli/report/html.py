@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpo_cli import __version__
+from grpo_cli.formatting import plain
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
+from grpo_cli.report.rollouts import Recording, extremes, facts, visible
 from grpo_cli.report.tables import SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_table
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
@@ -32,7 +34,10 @@ td.spark { color: #0072b2; letter-spacing: 0; font-family: monospace; }
 .skipped, .interrupted, .unfinished { background: #fbeecd; }
 figure { margin: 1rem 0 0; } img { max-width: 100%; height: auto; }
 figcaption { color: #55555a; font-size: .88rem; }
+pre { background: #f5f5f7; padding: .5rem .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
+SHOWN = 2  # rollouts of each run with the highest rewards, and as many with the lowest
+LONGEST = 4000  # characters of a text that are shown
 PIXELS_PER_INCH = 115  # of the browser: letters in pictures are then about as large as those beside them
 CAPTIONS = {
     "accuracy.png": (
@@ -45,8 +50,14 @@ CAPTIONS = {
 }
 
 
-def page(comparison: Comparison, pictures: Mapping[str, bytes], notes: Sequence[str], made: str) -> str:
-    """The whole report. `made` says when; `notes` what it lacks."""
+def page(
+    comparison: Comparison,
+    pictures: Mapping[str, bytes],
+    notes: Sequence[str],
+    made: str,
+    recorded: Sequence[tuple[str, Recording]],
+) -> str:
+    """The whole report. `made` says when; `notes` what it lacks; `recorded` has rollouts, with their runs' names."""
     runs, settings = comparison.runs, not comparison.numbered
     parts = [
         "<h1>Training runs, compared</h1>",
@@ -66,12 +77,30 @@ def page(comparison: Comparison, pictures: Mapping[str, bytes], notes: Sequence[
             f"<h2>Runs that are not averaged</h2>{_table(run_table(comparison, comparison.left_out, settings))}"
         )
     parts.append(f"<h2>All runs</h2>{_table(run_table(comparison, runs, settings))}")
+    parts += ["<h2>Rollouts</h2>"] * bool(recorded) + [_rollouts(name, told) for name, told in recorded]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Training runs, compared</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
         f"<body>\n{chr(10).join(parts)}\n</body></html>\n"
     )
+
+
+def _rollouts(name: str, told: Recording) -> str:
+    """A run's best and worst rollouts of its last recorded step, folded away until they are asked for."""
+    rows = [
+        f"<p>prompt {escape(plain(row.prompt_id))}, sample {row.sample}: {escape('; '.join(facts(row)))}; "
+        f"answer {escape(plain(row.answer))}</p><pre>{_text(row.prompt)}</pre><pre>{_text(row.reply)}</pre>"
+        for row in extremes(told.rollouts, SHOWN, SHOWN)
+    ]
+    notes = "".join(f"<p>{escape(note)}</p>" for note in told.notes)
+    title = f"{escape(name)}: {len(rows)} of the {len(told.rollouts)} recorded of step {told.step}"
+    return f"<details><summary>{title}</summary>{''.join(rows)}{notes}</details>"
+
+
+def _text(text: str) -> str:
+    more = f" [and {len(text) - LONGEST} more characters]" if len(text) > LONGEST else ""
+    return escape(visible(text[:LONGEST]) + more)
 
 
 def _image(title: str, data: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,8 +14,10 @@ from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
 from grpo_cli.report.html import page
 from grpo_cli.report.read import read_runs
+from grpo_cli.report.rollouts import read_recording
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
+from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
@@ -36,14 +37,15 @@ def make(
     """
     console = console or Console()
     now = datetime.now()
-    out = out or Path("outputs/report") / f"{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+    out = out or layout.new_folder("report")
     found = read_runs(folders, metric)
     comparison = compare(found.runs, target, metric)
     notes = [] if plots.can_draw() else [NO_PICTURES]
     if found.others:
         notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}
-    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}")
+    recorded = [(run.name, told) for run in comparison.runs if (told := read_recording(run.folder)) and told.rollouts]
+    html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}", recorded)
     files = {"report.html": html.encode(), **drawn, "report.json": json_line(as_json(comparison), indent=1).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)

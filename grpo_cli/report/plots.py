@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Line:
+class ArmLine:
     """One arm in a picture: its curves, of which mean and band are drawn, and those that are not averaged."""
 
     label: str
@@ -95,12 +95,12 @@ def paper_style() -> Iterator[None]:
         yield
 
 
-def _line_of(name: str, arm: Arm) -> Line:
-    return Line(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
+def _line_of(name: str, arm: Arm) -> ArmLine:
+    return ArmLine(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
 
 
 def accuracy_figure(
-    panels: Mapping[str, Sequence[Line]],
+    panels: Mapping[str, Sequence[ArmLine]],
     axes: Mapping[str, str],
     targets: Mapping[str, float],
     words: str,
@@ -133,7 +133,7 @@ def accuracy_figure(
     return figure
 
 
-def _colours(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
+def _colours(lines: Sequence[ArmLine]) -> dict[str, tuple[str, str]]:
     """Colour and marker by label, for as many labels as there are colours: those of the highest last accuracy."""
     ends: dict[str, float] = {}
     for line in lines:
@@ -145,7 +145,7 @@ def _colours(lines: Sequence[Line]) -> dict[str, tuple[str, str]]:
     return {label: (COLOURS[i], MARKERS[i]) for i, label in enumerate(labels)}
 
 
-def _draw(panel: Axes, line: Line, axis: str, colours: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def _draw(panel: Axes, line: ArmLine, axis: str, colours: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Draw one line; returns what the legend has to name."""
     colour, marker = colours.get(line.label, (GREY, ""))
     named: dict[str, Any] = {}

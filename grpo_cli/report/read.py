@@ -21,11 +21,12 @@ from grpo_cli.errors import UserError
 from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
+from grpo_cli.runs import layout
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
 PHASES = ("rollout", "reward", "logprobs", "update")
-_A_RUN_HAS = ("metrics.jsonl", "summary.json", "status.json", ".hydra/config.yaml")
-_NOT_BELOW = {"checkpoints", "wandb", "bad_batches"}
+_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.CONFIG)
+_NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.BAD_BATCHES}
 
 
 class State(StrEnum):
@@ -79,19 +80,38 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRuns:
     """Training runs, and the folders of other commands (evaluations, profiles) that were met on the way."""
 
     runs: tuple[Run, ...]
     others: tuple[str, ...]
 
 
-def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
+def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
     """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
 
     `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
     or if the runs have measured other accuracies only.
     """
+    read = read_all(folders, metric)
+    runs = tuple(run for run in read if run.asked.command == "train")
+    others = tuple(run.name for run in read if run.asked.command != "train")
+    if not runs:
+        besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
+        named = ", ".join(plain(folder) for folder in folders)
+        raise UserError(
+            f"no training run in or below {named}{besides}; `grpo train` leaves them in {layout.OUTPUTS}/train, "
+            f"`grpo train -m` in {layout.MULTIRUN}"
+        )
+    measured = sorted({name for run in runs for name in run.accuracies})
+    if metric not in measured and (measured or metric != GREEDY):
+        there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
+        raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
+    return FoundRuns(runs, others)
+
+
+def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
+    """The same of every command, and also if there are none."""
     found: dict[Path, tuple[str, Sequence[str] | None]] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -101,21 +121,7 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> Found:
                 found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
         except OSError as error:
             raise UserError(f"{plain(error.filename)} cannot be read: {error.strerror}") from error
-    read = [read_run(path, name, job, metric) for path, (name, job) in found.items()]
-    runs = tuple(run for run in read if run.asked.command == "train")
-    others = tuple(run.name for run in read if run.asked.command != "train")
-    if not runs:
-        besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
-        named = ", ".join(plain(folder) for folder in folders)
-        raise UserError(
-            f"no training run in or below {named}{besides}; `grpo train` leaves them in outputs/train, "
-            "`grpo train -m` in outputs/multirun"
-        )
-    measured = sorted({name for run in runs for name in run.accuracies})
-    if metric not in measured and (measured or metric != GREEDY):
-        there = f"they have {', '.join(measured)}" if measured else "they were not evaluated (eval.every=0)"
-        raise UserError(f"--metric={plain(metric)} is no accuracy in these runs: {there}")
-    return Found(runs, others)
+    return [read_run(path, name, job, metric) for path, (name, job) in found.items()]
 
 
 def _short_name(path: Path, given: Path, num_given: int) -> str:
@@ -131,7 +137,7 @@ def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str] | None]]:
     if any((folder / name).is_file() for name in _A_RUN_HAS):
         yield folder, None
         return
-    jobs = _jobs_of(folder)
+    jobs = jobs_of(folder)
     yield from jobs.items()
     names = sorted((entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)), key=_natural)
     for name in names:
@@ -143,9 +149,9 @@ def _natural(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
 
 
-def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
+def jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
     """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
-    told, _ = _read_object(sweep / "sweep.json")
+    told, _ = _read_object(sweep / layout.SWEEP)
     jobs: dict[Path, Sequence[str] | None] = {}
     listed = told.get("jobs")
     for job in listed if isinstance(listed, list) else []:
@@ -161,12 +167,14 @@ def _jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
     """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
-    status, status_note = _read_object(folder / "status.json")
-    summary, summary_note = _read_object(folder / "summary.json")
-    rows, notes = read_rows(folder / "metrics.jsonl")
+    status, status_note = _read_object(folder / layout.STATUS)
+    summary, summary_note = _read_object(folder / layout.SUMMARY)
+    rows, notes = read_rows(folder / layout.METRICS)
     words = status.get("overrides", job)
     words = [str(word) for word in words] if isinstance(words, list) else []
     asked = asked_of(folder) or asked_with(words, str(status.get("command", "train")))
+    if asked.command == "eval":  # has no steps, and says what it found in its summary
+        rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)
     notes = [*filter(None, (status_note, summary_note)), *notes]
     run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))
@@ -215,13 +223,13 @@ def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any
     if ended in (State.COMPLETED, State.INTERRUPTED, State.FAILED):
         return State(ended), reason
     if not folder.exists():
-        return State.WAITING, "listed in sweep.json, not begun"
-    return State.UNFINISHED, f"no summary.json; {_last_sign(folder)}"
+        return State.WAITING, f"listed in {layout.SWEEP}, not begun"
+    return State.UNFINISHED, f"no {layout.SUMMARY}; {_last_sign(folder)}"
 
 
 def _last_sign(folder: Path) -> str:
     try:
-        return f"last record {duration(time.time() - (folder / 'metrics.jsonl').stat().st_mtime)} ago"
+        return f"last record {duration(time.time() - (folder / layout.METRICS).stat().st_mtime)} ago"
     except OSError:
         return "no record yet"
 

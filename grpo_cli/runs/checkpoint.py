@@ -8,8 +8,6 @@ a folder cut short by a crash, and a file cut short or altered later, are both s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import pickle
 import random
@@ -18,7 +16,6 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,24 +24,13 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, sync_file, sync_folder, write_atomically
-
-MARKER = "COMPLETE"
-STATE_FILE = "trainer_state.pt"
-# `.tmp` is being written or removed; `.replaced` is the good checkpoint of a step that is being saved again.
-_NAME = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")
+from grpo_cli.runs.files import json_line, sha256, sync_file, sync_folder, write_atomically
+from grpo_cli.runs.find import candidates, find_checkpoint
+from grpo_cli.runs.layout import COMPLETE, REPLACED, TRAINER_STATE, UNFINISHED, step_folder, step_of
 
 
 class CheckpointError(UserError):
     """A checkpoint could not be saved. Those saved before are untouched."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """The newest good checkpoint, if any, and why each newer one was passed over ("step_000120: ...")."""
-
-    path: Path | None
-    skipped: tuple[str, ...]
 
 
 def save_checkpoint(
@@ -59,21 +45,21 @@ def save_checkpoint(
     other exception, nothing of this save is left and every checkpoint saved before is.
     """
     _refuse_unplain(state, "state")
-    folder = root / f"step_{step:06d}"
-    temporary, replaced = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.replaced")
+    folder = root / step_folder(step)
+    temporary, replaced = folder.with_suffix(UNFINISHED), folder.with_suffix(REPLACED)
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
         temporary.mkdir()
         save_model(temporary)
-        _save_state(temporary / STATE_FILE, state)
+        _save_state(temporary / TRAINER_STATE, state)
         manifest = _sync_all(temporary)
         if folder.exists():
             _set_aside(folder, replaced)
         os.replace(temporary, folder)
         sync_folder(root)
         marker = {"step": step, "saved_at": time.time(), "files": manifest}
-        write_atomically(folder / MARKER, json_line(marker, indent=1).encode())
+        write_atomically(folder / COMPLETE, json_line(marker, indent=1).encode())
     except BaseException as error:
         _undo(folder, temporary, replaced)
         reason = _disk_error(error)
@@ -106,20 +92,15 @@ def _sync_all(folder: Path) -> dict[str, dict[str, Any]]:
     manifest = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(path)
-        manifest[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        manifest[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(path)
     return manifest
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _set_aside(folder: Path, replaced: Path) -> None:
     """The step was saved before. A complete folder stays findable until its successor is; an incomplete one goes."""
-    if (folder / MARKER).exists():
+    if (folder / COMPLETE).exists():
         os.replace(folder, replaced)
     else:
         shutil.rmtree(folder)
@@ -128,7 +109,7 @@ def _set_aside(folder: Path, replaced: Path) -> None:
 def _undo(folder: Path, temporary: Path, replaced: Path) -> None:
     # Errors are passed over here: whatever cannot be removed is incomplete, or older, and is never taken for good.
     shutil.rmtree(temporary, ignore_errors=True)
-    if folder.exists() and not (folder / MARKER).exists():
+    if folder.exists() and not (folder / COMPLETE).exists():
         shutil.rmtree(folder, ignore_errors=True)
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
@@ -159,11 +140,10 @@ def _save_message(root: Path, step: int, reason: str) -> str:
 def _remove_leftovers(root: Path) -> None:
     """What a killed save left. A replaced checkpoint gets its name back unless its successor is complete."""
     for path in root.iterdir():
-        name = _NAME.fullmatch(path.name)
-        if name is None or name[2] is None:
+        if step_of(path.name) is None or not path.suffix:
             continue
-        folder = path.with_name(f"step_{name[1]}")
-        if name[2] == ".replaced" and not (folder / MARKER).exists():
+        folder = path.with_suffix("")
+        if path.suffix == REPLACED and not (folder / COMPLETE).exists():
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(path, folder)
@@ -172,7 +152,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    complete = [path for path in _candidates(root) if path != newest and (path / MARKER).exists()]
+    complete = [path for path in candidates(root) if path != newest and (path / COMPLETE).exists()]
     for path in complete[max(keep, 1) - 1 :]:
         _remove(path)
 
@@ -180,124 +160,18 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 def _remove(folder: Path) -> None:
     """By way of the name of an unfinished folder, so that the next save clears up if this removal is cut short."""
     if folder.exists():
-        doomed = folder.with_name(f"{folder.name.partition('.')[0]}.tmp")
+        doomed = folder.with_suffix(UNFINISHED)
         os.replace(folder, doomed)
         shutil.rmtree(doomed)
 
 
-def find_checkpoint(folder: Path) -> Found:
-    """The newest checkpoint whose files are all as they were saved.
-
-    `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the answer has been read and
-    compared, about a second per gigabyte; older checkpoints are not looked at.
-    """
-    skipped: list[str] = []
-    for path in _candidates(folder):
-        reason = _damage(path)
-        if reason is None:
-            return Found(path, tuple(skipped))
-        skipped.append(f"{path.name}: {reason}")
-    return Found(None, tuple(skipped))
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step, the one being replaced after its successor."""
-    if _NAME.fullmatch(folder.name):
-        return [folder]
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    names = [(path, _NAME.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    found = [((int(name[1]), name[2] is None), path) for path, name in names if name is not None]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
-    try:
-        files = _read_marker(folder)["files"]
-        for name, expected in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                return f"{name} has {size} bytes instead of {expected['bytes']}"
-            if _sha256(path) != expected["sha256"]:
-                return f"{name} is not what was saved (its SHA-256 differs)"
-        return None if STATE_FILE in files else f"{MARKER} does not list {STATE_FILE}"
-    except FileNotFoundError:
-        return f"the save was interrupted (no {MARKER} file)"
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MARKER} is damaged"
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / MARKER).read_text())
-
-
 def load_state(folder: Path) -> dict[str, Any]:
     """The trainer state of a checkpoint, its tensors on the CPU. Runs no code from the file."""
-    path = folder / STATE_FILE
+    path = folder / TRAINER_STATE
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} cannot be read: {error}. Choose another checkpoint.") from error
-
-
-def require_checkpoint(folder: Path) -> Found:
-    """`find_checkpoint`, or a UserError that lists what is wrong with each checkpoint of `folder`."""
-    found = find_checkpoint(folder)
-    if found.path is None:
-        reasons = "; ".join(found.skipped) or "none was ever saved"
-        raise UserError(f"{folder} has no complete checkpoint ({reasons}). Choose another run, or start a new one.")
-    return found
-
-
-def resolve_run(resume: str, outputs: Path, key: str = "resume") -> Path:
-    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `require_checkpoint` takes either.
-
-    `auto` is the run below `outputs`/train that saved a checkpoint last. Raises UserError when there is none, and for a
-    folder that is no run; `key` is what the person typed it after.
-    """
-    if resume == "auto":
-        return _newest_run(outputs / "train", key)
-    path = Path(resume).expanduser().resolve()
-    if not path.is_dir():
-        raise UserError(f"{key}={resume} does not exist. Give a run folder, one of its checkpoints, or auto.")
-    if _NAME.fullmatch(path.name):
-        return path
-    if path.name == "checkpoints":
-        path = path.parent
-    if not (path / "checkpoints").is_dir():
-        raise UserError(
-            f"{key}={resume} is no run folder: it has no checkpoints/. Give a folder such as "
-            f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
-        )
-    return path
-
-
-def _newest_run(train: Path, key: str) -> Path:
-    # Runs of a sweep are one level down.
-    runs = [path.parent for pattern in ("*/checkpoints", "*/*/checkpoints") for path in train.glob(pattern)]
-    for run in sorted(runs, key=lambda run: (_last_saved(run), run), reverse=True):
-        if find_checkpoint(run).path is not None:
-            return run
-    raise UserError(
-        f"{key}=auto found no run with a complete checkpoint in {train}. Name a run folder, {key}=<run folder>, or "
-        "start a new run."
-    )
-
-
-def _last_saved(run: Path) -> float:
-    """When the run's newest checkpoint was saved, by its marker: a copy has other file times."""
-    times = [0.0]
-    for path in _candidates(run):
-        try:
-            times.append(float(_read_marker(path)["saved_at"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged or incomplete: `find_checkpoint` says so if it comes to that
-    return max(times)
 
 
 def rng_state() -> dict[str, Any]:

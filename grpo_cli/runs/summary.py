@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import METRICS, SUMMARY
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(run_dir / "summary.json", (json_line(summary, indent=2) + "\n").encode())
+        write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
     except OSError as error:
-        raise UserError(f"{run_dir / 'summary.json'} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"{run_dir / SUMMARY} cannot be written ({error.strerror or error}).") from error
+
+
+@contextmanager
+def failure_noted(run_dir: Path) -> Iterator[None]:
+    """What fails before the run has begun, such as reading its model, is in `summary.json` as what fails later is.
+
+    A folder that holds another summary, or records, tells of a run that did begin: it stays as it is.
+    """
+    try:
+        yield
+    except BaseException as error:
+        metrics = run_dir / METRICS
+        begun = (run_dir / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size > 0)
+        if not begun:
+            with suppress(UserError):  # a disk that is full as well is not what went wrong first
+                write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
+        raise
 
 
 def is_completed(run_dir: Path) -> bool:
     """Whether a run's `summary.json` says that it took its last step; a missing or damaged one says nothing."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return False
     return isinstance(summary, dict) and summary.get("status") == "completed"

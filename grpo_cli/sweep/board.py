@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.formatting import duration
-from grpo_cli.sweep.pool import Job, Status, last_record
+from grpo_cli.sweep.status import Job, Status, last_record
 from grpo_cli.tracking import terminal as screen
 
 STYLES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red", "skipped": "yellow"}

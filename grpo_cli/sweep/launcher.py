@@ -8,15 +8,10 @@ would call.
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
-import subprocess
 import sys
-import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,123 +22,25 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-import grpo_cli
-from grpo_cli.config.overrides import overrides, unquoted
+from grpo_cli.config.overrides import overrides
 from grpo_cli.config.read import is_a, shown
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.pool import Job, Pool, Status, is_done, is_running, read_status, resumes_from, write_status
+from grpo_cli.sweep.gpus import places, visible_gpus
+from grpo_cli.sweep.pool import Pool
+from grpo_cli.sweep.resume import Sweep, is_of, names_the_folder
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, resumes_from, write_status
 
-RESUME = "resume=sweep"
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
-
-
-@dataclass
-class Sweep:
-    """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
-
-    `check` raises UserError for a job's config that cannot be run. `objective` is the value in `summary.json` that a
-    sweeper optimises. `flags` are Hydra's, for every job.
-    """
-
-    command: str
-    check: Callable[[DictConfig], Any]
-    objective: str
-    flags: Sequence[str] = ()
-    resume: bool = False
-    folder: Path | None = None
-    outcomes: dict[int, Status] = field(default_factory=dict)
-
-    def counts(self) -> Counter[str]:
-        return Counter(status.state for status in self.outcomes.values())
-
-    def told(self) -> str:
-        """How it ended, and how to go on with it."""
-        counts = self.counts()
-        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        lines = [f"{len(self.outcomes)} jobs: {states}"]
-        if counts["failed"] or counts["waiting"]:
-            folder = shlex.quote(str(self.folder))
-            lines.append(f"go on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={folder}")
-        return "\n".join(lines)
-
-
-def sweep_of(
-    command: str, flags: Sequence[str], words: Sequence[str], check: Callable[[DictConfig], Any], objective: str
-) -> tuple[list[str], Sweep]:
-    """The arguments to compose, and what the launcher has to know if this is a sweep.
-
-    With `resume=sweep` the arguments are those that the sweep began with. UserError if they cannot be.
-    """
-    multirun = {"-m", "--multirun"} & set(flags)
-    others = [flag for flag in flags if flag not in multirun]
-    if RESUME not in words:
-        return [*flags, *sweeper_words(words)], Sweep(command, check, objective, others)
-    if not multirun:
-        raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
-    own = [word for word in words if word != RESUME]
-    began = started_with(command, own)
-    sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
-    return [*flags, *began.flags, *began.words], sweep
-
-
-@dataclass(frozen=True)
-class Began:
-    """How a sweep was started: Hydra's flags, and all overrides with what is new and the sweep's folder."""
-
-    flags: list[str]
-    words: list[str]
-
-
-def started_with(command: str, own: Sequence[str]) -> Began:
-    """For `resume=sweep`: the sweep in `hydra.sweep.dir`, or the last one there is. `own` are the overrides besides."""
-    changed = [word for word in own if not (_names_the_folder(word) or _is_of(word, ("launcher",)))]
-    if changed:
-        raise UserError(
-            f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
-        )
-    named = [unquoted(word.partition("=")[2]) for word in own if _names_the_folder(word)]
-    new = [word for word in own if not _names_the_folder(word)]
-    folder = Path(named[-1]) if named else _last_sweep(Path("outputs") / "multirun")
-    if not folder.exists():
-        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
-    asked = read_object(folder / "sweep.json")
-    if not asked:
-        raise UserError(f"hydra.sweep.dir={folder} holds no sweep: it has no sweep.json")
-    try:
-        if asked["command"] != command:
-            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
-        words = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
-        return Began(asked["flags"], words)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'sweep.json'} lists no sweep ({error}); start a new sweep") from error
-
-
-# Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
-_FOR_OPTUNA = {"direction": "maximize", "max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
-
-
-def sweeper_words(words: Sequence[str]) -> list[str]:
-    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run."""
-    if "hydra/sweeper=optuna" not in words:
-        return list(words)
-    return [*(f"hydra.sweeper.{key}={value}" for key, value in _FOR_OPTUNA.items()), *words]
-
-
-def _last_sweep(below: Path) -> Path:
-    sweeps = sorted(below.glob("*/sweep.json"), key=lambda path: path.stat().st_mtime)
-    if not sweeps:
-        raise UserError(f"resume=sweep found no sweep below {below}; name one with hydra.sweep.dir=<folder>")
-    return sweeps[-1].parent
 
 
 class ProcessLauncher(Launcher):
     def __init__(self, jobs: Any, gpus: Any) -> None:
         self._at_a_time, self._gpus = jobs, gpus
-        self._listed: dict[int, Job] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
         if not is_a(int, self._at_a_time) or self._at_a_time < 1:
@@ -259,14 +156,14 @@ class ProcessLauncher(Launcher):
 
     def _list(self, jobs: Sequence[Job]) -> None:
         """Write `sweep.json`: all that is needed to go on, and the jobs so far."""
-        path = self._folder / "sweep.json"
+        path = self._folder / SWEEP
         before = read_object(path).get("jobs", [])
-        self._listed |= {job.number: job for job in jobs}
+        self._sweep.jobs |= {job.number: job for job in jobs}
         ours = [
             {"number": job.number, "folder": os.path.relpath(job.folder, self._folder), "overrides": job.overrides}
-            for job in self._listed.values()
+            for job in self._sweep.jobs.values()
         ]
-        rest = [job for job in before if job["number"] not in self._listed]
+        rest = [job for job in before if job["number"] not in self._sweep.jobs]
         asked = {
             "command": self._sweep.command,
             "flags": list(self._sweep.flags),
@@ -295,7 +192,7 @@ class ProcessLauncher(Launcher):
             returned.return_value = UserError(f"job {job.number} {status.state}: {status.reason}")
             return returned
         returned.status = JobStatus.COMPLETED
-        returned.return_value = read_object(job.folder / "summary.json").get(self._sweep.objective)
+        returned.return_value = read_object(job.folder / SUMMARY).get(self._sweep.objective)
         if returned.return_value is None and optimises:
             objective = self._sweep.objective
             raise UserError(f"job {job.number} has no {objective} to be optimised; let it evaluate: eval.every=1")
@@ -313,64 +210,10 @@ def _current(cfg: DictConfig) -> Iterator[None]:
         HydraConfig.instance().cfg = before
 
 
-def _is_of(word: str, parts: Sequence[str]) -> bool:
-    """Whether an override is one of Hydra's settings below one of these."""
-    key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
-    return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)
-
-
-def _names_the_folder(word: str) -> bool:
-    return _is_of(word, ("sweep.dir",))
-
-
 def _of_this_time(word: str) -> bool:
     """Whether an override is given anew when the sweep is resumed."""
-    return _names_the_folder(word) or _is_of(word, ("mode",))
+    return names_the_folder(word) or is_of(word, ("mode",))
 
 
 def _concerns_the_sweep(word: str) -> bool:
-    return _is_of(word, _OF_THE_SWEEP)
-
-
-def visible_gpus() -> list[str]:
-    """What this process may see: the environment's choice, else every GPU (or MIG slice) that `nvidia-smi` lists.
-
-    PyTorch is not asked: the launcher would hold memory on every GPU.
-    """
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return gpus_listed(listed.stdout) if listed.returncode == 0 else []
-
-
-def gpus_listed(text: str) -> list[str]:
-    """The identifiers in `nvidia-smi -L`. A GPU that is cut into slices is there as its slices only."""
-    gpus: list[list[str]] = []
-    for line in text.splitlines():
-        if "UUID: " in line:
-            identifier = line.rpartition("UUID: ")[2].rstrip(") ")
-            gpus += [] if line.startswith(" ") else [[identifier]]
-            if line.startswith(" ") and gpus:
-                gpus[-1].append(identifier)
-    return [identifier for gpu in gpus for identifier in (gpu[1:] or gpu)]
-
-
-def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each of the jobs that run at a time has in its environment: its GPU, its part of it, its threads."""
-    for_all = {"PYTHONPATH": _python_path(environment)}
-    if jobs > 1 and "OMP_NUM_THREADS" not in environment:
-        for_all["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
-    if not gpus:
-        return [dict(for_all) for _ in range(jobs)]
-    dealt = [gpus[i % len(gpus)] for i in range(jobs)]
-    return [{**for_all, "CUDA_VISIBLE_DEVICES": gpu, "GRPO_GPU_SHARE": str(1 / dealt.count(gpu))} for gpu in dealt]
-
-
-def _python_path(environment: Mapping[str, str]) -> str:
-    """So that a job finds this very package, also where it is not installed."""
-    here = str(Path(grpo_cli.__file__).resolve().parents[1])
-    known = environment.get("PYTHONPATH", "")
-    return known if here == sysconfig.get_paths()["purelib"] else os.pathsep.join(filter(None, (known, here)))
+    return is_of(word, _OF_THE_SWEEP)

@@ -5,14 +5,15 @@ Nothing here is written by the model: prompts and replies are in `rollouts.jsonl
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,6 +27,131 @@ PLAIN_LINES = 100  # about how many step lines a plain run prints
 PLAIN_SECONDS = 10.0  # but never later than this after the last one
 STILL_SECONDS = 60.0  # a plain run says after this long, then after twice as long, what it is waiting for
 HISTORY = 40  # steps in the sparkline, and in the estimate of the time left
+GAP = 2  # columns between two things in a line of the view
+BAR = 30  # columns of the progress bar where there is room, and fewer where there is not
+LEAST_BAR = 8  # a shorter one says nothing and is left out
+LABEL = len("eval accuracy") + GAP  # columns of the labels
+
+
+class RunView:
+    """A run at this moment, as a terminal shows it: rich draws it as wide as there is room (`console.print(view)`).
+
+    Of what a line has no room for, the last parts are left out; labels and numbers are never cut.
+    """
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = total_steps
+        self.step: int | None = None  # of the newest record
+        self.phases: tuple[str, ...] = ()
+        self._clock = clock
+        self._metrics: dict[str, float] = {}  # the newest value of every metric, so that an evaluation stays in view
+        self._started: float | None = None
+        self._eval_step = 0
+        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)
+        self._warning: tuple[int, str] | None = None
+        self._phase_start = clock()
+
+    def start(self) -> None:
+        self._started = self._clock()
+
+    def add(self, record: Record) -> None:
+        now = self._clock()
+        if self.step is None and record.step > 0 and self._started is not None and self._started < now:
+            self._finished.append((self._started, record.step - 1))  # a resumed run begins somewhere on the way
+        self.step = record.step  # if it is 0: what came before it was no step, and says nothing of how long one takes
+        self._metrics.update(record.metrics)
+        self._finished.append((now, record.step))
+        if "reward/mean" in record.metrics:
+            self._rewards.append(record.metrics["reward/mean"])
+        if "eval/accuracy" in record.metrics:
+            self._eval_step = record.step
+
+    def phase(self, names: tuple[str, ...]) -> None:
+        self.phases, self._phase_start = names, self._clock()
+
+    def warn(self, text: str) -> None:
+        self._warning = (self.step or 0, text)
+
+    def seconds_left(self) -> float | None:
+        if not self._finished:
+            return None
+        (then, first), (now, last) = self._finished[0], self._finished[-1]
+        return (now - then) / (last - first) * (self.total - last) if last > first else None
+
+    def seconds_in_phase(self) -> float:
+        return self._clock() - self._phase_start
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield self._progress(options.max_width)
+        room = options.max_width - LABEL
+        for name, parts in self._rows(room, bars=console.encoding.startswith("utf")):
+            label = Text(name.ljust(LABEL), style="dim", no_wrap=True, overflow="ellipsis")
+            yield label.append(fitting(parts, room), style="not dim")
+        if self._warning is not None:
+            step, warning = self._warning  # whole above the view, where it was said
+            yield Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
+
+    def _progress(self, width: int) -> RenderableType:
+        left = self.seconds_left()
+        step = Text("starting" if self.step is None else f"step {self.step}/{self.total}", style="bold")
+        texts = [Text("" if left is None or left <= 0 else f"{duration(left)} left"), Text(self._doing(), style="dim")]
+        texts = [text for text in texts if text]
+        while (bar := width - len(step) - sum(GAP + len(text) for text in texts) - GAP) < -GAP and texts:
+            texts.pop()
+        bars = [ProgressBar(max(self.total, 1), self.step or 0, width=min(BAR, bar))] if bar >= LEAST_BAR else []
+        line = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+        for _ in (step, *bars, *texts):
+            line.add_column(no_wrap=True)
+        line.add_row(step, *bars, *texts)
+        return line
+
+    def _doing(self) -> str:
+        waited = self.seconds_in_phase()
+        return "" if not self.phases else f"{self.phases[-1]}" + (f" {duration(waited)}" if waited >= 2 else "")
+
+    def _rows(self, room: int, bars: bool) -> list[tuple[str, list[str]]]:
+        """Labels, and what stands beside them, the most telling first."""
+        seen = self._metrics
+        rows = []
+        if self._rewards:
+            reward = f"{self._rewards[-1]:.3f}"
+            latest = list(self._rewards)[-max(1, room - len(reward) - GAP) :]
+            rows.append(("reward", [reward, *([sparkline(latest)] if bars else [])]))
+        if "eval/accuracy" in seen:
+            ends = [seen.get("eval/accuracy_low"), seen.get("eval/accuracy_high")]
+            interval = [] if None in ends else [f"({ends[0]:.3f} to {ends[1]:.3f})"]
+            rows.append(("eval accuracy", [f"{seen['eval/accuracy']:.3f}", *interval, f"at step {self._eval_step}"]))
+        rows += [("replies", _replies(seen)), ("speed", _speed(seen)), ("time", _phase_times(seen))]
+        if "memory/peak_bytes" in seen:
+            rows.append(("memory", [f"{size(seen['memory/peak_bytes'])} peak"]))
+        return [(name, parts) for name, parts in rows if parts]
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """As many of the first parts in a line as have room, at least one.
+
+    >>> fitting(["update 0.70 s", "rollout 0.60 s", "eval 0.10 s"], 30)
+    'update 0.70 s  rollout 0.60 s'
+    """
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + GAP + len(part) > width:
+            break
+        line += " " * GAP + part
+    return line
+
+
+def picture(records: Sequence[Record], total_steps: int, width: int = 100, title: str = "grpo train") -> str:
+    """The view after these records as an SVG; the time left is by the records' own `clock/train_seconds`."""
+    now = 0.0
+    view = RunView(total_steps, clock=lambda: now)
+    for record in records:
+        now = record.metrics.get("clock/train_seconds", 0.0)
+        view.add(record)
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True, color_system="truecolor")
+    console.print(view)
+    return console.export_svg(title=title)
 
 
 class ConsoleTracker:
@@ -40,54 +166,39 @@ class ConsoleTracker:
     def __init__(
         self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.view = RunView(total_steps, clock)
         self._console = console or screen.console()
-        self._total = total_steps
         self._clock = clock
         self._live: Live | None = None
-        self._metrics: dict[str, float] = {}  # the newest value of every metric, so that an evaluation stays in view
-        self._started: float | None = None
-        self._step: int | None = None  # of the newest record
-        self._eval_step = 0
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
-        self._finished: deque[tuple[float, int]] = deque(maxlen=HISTORY)
-        self._warning: tuple[int, str] | None = None
-        self._phases: tuple[str, ...] = ()
-        self._phase_start = self._last_line = clock()
+        self._started = False
+        self._last_line = clock()
         self._reminders = 0
         self._closed = threading.Event()
 
     def start(self) -> None:
         """Begin to show the run, at its first phase or record at the latest. Lines said before stay above the view."""
-        if self._started is not None:
+        if self._started:
             return
-        self._started = self._clock()
+        self._started = True
+        self.view.start()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=2)
+            self._live = Live(self.view, console=self._console, refresh_per_second=2)
             self._live.start()
         else:
             threading.Thread(target=self._keep_reminding, daemon=True).start()
 
     def log(self, record: Record) -> None:
         self.start()
-        now = self._clock()
-        if self._step is None and record.step > 0 and self._started is not None and self._started < now:
-            self._finished.append((self._started, record.step - 1))  # a resumed run begins somewhere on the way
-        self._step = record.step  # if it is 0: what came before it was no step, and says nothing of how long one takes
-        self._metrics.update(record.metrics)
-        self._finished.append((now, record.step))
-        if "reward/mean" in record.metrics:
-            self._rewards.append(record.metrics["reward/mean"])
-        evaluated = "eval/accuracy" in record.metrics
-        if evaluated:
-            self._eval_step = record.step
-        if self._live is None and (evaluated or self._line_due(record.step, now)):
-            self._last_line = now
-            self.say(step_line(record, self._total, self._seconds_left()))
+        self.view.add(record)
+        if self._live is None and ("eval/accuracy" in record.metrics or self._line_due(record.step)):
+            self._last_line = self._clock()
+            self.say(step_line(record, self.view.total, self.view.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
         """Which spans are open now, outermost first: what the run is busy with (`WallMeter(on_phase=...)`)."""
         self.start()
-        self._phases, self._phase_start, self._reminders = names, self._clock(), 0
+        self.view.phase(names)
+        self._reminders = 0
 
     def say(self, text: str) -> None:
         """One line, above the live view if there is one."""
@@ -95,28 +206,22 @@ class ConsoleTracker:
 
     def warn(self, text: str) -> None:
         """A warning: a line like any other, and kept in view."""
-        self._warning = (self._step or 0, text)
+        self.view.warn(text)
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Leave the view's last frame on the screen, and under it how the run ended."""
         self._closed.set()
         if self._live is not None:
-            self._phases = ()
+            self.view.phase(())
             self._live.stop()
             self._live = None
         self.say(summary_line(summary))
 
-    def _line_due(self, step: int, now: float) -> bool:
-        every = max(1, math.ceil(self._total / PLAIN_LINES))
-        ends = step <= 1 or step >= self._total
-        return ends or step % every == 0 or now - self._last_line >= PLAIN_SECONDS
-
-    def _seconds_left(self) -> float | None:
-        if not self._finished:
-            return None
-        (then, first), (now, last) = self._finished[0], self._finished[-1]
-        return (now - then) / (last - first) * (self._total - last) if last > first else None
+    def _line_due(self, step: int) -> bool:
+        every = max(1, math.ceil(self.view.total / PLAIN_LINES))
+        ends = step <= 1 or step >= self.view.total
+        return ends or step % every == 0 or self._clock() - self._last_line >= PLAIN_SECONDS
 
     def _keep_reminding(self) -> None:
         while not self._closed.wait(1.0):
@@ -125,56 +230,12 @@ class ConsoleTracker:
                 self.say(reminder)
 
     def _reminder(self) -> str | None:
-        waited = self._clock() - self._phase_start
-        if not self._phases or waited < STILL_SECONDS * 2**self._reminders:
+        view, waited = self.view, self.view.seconds_in_phase()
+        if not view.phases or waited < STILL_SECONDS * 2**self._reminders:
             return None
         self._reminders += 1
-        where = "" if self._step is None else f"after step {self._step}: "
-        return f"{where}still in {self._phases[-1]}, for {duration(waited)}"
-
-    def _view(self) -> RenderableType:
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
-        rows.add_column(overflow="ellipsis", no_wrap=True)
-        for name, text in self._rows():
-            rows.add_row(name, text)
-        if self._warning is None:
-            return Group(self._progress(), rows)
-        step, warning = self._warning  # whole above the view, where it was said
-        last = Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
-        return Group(self._progress(), rows, last)
-
-    def _progress(self) -> RenderableType:
-        left = self._seconds_left()
-        line = Table.grid(padding=(0, 2))
-        line.add_row(
-            Text("starting" if self._step is None else f"step {self._step}/{self._total}", style="bold"),
-            ProgressBar(total=max(self._total, 1), completed=self._step or 0, width=30),
-            Text("" if left is None or left <= 0 else f"{duration(left)} left"),
-            Text(self._doing(), style="dim"),
-        )
-        return line
-
-    def _doing(self) -> str:
-        waited = self._clock() - self._phase_start
-        return "" if not self._phases else f"{self._phases[-1]}" + (f" {duration(waited)}" if waited >= 2 else "")
-
-    def _rows(self) -> list[tuple[str, Text]]:
-        seen = self._metrics
-        rows = []
-        if self._rewards:
-            bars = sparkline(list(self._rewards)) if self._console.encoding.startswith("utf") else ""
-            rows.append(("reward", Text(f"{self._rewards[-1]:.3f}  {bars}")))
-        if "eval/accuracy" in seen:
-            ends = [seen.get("eval/accuracy_low"), seen.get("eval/accuracy_high")]
-            interval = "" if None in ends else f"  ({ends[0]:.3f} to {ends[1]:.3f})"
-            rows.append(("eval accuracy", Text(f"{seen['eval/accuracy']:.3f}{interval}  at step {self._eval_step}")))
-        for name, parts in (("replies", _replies(seen)), ("speed", _speed(seen)), ("time", _phase_times(seen))):
-            if parts:
-                rows.append((name, Text("  ".join(parts))))
-        if "memory/peak_bytes" in seen:
-            rows.append(("memory", Text(f"{size(seen['memory/peak_bytes'])} peak")))
-        return rows
+        where = "" if view.step is None else f"after step {view.step}: "
+        return f"{where}still in {view.phases[-1]}, for {duration(waited)}"
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 TRUNCATED_SHARE = 0.9
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
+RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most
 EQUAL_STEPS = 5
 
 
@@ -75,14 +76,15 @@ def _zero_std(metrics: Mapping[str, float]) -> str | None:
 
 
 def _mismatch(metrics: Mapping[str, float]) -> str | None:
-    ratio = metrics.get("mismatch/ratio_mean")
+    name = next((name for name in RATIOS if name in metrics), None)
     low, high = RATIO_RANGE
-    if ratio is None:
+    if name is None:
         return None
+    ratio = metrics[name]
     if low <= ratio <= high:  # false for NaN, which is no less of a problem
         return ""
     return (
-        f"mismatch/ratio_mean is {ratio:.3f}, outside {low}-{high}: the sampler and the trained policy disagree. "
+        f"{name} is {ratio:.3f}, outside {low}-{high}: the sampler and the trained policy disagree. "
         "Choose a correction (correction=tis), set sampling.top_p=1 and sampling.top_k=0, compute in full precision "
         "(model.dtype=float32 model.autocast=none), or evict fewer keys (sparsity)."
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, sync_folder
+from grpo_cli.runs.layout import METRICS, ROLLOUTS
 from grpo_cli.types import Example, Record
 
 Say = Callable[[str], None]
@@ -48,7 +49,7 @@ class JsonlTracker:
         self._warned = False
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics, self._rollouts = run_dir / "metrics.jsonl", run_dir / "rollouts.jsonl"
+            self._metrics, self._rollouts = run_dir / METRICS, run_dir / ROLLOUTS
             for path in (self._metrics, self._rollouts):
                 _prepare(path, first_step)
                 _append(path, [])
@@ -64,7 +65,7 @@ class JsonlTracker:
             _append(self._rollouts, [json_line(_row(record.step, example)) for example in record.examples])
         except OSError as error:
             if not self._warned:
-                self._warn(f"step {record.step} could not be written to metrics.jsonl and rollouts.jsonl: {error}")
+                self._warn(f"step {record.step} could not be written to {METRICS} and {ROLLOUTS}: {error}")
             self._warned = True
 
     def close(self, summary: Mapping[str, Any]) -> None:

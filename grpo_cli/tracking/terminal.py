@@ -1,4 +1,4 @@
-"""Where the lines for a person go."""
+"""Where the lines for a person go. rich is imported where it is needed only, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Screen:
@@ -41,6 +42,13 @@ class Screen:
                 os.close(nowhere)
 
 
+def outlive_the_reader() -> None:
+    """Let what this process prints be lost, instead of failing, from when nobody reads it any more (`| head`)."""
+    sys.stdout, sys.stderr = cast(TextIO, Screen(sys.stdout)), cast(TextIO, Screen(sys.stderr))
+
+
 def console() -> Console:
     """One on standard output, which may be closed while it is in use."""
+    from rich.console import Console
+
     return Console(file=cast(IO[str], Screen(sys.stdout)))

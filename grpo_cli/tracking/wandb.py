@@ -18,6 +18,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from grpo_cli.errors import UserError
+from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import without_secrets, words_without_secrets
@@ -194,7 +195,7 @@ class WandbTracker:
     def _as_it_should_see_it(self) -> Iterator[None]:
         """W&B stages tables and writes service logs in the home directory unless these variables say otherwise, and
         notes the command line, which may hold a secret."""
-        folder = self._run_dir / "wandb"
+        folder = self._run_dir / layout.WANDB
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
         missing = {name: value for name, value in ours.items() if name not in os.environ}
         os.environ.update(missing)
@@ -216,7 +217,7 @@ class WandbTracker:
                 raise
 
     def _sync_command(self) -> str:
-        return f"wandb sync {shlex.quote(str(self._run_dir / 'wandb'))}/{self._folders}"
+        return f"wandb sync {shlex.quote(str(self._run_dir / layout.WANDB))}/{self._folders}"
 
 
 def _table_row(step: int, example: Example) -> list[Any]:
@@ -235,7 +236,7 @@ def _first_line(error: Exception) -> str:
 
 def _run_id(run_dir: Path) -> str:
     """The run's W&B id, made (or given by `wandb agent`) on first use and the same ever after."""
-    path = run_dir / "wandb_id.txt"
+    path = run_dir / layout.WANDB_ID
     known = path.read_text().strip() if path.exists() else ""
     if known:
         return known
@@ -248,7 +249,7 @@ def _run_id(run_dir: Path) -> str:
 def _sweep_of(run_dir: Path) -> str | None:
     """The name of the sweep that a run is a job of: its folder's, where Hydra or our launcher has left its mark."""
     folder = run_dir.absolute().parent
-    return folder.name if any((folder / mark).exists() for mark in ("sweep.json", "multirun.yaml")) else None
+    return folder.name if any((folder / mark).exists() for mark in (layout.SWEEP, layout.HYDRAS_SWEEP)) else None
 
 
 def _choice_tags(choices: Mapping[str, str]) -> list[str]:

@@ -48,7 +48,8 @@ from grpo_cli.meter import NullMeter
 from grpo_cli.metrics import METRICS
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
-from grpo_cli.train import Trainer
+from grpo_cli.progress import Progress
+from grpo_cli.step import Step
 
 # `grpo train -m` whose jobs are started as ever, but do nothing: their Python is `true`.
 SWEEP = """
@@ -141,23 +142,23 @@ def meter(args: argparse.Namespace) -> Found:
     bench = experiment.set_up(settings, settings.model, meter=switch, eos_token_ids=(NEVER,))
     bench = replace(bench, engine=ProfiledEngine(bench.engine, lambda count, longest: [longest] * count))
     parts = experiment.parts_of(settings, rules, bench, (), switch, print, print)
-    trainer = Trainer(settings, parts, Path(settings.run_dir))
-    list(trainer.rehearse(1, False))
-    turns = in_turns({s: partial(_one_step, trainer, switch, s == "on") for s in ("off", "on")}, args.rounds)
+    step = Step(settings, parts)
+    step.run(0, Progress())
+    turns = in_turns({s: partial(_one_step, step, switch, s == "on") for s in ("off", "on")}, args.rounds)
     found, ratio = medians(turns), over([turn["on"] for turn in turns], [turn["off"] for turn in turns], "cpu_seconds")
     found["on"]["ratio"] = ratio
     show("a step, its meter off and on", found, {"CPU-s": ("cpu_seconds", ".3f"), "x off": ("ratio", ".3f")})
     return {"results": found, "ratio": ratio, "rounds": turns}, []
 
 
-def _one_step(trainer: Trainer, switch: Switch, on: bool) -> Figures:
+def _one_step(step: Step, switch: Switch, on: bool) -> Figures:
     if not on:
         switch.meter = NullMeter()
-        return clocked(lambda: list(trainer.rehearse(1, False)))[1]
+        return clocked(lambda: step.run(0, Progress()))[1]
     with Probe(torch.device("cpu")) as probe:
         switch.meter = probe
         time.sleep(0.5)  # its first look at the process's children, once in a run, is not of a step
-        return clocked(lambda: (list(trainer.rehearse(1, False)), probe.take(), probe.peaks.take()))[1]
+        return clocked(lambda: (step.run(0, Progress()), probe.take(), probe.peaks.take()))[1]
 
 
 def report(args: argparse.Namespace) -> Found:

@@ -75,7 +75,7 @@ def make_learner(args: argparse.Namespace, arm: str) -> Learner:
     tokens = f"train.micro_batch_tokens={args.micro_batch_tokens}"
     settings = settings_of("optim.lr=1e-6", tokens, *ARMS[arm])
     loss = build_rules(settings.parts, settings.n, settings.m).loss
-    return Learner(model, loss, settings.model, settings.train, settings.optim, NullMeter())
+    return Learner(model, loss, settings.model, settings.sampling, settings.train, settings.optim, NullMeter())
 
 
 def measured(learner: Learner, batch: Batch, kept: dict[str, Any] | None = None) -> Figures:
@@ -83,7 +83,7 @@ def measured(learner: Learner, batch: Batch, kept: dict[str, Any] | None = None)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    update, clock = clocked(lambda: learner.update(batch, 1.0, 1, 0))
+    update, clock = clocked(lambda: learner.update(batch, 0))
     assert update.fault is None, update.fault
     if kept is not None:
         kept |= {"logprobs": update.logprobs, "norm": update.metrics["optim/grad_norm"]}

@@ -26,8 +26,9 @@ from grpo_cli.config.overrides import overrides
 from grpo_cli.report import plots, read
 from grpo_cli.report.curves import AXES, CLOCK, GREEDY, Curve, Rows, curve_of
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.launcher import places
-from grpo_cli.sweep.pool import Job, Pool, Status, is_done, is_running, read_status, write_status
+from grpo_cli.sweep.gpus import places
+from grpo_cli.sweep.pool import Pool
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
 
 # What a curve shows: the share of right answers among samples at temperature 1, which is what is trained. Greedy
 # accuracy is soon near its ceiling on the embedded task, and moves in steps of one problem.

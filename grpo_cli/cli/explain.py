@@ -1,0 +1,142 @@
+"""`grpo explain`: what a group, a choice, a setting or a metric is, in the words of `conf/` and of `metrics.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from grpo_cli.cli.help import Row, say, say_rows
+from grpo_cli.config.choices import choices, config_dir
+from grpo_cli.config.comments import Setting, read_choice, read_conf
+from grpo_cli.errors import UserError, closest
+
+COMMANDS = ("train", "eval", "profile")
+
+
+class Known(NamedTuple):
+    """A setting, and with what it is there: `grpo train`, or a choice such as `loss=grpo`."""
+
+    key: str
+    having: str
+    said: Setting
+
+
+def explain_each(words: Sequence[str]) -> None:
+    for place, word in enumerate(words):
+        if place:
+            say("")
+        explain(word)
+
+
+def explain(word: str) -> None:
+    """Say what a word is. UserError, with the nearest one, if it is none that is known."""
+    name, _, choice = word.partition("=")
+    groups, known = _groups(), list(_known())
+    keys = [one.key for one in known]
+    named = {key for key in keys if key == name} or {key for key in keys if key.endswith(f".{name}")} or {name}
+    settings = [one for one in known if any(one.key == key or one.key.startswith(f"{key}.") for key in named)]
+    if name in groups and choice:
+        _say_choice(name, choice, known)
+    elif name in groups:
+        _say_group(name)
+    elif settings:
+        _say_settings(settings)
+        _say_mentions(named, known)
+    else:
+        _say_metrics(name, [*groups, *keys])
+
+
+def _groups() -> list[str]:
+    """The groups that have choices, such as `loss` and `hydra/launcher`."""
+    folders = {file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")}
+    return sorted(folders - {"."})
+
+
+def _known() -> Iterator[Known]:
+    """All settings of the commands, then those of each choice. What a named experiment sets is explained there."""
+    for command in COMMANDS:
+        for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
+            if said.place.startswith(f"conf/{command}.yaml"):  # and not taken over from another command
+                yield Known(key, f"grpo {command}", said)
+    for group in _groups():
+        for choice in choices(group) if group != "experiment" else ():
+            for key, said in read_choice(group, choice).settings.items():
+                yield Known(f"{group.replace('/', '.')}.{key}", f"{group}={choice}", said)
+
+
+def _say_settings(settings: Sequence[Known]) -> None:
+    """Each setting once per comment, then its values, with what has them and where they stand."""
+    told: dict[tuple[str, str], dict[Setting, list[str]]] = {}
+    for one in settings:
+        told.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)
+    defaults = _default_choices()
+    for (key, comment), values in told.items():
+        say(f"{key}: {comment}" if comment else key)
+        rows: list[Row] = []
+        for said, having in values.items():
+            group = having[0].partition("=")[0]
+            every = len(having) > 1 and len(having) == len(choices(group))
+            each = [f"every {group}"] if every else [word + " (the default)" * (word in defaults) for word in having]
+            rows += [(f"  {said.value}", f"{', '.join(each)}: {said.place}")] if said.value else []
+        say_rows(rows)
+
+
+def _default_choices() -> set[str]:
+    """What `grpo train` is composed of if nothing is said."""
+    text = (config_dir() / "train.yaml").read_text(encoding="utf-8")
+    chosen = re.findall(r"^  - (?:override )?([\w/]+): (\w+)$", text, flags=re.MULTILINE)
+    return {f"{group}={choice}" for group, choice in chosen}
+
+
+def _say_group(group: str) -> None:
+    defaults = _default_choices()
+    say(f"{group}: a group of settings, of which one choice is made")
+    words = [f"{group}={choice}" for choice in choices(group)]
+    about = [read_choice(group, choice).about for choice in choices(group)]
+    rows = zip(words, about, strict=True)
+    say_rows((f"  {word}", f"{'(the default) ' if word in defaults else ''}{text}") for word, text in rows)
+    say(f"They stand in conf/{group}/. grpo explain {words[0]} lists the settings of one.")
+
+
+def _say_choice(group: str, choice: str, known: Sequence[Known]) -> None:
+    if choice not in choices(group):
+        offered = ", ".join(choices(group))
+        raise UserError(f"{group}={choice} is not one of the choices {offered}{closest(choice, choices(group))}")
+    told = read_choice(group, choice)
+    prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
+    say(f"{group}={choice}: {told.about}")
+    rows = {
+        f"  {prefix}{key}={said.value}" if said.value else f"  {prefix}{key}:": said
+        for key, said in told.settings.items()
+    }
+    say_rows((left, said.comment) for left, said in rows.items() if said.value or said.comment)
+    say(f"It stands in conf/{group}/{choice}.yaml" + (f" and builds {told.builds}." if told.builds else "."))
+    _say_mentions({f"{group}={choice}"}, known)
+
+
+def _say_mentions(names: Collection[str], known: Sequence[Known]) -> None:
+    """Whose comments name it: what it has to do with. Within a group the last part of a name is enough."""
+    naming: dict[str, None] = {}  # in their order
+    for name in names:
+        group, _, last = name.rpartition(".")
+        whole, short = (re.compile(rf"(?<![\w.=]){re.escape(word)}(?![\w=])") for word in (name, last))
+        for key, _, said in known:
+            if whole.search(said.comment) or (key.rpartition(".")[0] == group and short.search(said.comment)):
+                naming[key] = None
+    others = [key for key in naming if key not in names]
+    if others:
+        say(f"Named by: {', '.join(others)}", hanging=10)
+
+
+def _say_metrics(word: str, known: Sequence[str]) -> None:
+    from grpo_cli.metrics import METRICS, describe  # last of all: it loads PyTorch
+
+    family = [name for name in METRICS if name.startswith(f"{word.rstrip('/')}/")]
+    try:
+        rows = [(name, METRICS[name]) for name in family] or [(word, describe(word))]
+    except KeyError:
+        near = closest(word, [*known, *METRICS])
+        raise UserError(f"{word} is no group, choice, setting or metric{near}") from None
+    say_rows(rows)
+    say("They stand in grpo_cli/metrics.py." if family else "It stands in grpo_cli/metrics.py.")

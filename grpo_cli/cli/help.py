@@ -1,0 +1,98 @@
+"""`grpo train --help`: the choices, and every setting with its value and its comment from `conf/` in one line.
+
+The frame of the page is Hydra's own (`hydra.help.template`); the settings are those that the given arguments compose.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from grpo_cli.cli.mistakes import explained
+from grpo_cli.config.choices import choices, config_dir
+from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+from grpo_cli.errors import UserError
+from grpo_cli.tracking import terminal
+
+HELP = {"--help", "-h"}
+SWEEP = {"-m", "--multirun"}
+WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
+
+Row = tuple[str, str]  # a setting as it is typed, and its comment
+
+
+def print_help(command: str, arguments: Sequence[str]) -> None:
+    """The help page of a command. UserError if the arguments cannot be composed."""
+    values, hydra = _composed(command, arguments)
+    chosen = {group: choice for group, choice in hydra["runtime"]["choices"].items() if not group.startswith("hydra/")}
+    said = dict(read_conf(config_dir() / f"{command}.yaml").settings)
+    groups = "\n".join(f"{group}: {', '.join(choices(group))}" for group in reversed(chosen))
+    before, _, after = hydra["help"]["template"].replace("$APP_CONFIG_GROUPS", f"{groups}\n").partition("$CONFIG")
+    say(before.rstrip("\n") + "\n")
+    say_rows(_rows({key: value for key, value in values.items() if not isinstance(value, dict)}, said))
+    for group, below in values.items():
+        if not isinstance(below, dict):
+            continue
+        about = ""
+        if chosen.get(group) in choices(group):  # else it comes from a folder of one's own
+            choice = read_choice(group, chosen[group])
+            said |= {f"{group}.{key}": setting for key, setting in choice.settings.items()}
+            about = f"{group}={chosen[group]}: {choice.about}"
+        say(f"\n{about}".rstrip(" "))
+        say_rows(_rows(below, said, f"{group}."))
+    say(after.rstrip("\n"))
+
+
+def say(text: str, hanging: int = 0) -> None:
+    """Lines that wrap in a terminal, with later ones further in, and are left whole in a pipe or a file."""
+    console = terminal.console()
+    width = console.width if console.is_terminal else 10_000_000
+    for line in text.split("\n"):
+        indent = " " * min(hanging, width // 2)
+        wrapped = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        console.print(wrapped, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_rows(rows: Iterable[Row]) -> None:
+    """Settings and their comments in two columns; a comment that is that of the line before as well is not repeated."""
+    rows, before = list(rows), ""
+    width = max((len(left) for left, _ in rows if len(left) <= WIDEST), default=0)
+    for left, comment in rows:
+        say(f"{left:<{width}}  {comment if comment != before else ''}".rstrip(), width + 2)
+        before = comment
+
+
+def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A command's settings, unresolved, and those of Hydra. Of a sweep, what is the same in all its jobs."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    words = [word for word in arguments if word not in HELP | SWEEP]
+    if SWEEP & set(arguments):
+        words = [word for word in words if "," not in word]
+    try:
+        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+            values: Any = OmegaConf.to_container(hydra.compose(command, words, return_hydra_config=True))
+    except HydraException as error:
+        raise UserError(explained(error, command, words)) from error
+    return values, values.pop("hydra")
+
+
+def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = "") -> Iterator[Row]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        comment = said[key].comment if key in said else ""
+        if isinstance(value, dict) and value:
+            yield from [(f"{key}:", comment)] if comment else []
+            yield from _rows(value, said, f"{key}.")
+        elif name not in ("_target_", "_partial_"):
+            yield f"{key}={_typed(value, said.get(key))}", comment
+
+
+def _typed(value: Any, said: Setting | None) -> str:
+    """A value as it stands in its file, if it is still that one."""
+    return said.value if said is not None and said.value and yaml.safe_load(said.value) == value else flow(value)

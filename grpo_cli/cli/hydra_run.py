@@ -1,0 +1,151 @@
+"""A command's arguments handed to Hydra, and what comes of it: a run, a sweep, or one message about a mistake.
+
+Hydra is imported where it is needed only, so that help and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from grpo_cli.cli.arguments import sorted_out
+from grpo_cli.cli.mistakes import explained, fail, refusals
+from grpo_cli.errors import UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from grpo_cli.sweep.resume import Sweep
+
+MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
+
+
+def hand_over(
+    command: str,
+    arguments: Sequence[str],
+    job: Callable[[DictConfig], Any],
+    check: Callable[[DictConfig], Any],
+    objective: str,
+    conclude: Callable[[Sweep], int] = lambda sweep: min(sweep.counts()["failed"], MOST_FAILED),
+) -> None:
+    """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
+
+    A sweeper optimises the `objective` in a run's `summary.json`; `conclude` gives the exit code when all jobs have
+    ended.
+    """
+    from grpo_cli.sweep.resume import sweep_of
+
+    with refusals():
+        arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
+    called = _Called(job, sweep)
+    with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
+        _hydra(command, called)
+    if called.refused:
+        fail(called.refused)
+    if sweep.outcomes:
+        with refusals():
+            code = conclude(sweep)
+        _end(sweep, code)
+
+
+def _hydra(command: str, task: _Called) -> None:
+    """Let Hydra read the command line, and compose a run or a sweep of it."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    from grpo_cli.config.choices import config_dir
+
+    # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
+    OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
+
+
+class _Called:
+    """What Hydra calls: the job, with a word on which one it is in a sweep, and a note of what became of it.
+
+    Our launcher calls nothing but starts processes: it needs only the `sweep`.
+    """
+
+    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.started = False
+        self.refused: UserError | None = None
+        self._job = job
+
+    def __call__(self, cfg: DictConfig) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        from grpo_cli.runs.summary import failure_noted
+
+        self.started = True
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        if in_sweep:
+            typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
+        try:
+            with failure_noted(Path(HydraConfig.get().runtime.output_dir)):
+                return self._job(cfg)
+        except UserError as error:
+            if in_sweep:
+                raise
+            self.refused = error  # raised through Hydra, it would come with Hydra's own words
+            return None
+
+
+@contextmanager
+def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
+    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    sweep = called.sweep
+    try:
+        yield
+    except UserError as error:
+        fail(error)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        if called.started or sweep.outcomes:
+            raise
+        fail(explained(error, command, arguments))
+    except KeyboardInterrupt:
+        if not sweep.outcomes:
+            raise
+        _end(sweep, 130)
+    except ValueError:
+        if not sweep.outcomes or sweep.counts()["done"]:
+            raise  # without a single result a sweeper has no best one, and says so in its own way
+
+
+def _end(sweep: Sweep, code: int) -> NoReturn:
+    """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
+    typer.echo(sweep.told())
+    if sweep.counts()["skipped"] == len(sweep.outcomes):
+        reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
+        fail("\n".join(["no combination can be run:", *reasons]))
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
+    """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
+    argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
+    flags, overrides = sorted_out(arguments)
+    sys.argv = [f"grpo {command}", *flags, *overrides]
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

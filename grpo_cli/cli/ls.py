@@ -1,0 +1,81 @@
+"""`grpo ls`: the runs in a folder and below, one in a line, the newest first. Reads them as `grpo report` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.text import Text
+
+from grpo_cli.errors import UserError
+from grpo_cli.formatting import duration, plain
+from grpo_cli.report.asked import shown
+from grpo_cli.report.read import Run, State, read_all
+from grpo_cli.report.show import STATE_STYLES
+from grpo_cli.tracking import terminal
+
+COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
+FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
+WRITTEN = ("metrics.jsonl", "summary.json", "status.json", ".hydra/config.yaml")  # what says when a run was alive
+
+
+def list_runs(folder: Path) -> None:
+    """Print the trainings and evaluations in or below a folder. UserError if it is none."""
+    console = terminal.console()
+    if not folder.exists() and folder == Path("outputs"):
+        console.print(f"no runs yet: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
+        return
+    if not folder.is_dir():
+        raise UserError(f"{plain(folder)} is no folder: name one that holds runs; {FOLDERS}")
+    runs = sorted((run for run in read_all([folder]) if run.asked.command in ("train", "eval")), key=_last_written)
+    if not runs:
+        console.print(f"no runs in or below {plain(folder)}: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
+        return
+    cells = [COLUMNS, *(tuple(_cells(run, folder)) for run in reversed(runs))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        line = Text()
+        for name, cell, width in zip(COLUMNS, row, widths, strict=True):
+            style = STATE_STYLES.get(cell, "yellow") if name == "state" and row is not COLUMNS else ""
+            line.append(cell if name == "folder" else f"{cell:<{width}}  ", style="bold" if row is COLUMNS else style)
+        console.print(line, soft_wrap=True)
+    for run in reversed(runs):
+        for remark in filter(None, (run.reason * (run.state is not State.COMPLETED), *run.notes)):
+            console.print(Text(f"{_path(run, folder)}: {remark}", style="yellow"), soft_wrap=True)
+
+
+def _cells(run: Run, folder: Path) -> Iterator[str]:
+    asked = run.asked.settings
+    model = asked.get("model")
+    yield run.asked.command
+    yield run.state.value
+    yield shown(asked.get("task", "-"))
+    yield shown(asked.get("model.path", "hf") if model == "hf" else asked.get("model", "-"))
+    yield shown(asked.get("n", "-"))
+    yield shown(asked.get("m", "-"))
+    yield "-" if run.asked.command == "eval" else f"{run.steps}/{shown(asked.get('train.steps', '?'))}"
+    yield "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
+    written = _last_written(run)
+    yield _age(time.time() - written) if written else "-"
+    yield _path(run, folder)
+
+
+def _path(run: Run, folder: Path) -> str:
+    """The folder as it can be named from here."""
+    return plain(folder if run.folder == folder.resolve() else folder / run.name)
+
+
+def _last_written(run: Run) -> float:
+    """When the run last wrote something: seconds since the epoch, 0 if nobody knows."""
+    times = [path.stat().st_mtime for name in WRITTEN if (path := run.folder / name).exists()]
+    return max(times, default=0.0)
+
+
+def _age(seconds: float) -> str:
+    """Days where there are some.
+
+    >>> _age(59), _age(7 * 3600), _age(50 * 3600)
+    ('59 s', '7h00m', '2 days')
+    """
+    return duration(seconds) if seconds < 48 * 3600 else f"{seconds // 86400:.0f} days"

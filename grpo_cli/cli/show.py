@@ -1,0 +1,100 @@
+"""`grpo show`: a step's rollouts in the terminal, prompt by prompt. Nothing that a model wrote is taken for markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from grpo_cli.errors import UserError, closest
+from grpo_cli.formatting import plain
+from grpo_cli.report.read import jobs_of
+from grpo_cli.report.rollouts import Recorded, Recording, by_prompt, extremes, facts, read_recording, visible
+from grpo_cli.tracking import terminal
+
+MOST_NAMED = 8  # prompts, in a message
+
+
+def show_rollouts(
+    folder: Path,
+    step: int | None = None,
+    prompt: str | None = None,
+    kept: bool | None = None,
+    best: int = 0,
+    worst: int = 0,
+) -> None:
+    """Print the rollouts of a step (the last one) that are asked for. UserError says what there is instead."""
+    found = _found(folder, step)
+    rows = _chosen(found.rollouts, prompt, kept)
+    rows = extremes(rows, best, worst) if best or worst else rows
+    console, groups = terminal.console(), by_prompt(rows)
+    where = "evaluation" if found.step is None else f"step {found.step} ({_range(found.steps)})"
+    count = f"{len(rows)} of {len(found.rollouts)} recorded rollouts, {len(groups)} prompts"
+    _print(console, f"{plain(folder)}  {where}: {count}", "bold")
+    for prompt_id, group in groups.items():
+        _print(console, f"\nprompt {plain(prompt_id)}, answer {plain(group[0].answer)}", "bold cyan")
+        _print(console, visible(group[0].prompt), "cyan", indent=2)
+        for row in group:
+            _print(
+                console,
+                f"\nsample {row.sample}: {'  '.join(facts(row))}",
+                "dim" if row.step and not row.kept else "bold",
+                2,
+            )
+            _print(console, visible(row.reply), indent=4)
+    for note in found.notes:
+        _print(console, f"\nnote: {note}", "yellow")
+
+
+def _print(console: Console, text: str, style: str = "", indent: int = 0) -> None:
+    """A text as it is, which wraps in a terminal, below its own beginning, and is left whole in a pipe or a file."""
+    if console.is_terminal:
+        console.print(Padding(Text(text, style=style, overflow="fold"), (0, 0, 0, indent)))
+        return
+    for line in text.split("\n"):
+        console.print(Text(" " * indent * bool(line) + line), soft_wrap=True)
+
+
+def _found(folder: Path, step: int | None) -> Recording:
+    if not folder.is_dir():
+        raise UserError(f"{plain(folder)} is no folder: name the folder of a run or an evaluation (grpo ls lists them)")
+    found = read_recording(folder, step)
+    if found is None:
+        jobs = [plain(job) for job in jobs_of(folder)]
+        if jobs:
+            raise UserError("\n".join([f"{plain(folder)} is a sweep; name one of its jobs:", *jobs]))
+        raise UserError(f"{plain(folder)} holds no rollouts; grpo ls {plain(folder)} lists the runs in it and below")
+    if found.rollouts:
+        return found
+    if step is None:
+        why = f"{plain(found.file)} holds no rollouts: no step has ended yet, or record.rollouts=0"
+    elif found.steps:
+        near = min(found.steps, key=lambda one: abs(one - step))
+        why = f"--step={step} is not recorded: {_range(found.steps)}, of which {near} is the nearest"
+    else:
+        why = f"--step={step}: {plain(found.file)} holds no steps; leave it out"
+    raise UserError("\n".join([why, *found.notes]))
+
+
+def _range(steps: Sequence[int]) -> str:
+    """
+    >>> _range([2, 3, 7])
+    'there are 3 steps from 2 to 7'
+    """
+    return f"there are {len(steps)} steps from {steps[0]} to {steps[-1]}" if len(steps) > 1 else "the only step"
+
+
+def _chosen(rows: Sequence[Recorded], prompt: str | None, kept: bool | None) -> list[Recorded]:
+    prompts = list(by_prompt(rows))
+    if prompt not in (None, *prompts):
+        named = ", ".join(map(plain, prompts[:MOST_NAMED])) + (", ..." if len(prompts) > MOST_NAMED else "")
+        near = closest(str(prompt), prompts)
+        raise UserError(f"--prompt={plain(prompt)} has no rollouts here; recorded are those of {named}{near}")
+    chosen = [row for row in rows if prompt in (None, row.prompt_id) and kept in (None, row.kept)]
+    if not chosen:
+        asked = "kept" if kept else "dropped"
+        raise UserError(f"none of the {len(rows)} rollouts was {asked}: leave out --{asked}")
+    return chosen

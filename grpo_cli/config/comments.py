@@ -1,0 +1,111 @@
+"""What `conf/` says of its settings: the comment above each key and at the head of each file, which YAML parsers drop.
+
+The comments are the one place where settings are explained; help pages and `grpo explain` repeat them. Composes
+nothing: values are those that stand in the files. Neither Hydra nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_cli.config.choices import config_dir
+
+_NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key as it stands in a file: its value in YAML ("" for a group of settings), its comment, and its place."""
+
+    value: str
+    comment: str
+    place: str  # conf/loss/grpo.yaml:7
+
+
+@dataclass(frozen=True)
+class ConfFile:
+    """`about` is the comment at the head, `builds` what a choice is built by, `settings` are in their order, by their
+    keys (`lora.rank`), with those of the files that `defaults` names as bases."""
+
+    about: str
+    builds: str | None
+    settings: Mapping[str, Setting]
+
+
+@functools.cache
+def read_conf(file: Path) -> ConfFile:
+    """One file of `conf/` and its bases. A key without a comment keeps that of the base, or else shares that of the key
+    above it."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    values: dict[str, Any] = yaml.safe_load(text) or {}
+    builds: str | None = values.get("_target_")
+    settings: dict[str, Setting] = {}
+    for base in _bases(file, values.get("defaults", [])):
+        told = read_conf(base)
+        builds, settings = builds or told.builds, {**settings, **told.settings}
+    above: dict[str, str] = {}
+    for key, setting in _settings(yaml.compose(text), lines, _name(file)):
+        group = key.rpartition(".")[0]
+        shared = above.get(group, "") if setting.value else ""
+        comment = setting.comment or (settings[key].comment if key in settings else shared)
+        above[group] = comment if setting.value else ""
+        settings[key] = replace(setting, comment=comment)
+    return ConfFile(_head(lines), builds, settings)
+
+
+def read_choice(group: str, choice: str) -> ConfFile:
+    return read_conf(config_dir() / group / f"{choice}.yaml")
+
+
+def flow(value: Any) -> str:
+    """A value in one line, as it is typed after `key=`."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
+
+
+def _name(file: Path) -> str:
+    return f"conf/{file.relative_to(config_dir())}" if file.is_relative_to(config_dir()) else file.name
+
+
+def _bases(file: Path, defaults: Sequence[Any]) -> Iterator[Path]:
+    """The files that are named by their name alone; groups, and overrides of their choices, are mappings."""
+    yield from (file.parent / f"{name}.yaml" for name in defaults if isinstance(name, str) and name != "_self_")
+
+
+def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value in _NO_SETTINGS and not prefix:
+            continue
+        row, below = key.start_mark.line, isinstance(value, yaml.MappingNode) and not value.flow_style
+        written = "" if below else _written(value)
+        yield prefix + key.value, Setting(written, _above(lines, row), f"{file}:{row + 1}")
+        if below:
+            yield from _settings(value, lines, file, f"{prefix}{key.value}.")
+
+
+def _written(node: Any) -> str:
+    """A value as its author wrote it, but a list or text of several lines in one."""
+    text = node.start_mark.buffer[node.start_mark.pointer : node.end_mark.pointer]
+    return flow(yaml.constructor.SafeConstructor().construct_document(node)) if "\n" in text.strip() else text.strip()
+
+
+def _head(lines: Sequence[str]) -> str:
+    ends = (i for i, line in enumerate(lines) if not line.startswith("#"))
+    return _above(lines, next(ends, len(lines)))
+
+
+def _above(lines: Sequence[str], row: int) -> str:
+    """The comment that ends right above a row, in one line."""
+    first = row
+    while first and lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    words = (line.strip().removeprefix("#").strip() for line in lines[first:row])
+    return " ".join(line for line in words if not line.startswith("@package"))

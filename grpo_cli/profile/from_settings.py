@@ -1,0 +1,118 @@
+"""Settings to what a prediction needs: the model's shapes, what a step is made of, and who estimates it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import hydra.utils
+import torch
+
+from grpo_cli import experiment
+from grpo_cli.config.choices import ENGINE_PARTS
+from grpo_cli.config.instantiate import make
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.sampler import Sampler
+from grpo_cli.interfaces import Correction
+from grpo_cli.learner.forward import make_forward
+from grpo_cli.learner.optimizer import state_bytes
+from grpo_cli.model.load import load_model, load_tokenizer
+from grpo_cli.profile.estimate import Estimator, Passes, StepShape
+from grpo_cli.profile.forced_lengths import Lengths
+from grpo_cli.profile.shapes import EngineShape, ShapeModel, Workload
+from grpo_cli.rollout import PromptOrder
+from grpo_cli.settings import ModelSettings, RunSettings
+
+
+def shapes_of(model: ModelSettings) -> ShapeModel:
+    bits = {"none": None, "8bit": 8, "4bit": 4}[model.quantize]
+
+    def load() -> Any:
+        return load_model(replace(model, random_init=True, quantize="none"), torch.device("cpu"))
+
+    return ShapeModel(load, model.autocast, bits)
+
+
+def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Estimator:
+    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
+
+
+def is_ours(settings: RunSettings) -> bool:
+    """Whether rollouts are made by the engine whose shapes are known."""
+    kind = hydra.utils.get_object(str(settings.parts["engine"]["_target_"]))
+    return isinstance(kind, type) and issubclass(kind, TorchEngine)
+
+
+def not_predicted(settings: RunSettings) -> tuple[str, ...]:
+    """What the run takes that no shape tells."""
+    notes = []
+    if not is_ours(settings):
+        name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
+        notes.append(
+            f"rollouts by {name}, which takes memory of its own (vLLM as much as engine.memory): prefill, decode and "
+            "eval are not predicted, and what fits is said of the update alone"
+        )
+    if settings.parts["engine"].get("cuda_graph"):
+        notes.append("engine.cuda_graph=true: what captured graphs keep is not predicted; decode and eval take more")
+    if settings.model.quantize != "none":
+        notes.append(
+            f"model.quantize={settings.model.quantize}: weights are predicted without their scales, and passes as "
+            "those of a model that is not quantised"
+        )
+    return tuple(notes)
+
+
+def step_of(
+    settings: RunSettings,
+    correction: Correction,
+    dropout: bool,
+    lengths: Lengths | None = None,
+    seen: tuple[Workload, Workload | None] | None = None,
+) -> tuple[Sampler, StepShape]:
+    """The sampler, and what a step is made of: as it was seen, else with lengths as they are forced, else with all
+    rollouts as long as may be."""
+    offered = {"seed": settings.seed}
+    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    rollouts, evaluation = seen or _workloads(settings, lengths)
+    prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
+    several = settings.train.epochs * settings.train.minibatches > 1
+    step = StepShape(
+        rollouts=rollouts,
+        m=settings.m,
+        engine=EngineShape(built["sampler"], built["sparsity"], prefix) if is_ours(settings) else None,
+        evaluation=evaluation,
+        forward=make_forward(settings.train, settings.sampling.temperature),
+        minibatches=settings.train.minibatches,
+        passes=Passes(
+            policy_over_all=correction.rejects,
+            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several or dropout),
+            reference=experiment.wants_reference(settings),
+            second_model=not settings.model.adapted or settings.model.adapter is not None,
+        ),
+    )
+    return built["sampler"], step
+
+
+def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload, Workload | None]:
+    """A step's rollouts and an evaluation's, on the first prompts of the task."""
+    tokenizer = load_tokenizer(_without_weights(settings.model))
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20}
+    task = make("task", settings.parts["task"], offered)
+    longest = settings.sampling.max_new_tokens
+
+    def work(prompts: Sequence[Any], n: int) -> Workload:
+        count = n * len(prompts)
+        forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
+        return Workload(tuple(prompts), n, longest, forced_to)
+
+    step = PromptOrder(task.prompts("train"), settings.train.prompts, settings.seed).of_step(0)
+    held_out = task.prompts("eval")
+    problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
+    wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
+    return work(step, settings.n), work(problems, 1 + settings.eval.k) if wanted else None
+
+
+def _without_weights(model: ModelSettings) -> ModelSettings:
+    """What a plan reads of a model: a preset's shape where there is one, and then the embedded tokenizer."""
+    return replace(model, random_init=True) if model.architecture is not None else model

@@ -1,0 +1,152 @@
+"""The rollouts that a run has recorded (`rollouts.jsonl`) or an evaluation has made (`samples.jsonl`), to be read.
+
+What stands in them was written by a model: whoever prints it makes it `visible` first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.formatting import plain
+
+RECORDS = ("rollouts.jsonl", "samples.jsonl")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One row: a rollout as a person reads it. What a row does not say is None, or empty."""
+
+    prompt_id: str
+    sample: int
+    prompt: str
+    reply: str
+    reward: float
+    step: int | None = None
+    answer: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    length: int | None = None
+    finish: str = ""
+    kept: bool = False
+    reason: str = ""
+    advantage: float | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The rollouts of one step (None: of an evaluation), which steps there are, and what could not be read."""
+
+    file: Path
+    step: int | None
+    rollouts: tuple[Recorded, ...]
+    steps: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def read_recording(folder: Path, step: int | None = None) -> Recording | None:
+    """The rollouts of a step, or of the last one; None if the folder has no file of rollouts."""
+    file = next((folder / name for name in RECORDS if (folder / name).is_file()), None)
+    if file is None:
+        return None
+    rollouts: list[Recorded] = []
+    steps: set[int] = set()
+    notes: list[str] = []
+    last: int | None = None
+    for row in _rows(file, notes):
+        if row.step is not None:
+            steps.add(row.step)
+            if last is None or row.step > last:
+                last = row.step
+                rollouts = rollouts if step is not None else []
+        if row.step == (last if step is None else step):
+            rollouts.append(row)
+    return Recording(file, last if step is None else step, tuple(rollouts), tuple(sorted(steps)), tuple(notes))
+
+
+def ranked(rollouts: Sequence[Recorded]) -> list[Recorded]:
+    """From the highest reward to the lowest, those without a number last."""
+    return sorted(rollouts, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
+
+
+def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Recorded]:
+    """So many with the highest rewards, then so many with the lowest, each once."""
+    order = ranked(rollouts)
+    return order[:best] + order[max(best, len(order) - worst) :]
+
+
+def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
+    """The rollouts of each prompt, the prompts in the order of their first one."""
+    groups: dict[str, list[Recorded]] = {}
+    for row in rollouts:
+        groups.setdefault(row.prompt_id, []).append(row)
+    return groups
+
+
+def facts(row: Recorded) -> list[str]:
+    """What became of a rollout, in words: its reward and the parts of it, its advantage, its length, its fate."""
+    parts = ", ".join(f"{plain(name)} {value:g}" for name, value in row.parts.items())
+    told = [f"reward {row.reward:g}" + (f" ({parts})" if parts else "")]
+    told += [f"advantage {row.advantage:+.3g}"] if row.advantage is not None else []
+    told += [f"{row.length} tokens, {plain(row.finish)}"] if row.length is not None else []
+    fate = "kept" if row.kept else plain(row.reason) if row.step is None else f"dropped: {plain(row.reason)}"
+    return [*told, fate]
+
+
+def visible(text: str) -> str:
+    r"""A text of several lines that a terminal can be given: control and invisible characters become their escapes.
+
+    >>> visible("a\x1b[31m\tb\nc")
+    'a\\x1b[31m\\tb\nc'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def _rows(file: Path, notes: list[str]) -> Iterator[Recorded]:
+    """Each row that can be read; what cannot is added to the notes, by the number of its line."""
+    bad, cut, has_step = [], False, file.name == RECORDS[0]
+    try:
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield _recorded(line, has_step)
+                except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+                    cut = not line.endswith(b"\n")
+                    bad += [str(number)] if line.strip() and not cut else []
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error.strerror}")
+    if bad:
+        lines_named = ", ".join(bad[:10]) + (", ..." if len(bad) > 10 else "")
+        notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {lines_named} cannot be read, and left out")
+    if cut:
+        notes.append(f"{file.name}: its last line is half written, and left out")
+
+
+def _recorded(line: bytes, has_step: bool) -> Recorded:
+    """One row. ValueError, TypeError, KeyError, AttributeError or OverflowError if the line is none."""
+    row: dict[str, Any] = json.loads(line)
+    step = row["step"] if has_step else None
+    texts = [row[name] for name in ("prompt_id", "prompt", "reply")]
+    texts += [row.get(name, "") for name in ("answer", "finish", "reason")]
+    whole = [number for number in (row["sample"], step, row.get("length")) if number is not None]
+    if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in whole):
+        raise TypeError("another type")
+    prompt_id, prompt, reply, answer, finish, reason = texts
+    return Recorded(
+        prompt_id,
+        row["sample"],
+        prompt,
+        reply,
+        float(row["reward"]),
+        step,
+        answer,
+        {str(name): float(value) for name, value in row.get("parts", {}).items()},
+        row.get("length"),
+        finish,
+        row.get("kept") is True,
+        reason,
+        None if row.get("advantage") is None else float(row["advantage"]),
+    )

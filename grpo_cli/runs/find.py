@@ -1,0 +1,126 @@
+"""Looks for runs, and for the newest good checkpoint of one. Loads no torch, so that a refusal comes at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.errors import UserError
+from grpo_cli.runs.files import sha256
+from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, OUTPUTS, TRAINER_STATE, step_of
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """The newest good checkpoint, if any, and why each newer one was passed over ("step_000120: ...")."""
+
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def find_checkpoint(folder: Path) -> FoundCheckpoint:
+    """The newest checkpoint whose files are all as they were saved.
+
+    `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the answer has been read and
+    compared, about a second per gigabyte; older checkpoints are not looked at.
+    """
+    skipped: list[str] = []
+    for path in candidates(folder):
+        reason = _damage(path)
+        if reason is None:
+            return FoundCheckpoint(path, tuple(skipped))
+        skipped.append(f"{path.name}: {reason}")
+    return FoundCheckpoint(None, tuple(skipped))
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Checkpoint folders, newest first; of one step, the one being replaced after its successor."""
+    if step_of(folder.name) is not None:
+        return [folder]
+    root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    steps = [(step, not path.suffix, path) for path in folders if (step := step_of(path.name)) is not None]
+    return [path for _, _, path in sorted(steps, reverse=True)]
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        files = _read_marker(folder)["files"]
+        for name, expected in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size} bytes instead of {expected['bytes']}"
+            if sha256(path) != expected["sha256"]:
+                return f"{name} is not what was saved (its SHA-256 differs)"
+        return None if TRAINER_STATE in files else f"{COMPLETE} does not list {TRAINER_STATE}"
+    except FileNotFoundError:
+        return f"the save was interrupted (no {COMPLETE} file)"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{COMPLETE} is damaged"
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / COMPLETE).read_text())
+
+
+def require_checkpoint(folder: Path) -> FoundCheckpoint:
+    """`find_checkpoint`, or a UserError that lists what is wrong with each checkpoint of `folder`."""
+    found = find_checkpoint(folder)
+    if found.path is None:
+        reasons = "; ".join(found.skipped) or "none was ever saved"
+        raise UserError(f"{folder} has no complete checkpoint ({reasons}). Choose another run, or start a new one.")
+    return found
+
+
+def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
+    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `require_checkpoint` takes either.
+
+    `auto` is the run below `outputs`/train that saved a checkpoint last. Raises UserError when there is none, and for a
+    folder that is no run; `key` is what the person typed it after.
+    """
+    if resume == "auto":
+        return _newest_run(outputs / "train", key)
+    path = Path(resume).expanduser().resolve()
+    if not path.is_dir():
+        raise UserError(f"{key}={resume} does not exist. Give a run folder, one of its checkpoints, or auto.")
+    if step_of(path.name) is not None:
+        return path
+    if path.name == CHECKPOINTS:
+        path = path.parent
+    if not (path / CHECKPOINTS).is_dir():
+        raise UserError(
+            f"{key}={resume} is no run folder: it has no {CHECKPOINTS}/. Give a folder such as "
+            f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
+        )
+    return path
+
+
+def _newest_run(train: Path, key: str) -> Path:
+    # Runs of a sweep are one level down.
+    runs = [path.parent for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}")]
+    for run in sorted(runs, key=lambda run: (_last_saved(run), run), reverse=True):
+        if find_checkpoint(run).path is not None:
+            return run
+    raise UserError(
+        f"{key}=auto found no run with a complete checkpoint in {train}. Name a run folder, {key}=<run folder>, or "
+        "start a new run."
+    )
+
+
+def _last_saved(run: Path) -> float:
+    """When the run's newest checkpoint was saved, by its marker: a copy has other file times."""
+    times = [0.0]
+    for path in candidates(run):
+        try:
+            times.append(float(_read_marker(path)["saved_at"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged or incomplete: `find_checkpoint` says so if it comes to that
+    return max(times)

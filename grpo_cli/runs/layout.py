@@ -1,0 +1,56 @@
+"""Where everything lies that a command leaves behind: each name is said here once.
+
+    outputs/<command>/<date>_<time>-<id>/      a run's folder; a sweep's job has outputs/multirun/<...>/<number>/
+        .hydra/{config,overrides,hydra}.yaml   what it was asked for
+        metrics.jsonl rollouts.jsonl           its records, while it goes on
+        checkpoints/step_000100/               a checkpoint; `COMPLETE` is written last
+        summary.json                           how it ended
+        status.json log.txt                    of a sweep's job: what became of it, and all that it printed
+
+Where a run's folder is made is said in conf/ (`hydra.run.dir`, `hydra.sweep.dir`).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import datetime
+from pathlib import Path
+
+OUTPUTS = Path("outputs")
+MULTIRUN = OUTPUTS / "multirun"
+
+CONFIG, OVERRIDES, HYDRA = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
+METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+SAMPLES = "samples.jsonl"  # of an evaluation: every answer
+PROFILE = "profile.json"  # of a profile: all that was measured and predicted
+COMPARISON, COMPARISON_PICTURE = "comparison.json", "comparison.png"  # of a sweep of profiles
+STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
+HYDRAS_SWEEP = "multirun.yaml"  # what Hydra leaves in a sweep's folder, whatever the launcher
+WANDB, WANDB_ID = "wandb", "wandb_id.txt"
+BAD_BATCHES = "bad_batches"
+
+CHECKPOINTS, TRAINER_STATE, COMPLETE = "checkpoints", "trainer_state.pt", "COMPLETE"
+# A checkpoint that is being written or removed, and the good one of a step that is being saved again.
+UNFINISHED, REPLACED = ".tmp", ".replaced"
+_STEP = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")
+
+
+def step_folder(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step_{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's name, also of one that is unfinished or replaced; None for any other name.
+
+    >>> step_of("step_000100"), step_of("step_000100.tmp"), step_of("best")
+    (100, 100, None)
+    """
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def new_folder(command: str) -> Path:
+    """A folder for what `command` writes now, named as Hydra names those of runs. It is not made."""
+    return OUTPUTS / command / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"

@@ -1,0 +1,186 @@
+"""One round: prompts -> requests -> rollouts -> scored groups -> verdict -> selected -> batch -> updates -> record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+from grpo_cli.examples import examples
+from grpo_cli.interfaces import Parts
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of
+from grpo_cli.learner.learner import Learner, Update
+from grpo_cli.memory import peak_bytes
+from grpo_cli.metrics import of_trained
+from grpo_cli.progress import Progress, Trained, step_metrics
+from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
+from grpo_cli.runs import layout
+from grpo_cli.select import Selection, batch_rows, select
+from grpo_cli.settings import RunSettings
+from grpo_cli.types import Batch, EngineStats, Group, Prompt, Record, ScoredGroup, Verdict
+
+
+class Step:
+    """Makes one round after another of the parts of a run. It holds the learner; what a run counts is handed to it."""
+
+    def __init__(self, settings: RunSettings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._span = parts.meter.span
+        model, train = parts.bench.model, settings.train
+        self.learner = Learner(
+            model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter
+        )
+        self._prompts = PromptOrder(parts.bench.task.prompts("train"), train.prompts, settings.seed)
+        # With one update per round, and without dropout, the learner's own forward pass gives the old policy's
+        # log-probabilities, so that measuring the mismatch can wait for it.
+        several = train.epochs * train.minibatches > 1
+        self._old_policy_apart = parts.rules.correction.needs_policy_logprobs or several or self.learner.drops
+
+    def run(self, step: int, progress: Progress) -> Record:
+        """Round number `step`, from 0; adds what was done to `progress`."""
+        start = time.perf_counter()
+        with self._span("step"):
+            prompts = self._prompts.of_step(step)
+            with self._span("rollout"):
+                groups, stats = self._rollouts(prompts, step)
+            rollout_seconds = time.perf_counter() - start
+            with self._span("reward"):
+                scored = score_all(self._parts.bench.task, groups)
+            everything, verdict = collate(scored, self._parts.bench.pad_token_id), None
+            if self._parts.rules.correction.rejects:  # then it has to be asked before any are chosen
+                with self._span("logprobs"):
+                    everything, verdict = self._corrected(everything)
+            selected = self._selected(scored, verdict, step)
+            trained = self._train_on(selected, everything, verdict, step, progress)
+        progress.train_seconds += time.perf_counter() - start
+        metrics = step_metrics(progress, scored, selected, stats, trained)
+        metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
+        metrics["speed/tokens_per_second"] = stats.generated_tokens / rollout_seconds
+        return Record(step, metrics, examples(self._parts.bench.task, selected, self._settings.record.rollouts))
+
+    def _rollouts(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], EngineStats]:
+        engine = self._parts.bench.engine
+        requests = requests_for(prompts, self._settings.n, self._settings.sampling, self._settings.seed, step)
+        with self.learner.autocast():
+            rollouts = list(engine.generate(requests))
+        return group_rollouts(prompts, rollouts), engine.stats()
+
+    def _selected(self, scored: Sequence[ScoredGroup], verdict: Verdict | None, step: int) -> list[Selection]:
+        rules, settings = self._parts.rules, self._settings
+        reasons = iter(verdict.reasons if verdict else [""] * sum(len(group.rollouts) for group in scored))
+        selected = []
+        for group in scored:
+            rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
+            why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
+            selected.append(select(group, why, settings.m, rules.downsample, rules.advantage, rng, counted))
+        return selected
+
+    def _train_on(
+        self,
+        selected: Sequence[Selection],
+        everything: Batch,
+        verdict: Verdict | None,
+        step: int,
+        progress: Progress,
+    ) -> Trained:
+        """The batch of what was selected, the log-probabilities that it lacks, and the updates made from it.
+
+        `verdict` is the one on all rollouts, if it was asked for; else one on the batch is.
+        """
+        if not any(selection.indices for selection in selected):
+            self._warn_of_rejection(step)
+            progress.empty_steps += 1
+            return Trained((), 0, 0, verdict.metrics if verdict else {})
+        advantages = torch.cat([selection.advantages for selection in selected])
+        batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
+        of_all = verdict is not None or len(batch) == len(everything)
+        with self._span("logprobs"):
+            if self._parts.reference is not None:
+                reference = self._logprobs(self._parts.reference, "ref_logprobs", batch)
+                batch = replace(batch, ref_logprobs=reference)
+            if verdict is None and self._old_policy_apart:
+                batch, verdict = self._corrected(batch)
+        rollouts, tokens = len(batch), int(batch.loss_mask.sum())
+        if not batch.weights.any():
+            self._warn_of_rejection(step)
+            rollouts, tokens = 0, 0
+        with self._span("update"):
+            updates = self._update(batch, step, progress)
+        if not any(update.moved or update.fault for update in updates):
+            progress.empty_steps += 1
+        if verdict is None and updates:  # the learner's own pass was of the policy before it moved
+            verdict = self._verdict(batch, updates[0].logprobs)
+        mismatch = verdict.metrics if verdict else {}
+        return Trained(updates, rollouts, tokens, mismatch if of_all else of_trained(mismatch))
+
+    def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
+        """The batch with the old policy's log-probabilities and what the correction makes of them."""
+        policy = self._logprobs(self._parts.bench.model, "policy_logprobs", batch)
+        verdict = self._verdict(batch, policy)
+        return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
+
+    def _verdict(self, batch: Batch, policy_logprobs: Tensor) -> Verdict:
+        return self._parts.rules.correction(batch.sampler_logprobs, policy_logprobs, batch.response_mask)
+
+    def _logprobs(self, model: Any, span: str, batch: Batch) -> Tensor:
+        with self._span(span):
+            return self.learner.logprobs(model, batch)
+
+    def _warn_of_rejection(self, step: int) -> None:
+        self._parts.warn(
+            f"step {step + 1}: every rollout was rejected by the correction, so that none of them teaches; look at "
+            "mismatch/log_ratio_q001, then raise sparsity.budget, lower correction.veto, or widen "
+            "correction.is_threshold_low and correction.is_threshold or correction.mask_low and correction.mask_high"
+        )
+
+    def _update(self, batch: Batch, step: int, progress: Progress) -> tuple[Update, ...]:
+        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and counts; one without gradient
+        changes nothing. One without a token left to train on, and so without divisors, is passed over."""
+        settings = self._settings
+        updates: list[Update] = []
+        begun = self.learner.updates
+        for epoch in range(settings.train.epochs):
+            rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
+            for part in minibatches(batch, settings.train.minibatches, rng):
+                if not part.loss_mask.any():
+                    continue
+                if self.learner.updates == begun:
+                    # It has not moved, and is the old policy itself: what another pass says of that differs by rounding
+                    # and dropout, which the loss would take for a policy that has moved, and clip.
+                    part = replace(part, policy_logprobs=None)
+                update = self.learner.update(part, step)
+                updates.append(update)
+                if update.fault is None:
+                    progress.bad_in_a_row = 0
+                else:
+                    self._skip(part, update.fault, step, progress)
+        if self.learner.updates > begun:
+            self._parts.bench.engine.update_weights()
+        return tuple(updates)
+
+    def _skip(self, batch: Batch, fault: str, step: int, progress: Progress) -> None:
+        """Says what became of a faulty update; raises UserError when there were too many of them in a row."""
+        progress.skipped_steps += 1
+        progress.bad_in_a_row += 1
+        where = self._dump(batch, f"{layout.step_folder(step + 1)}_{progress.skipped_steps}.pt")
+        self._parts.warn(f"step {step + 1}: {fault}; the update was skipped and its batch is in {where}")
+        if progress.bad_in_a_row >= self._settings.train.max_bad_steps:
+            raise UserError(
+                f"{progress.bad_in_a_row} updates in a row had a loss or gradient that is not finite "
+                f"(train.max_bad_steps={self._settings.train.max_bad_steps}); the last batches are below "
+                f"{where.parent}. Lower optim.lr or optim.max_grad_norm, or use model.dtype=float32"
+            )
+
+    def _dump(self, batch: Batch, name: str) -> Path:
+        path = Path(self._settings.run_dir) / layout.BAD_BATCHES / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
+        return path

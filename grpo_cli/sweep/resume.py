@@ -1,0 +1,135 @@
+"""What a command's sweep is, and how one goes on that was begun: the words that it was started with."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from grpo_cli.config.overrides import overrides, unquoted
+from grpo_cli.errors import UserError
+from grpo_cli.runs.layout import MULTIRUN, SWEEP
+from grpo_cli.runs.summary import read_object
+from grpo_cli.sweep.status import Job, Status
+
+RESUME = "resume=sweep"
+
+
+@dataclass
+class Sweep:
+    """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
+
+    `check` raises UserError for a job's config that cannot be run. `objective` is the value in `summary.json` that a
+    sweeper optimises. `flags` are Hydra's, for every job.
+    """
+
+    command: str
+    check: Callable[[DictConfig], Any]
+    objective: str
+    flags: Sequence[str] = ()
+    resume: bool = False
+    folder: Path | None = None
+    jobs: dict[int, Job] = field(default_factory=dict)
+    outcomes: dict[int, Status] = field(default_factory=dict)
+
+    def counts(self) -> Counter[str]:
+        return Counter(status.state for status in self.outcomes.values())
+
+    def done(self) -> list[Job]:
+        return [job for number, job in self.jobs.items() if self.outcomes[number].state == "done"]
+
+    def told(self) -> str:
+        """How it ended, and how to go on with it."""
+        counts = self.counts()
+        states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        lines = [f"{len(self.outcomes)} jobs: {states}"]
+        if counts["failed"] or counts["waiting"]:
+            folder = shlex.quote(str(self.folder))
+            lines.append(f"go on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={folder}")
+        return "\n".join(lines)
+
+
+def sweep_of(
+    command: str, flags: Sequence[str], words: Sequence[str], check: Callable[[DictConfig], Any], objective: str
+) -> tuple[list[str], Sweep]:
+    """The arguments to compose, and what the launcher has to know if this is a sweep.
+
+    With `resume=sweep` the arguments are those that the sweep began with. UserError if they cannot be.
+    """
+    multirun = {"-m", "--multirun"} & set(flags)
+    others = [flag for flag in flags if flag not in multirun]
+    if RESUME not in words:
+        return [*flags, *sweeper_words(command, words)], Sweep(command, check, objective, others)
+    if not multirun:
+        raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
+    own = [word for word in words if word != RESUME]
+    began = started_with(command, own)
+    sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
+    return [*flags, *began.flags, *began.words], sweep
+
+
+@dataclass(frozen=True)
+class Began:
+    """How a sweep was started: Hydra's flags, and all overrides with what is new and the sweep's folder."""
+
+    flags: list[str]
+    words: list[str]
+
+
+def started_with(command: str, own: Sequence[str]) -> Began:
+    """For `resume=sweep`: the sweep in `hydra.sweep.dir`, or the last one there is. `own` are the overrides besides."""
+    changed = [word for word in own if not (names_the_folder(word) or is_of(word, ("launcher",)))]
+    if changed:
+        raise UserError(
+            f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
+        )
+    named = [unquoted(word.partition("=")[2]) for word in own if names_the_folder(word)]
+    new = [word for word in own if not names_the_folder(word)]
+    folder = Path(named[-1]) if named else _last_sweep(MULTIRUN)
+    if not folder.exists():
+        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
+    asked = read_object(folder / SWEEP)
+    if not asked:
+        raise UserError(f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}")
+    try:
+        if asked["command"] != command:
+            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
+        words = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
+        return Began(asked["flags"], words)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
+
+
+# Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
+_FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
+
+
+def sweeper_words(command: str, words: Sequence[str]) -> list[str]:
+    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run: the one with the
+    highest accuracy, or of profiles the one with the lowest peak of memory."""
+    if "hydra/sweeper=optuna" not in words:
+        return list(words)
+    ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
+    return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *words]
+
+
+def _last_sweep(below: Path) -> Path:
+    sweeps = sorted(below.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime)
+    if not sweeps:
+        raise UserError(f"resume=sweep found no sweep below {below}; name one with hydra.sweep.dir=<folder>")
+    return sweeps[-1].parent
+
+
+def is_of(word: str, parts: Sequence[str]) -> bool:
+    """Whether an override is one of Hydra's settings below one of these."""
+    key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
+    return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)
+
+
+def names_the_folder(word: str) -> bool:
+    return is_of(word, ("sweep.dir",))

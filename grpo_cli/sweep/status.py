@@ -1,0 +1,145 @@
+"""What the disk knows of a sweep's jobs: what became of each, and where it would go on. Starts none.
+
+<sweep>/sweep.json           what was asked for, and the list of jobs
+<sweep>/<number>/            a run's folder, as if it had been started by hand
+<sweep>/<number>/status.json what became of the job (`Status`)
+<sweep>/<number>/log.txt     all that it printed; locked as long as it runs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.errors import UserError
+from grpo_cli.runs import layout
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.summary import read_object
+
+TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep. `label` is what sets it apart, `steps` how many there are, `refusal` why it cannot run."""
+
+    number: int
+    folder: Path
+    overrides: tuple[str, ...]
+    label: str
+    steps: int | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """`status.json`. `seconds` are those of all its processes: a job that was resumed has had several."""
+
+    state: str  # waiting | running | done | failed | skipped
+    reason: str | None
+    overrides: tuple[str, ...]
+    exit_code: int | None = None
+    started: str | None = None
+    seconds: float | None = None
+    log: str = layout.LOG
+    command: str = "train"
+
+
+def write_status(folder: Path, status: Status) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / layout.STATUS, f"{json_line(asdict(status), indent=2)}\n".encode())
+
+
+def read_status(folder: Path) -> Status | None:
+    """None if the job was never listed."""
+    kept = read_object(folder / layout.STATUS)
+    if not kept:
+        return None
+    try:
+        known = {field.name: kept[field.name] for field in fields(Status) if field.name in kept}
+        return Status(**known | {"overrides": tuple(kept["overrides"])})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / layout.STATUS} is no job's status ({error}); remove it to run the job") from error
+
+
+def is_done(folder: Path) -> bool:
+    """Whether `status.json` says done, or `summary.json` completed."""
+    status = read_status(folder)
+    done = status is not None and status.state == "done"
+    return done or read_object(folder / layout.SUMMARY).get("status") == "completed"
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process still writes to the job's log, though whoever started it may be gone."""
+    try:
+        with open(folder / layout.LOG, "ab") as log:
+            return not locked(log)
+    except FileNotFoundError:
+        return False
+
+
+def resumes_from(folder: Path, steps: int | None) -> Path | None:
+    """Where an unfinished run goes on: at its newest checkpoint, None if it has none that was saved to its end.
+
+    A run that was killed after its last step, before it could say so, goes on at the one before, if that was kept.
+    """
+    saved = [marker.parent for marker in (folder / layout.CHECKPOINTS).glob(f"*/{layout.COMPLETE}")]
+    kept = [path for path in saved if path.suffix != layout.UNFINISHED]
+    found = {step: path for path in kept if (step := layout.step_of(path.name)) is not None}
+    if not found:
+        return None
+    left = [step for step in found if steps is None or step < steps]
+    return folder if len(left) == len(found) else found[max(left or found)]
+
+
+def last_record(folder: Path) -> dict[str, Any]:
+    """The last whole line of `metrics.jsonl`, empty if there is none yet."""
+    lines = _tail(folder / layout.METRICS)[:-1]
+    try:
+        record = json.loads(lines[-1]) if lines else {}
+    except ValueError:  # longer than the tail, or damaged: this is for the screen only
+        return {}
+    return record if isinstance(record, dict) and "step" in record else {}
+
+
+def _tail(path: Path) -> list[str]:
+    """The last lines; what follows the last line break is a line of its own, mostly empty."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").split("\n")
+    except FileNotFoundError:
+        return []
+
+
+def locked(log: Any) -> bool:
+    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it."""
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def failure(code: int, folder: Path) -> str | None:
+    """Why a process that ended with this code did not complete its run: the run's own word, a signal, or its last line.
+    None if it did."""
+    if code == 0:
+        try:
+            ended = read_object(folder / layout.SUMMARY).get("status", "completed")
+        except UserError as error:
+            return str(error)
+        return None if ended == "completed" else f"it ended {ended}"
+    if code < 0:
+        named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
+        hint = ": often because the machine had no memory left" if -code == signal.SIGKILL else ""
+        return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
+    said = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
+    start = next((i for i in reversed(range(len(said))) if said[i].startswith("error: ")), len(said) - 1)
+    words = " ".join(said[start:]).removeprefix("error: ")
+    return words or f"exit code {code}, and no word in the log"

@@ -1,0 +1,170 @@
+"""The pictures of the README files, each a function that returns an SVG. Needs the extra `plot`.
+
+    python scripts/figures/make.py               # all of them, beside this file
+    python scripts/figures/make.py train pods    # some
+
+The same data give the same bytes. `train` shows rows of a recorded run (`train.json`); to record another one:
+
+    OMP_NUM_THREADS=1 grpo train logger=jsonl hydra.run.dir=outputs/recorded
+    python scripts/figures/make.py --record outputs/recorded train
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import io
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
+from grpo_cli.report.plots import COLOURS, paper_style
+from grpo_cli.tracking.console import picture
+from grpo_cli.types import Record
+
+HERE = Path(__file__).resolve().parent
+RECORDED = HERE / "train.json"
+PODS = HERE.parent / "baselines" / "pods.json"
+
+SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
+SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
+
+ARMS = {"grpo": "GRPO, n = m = 16", "grpo_ga": "GRPO-GA, n = m = 64", "maxvar": "PODS, n = 64, m = 16"}
+SVG_STYLE = {"svg.hashsalt": "grpo", "svg.fonttype": "none"}
+PANELS = {"default": "one update per step", "update_bound": "two updates per step, activations recomputed"}
+
+
+def train() -> str:
+    """What a terminal shows in the middle of the recorded run."""
+    recorded = json.loads(RECORDED.read_text())
+    rows = [Record(row.pop("step"), row) for row in recorded["rows"]]
+    return picture(rows, recorded["steps"])
+
+
+def record(run: Path) -> None:
+    """Keep of a run what `train` shows: the rows up to SHOWN_STEP, in four digits."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        {name: _rounded(value) for name, value in row.items() if name == "step" or name.startswith(SHOWN_METRICS)}
+        for row in rows
+        if row["step"] <= SHOWN_STEP
+    ]
+    steps = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["steps"]
+    lines = ",\n  ".join(json.dumps(row) for row in kept)
+    RECORDED.write_text(f'{{"steps": {steps}, "rows": [\n  {lines}\n]}}\n')
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.4g}")
+
+
+def pods() -> str:
+    """Held-out accuracy against training seconds, from the study's record."""
+    results = json.loads(PODS.read_text())["results"]
+    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
+    for panel, (setting, title) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+        curves = {arm: _on_one_clock(results[setting][arm]["curves"].values()) for arm in ARMS}
+        for colour, (arm, label) in zip(COLOURS, ARMS.items(), strict=False):
+            mean, band = mean_curve(curves[arm]), deviation(curves[arm])
+            accuracy = np.array(mean.accuracy)
+            panel.plot(mean.axes[CLOCK], accuracy, color=colour, lw=1.8, label=label)
+            panel.fill_between(
+                mean.axes[CLOCK], accuracy - band, np.minimum(accuracy + band, 1), color=colour, alpha=0.15, lw=0
+            )
+        target = 0.99 * max(mean_curve(curves["grpo_ga"]).accuracy)
+        panel.axhline(target, color="black", ls="--", lw=0.8, label="99 % of GRPO-GA's best")
+        panel.set(title=title, xlabel="training seconds", xlim=(0, None), ylim=(0.25, 1))
+    figure.axes[0].set_ylabel("held-out accuracy of samples")
+    figure.axes[1].legend(loc="lower right")
+    return svg(figure)
+
+
+def _on_one_clock(recorded: Any) -> list[Curve]:
+    """The curves of an arm's seeds on one clock: between two evaluations, the least time that any of them took.
+
+    The seeds ran at different times, so that other programs on the machine slowed down few of them at once.
+    """
+    curves = [Curve(curve["steps"], curve["accuracy"], curve["axes"]) for curve in recorded]
+    spans = np.diff([curve.axes[CLOCK] for curve in curves], axis=1).min(axis=0)
+    clock = tuple(itertools.accumulate(spans.tolist(), initial=0.0))
+    return [replace(curve, axes={**curve.axes, CLOCK: clock}) for curve in curves]
+
+
+def slots() -> str:
+    """Which slot decodes which rollout when, in rounds and with refilling: 24 made-up lengths in 6 slots."""
+    lengths = np.random.default_rng(3).lognormal(3.4, 0.6, 24).astype(int).clip(8, 96).tolist()
+    plans = {"sampler=micro": in_rounds(lengths, 6), "sampler=infinite": refilled(lengths, 6)}
+    last = max(start + length for plan in plans.values() for _, start, length in plan)
+    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
+    for panel, (name, plan) in zip(figure.subplots(2, 1, sharex=True), plans.items(), strict=True):
+        _draw_slots(panel, plan)
+        steps = max(start + length for _, start, length in plan)
+        busy = sum(lengths) / (6 * steps)
+        panel.set_title(f"{name}: {steps} decode steps, {busy:.0%} of the slots busy", loc="left")
+        panel.set(ylabel="slot", yticks=range(6), ylim=(5.6, -0.6), xlim=(0, last))
+        panel.grid(visible=False)
+    figure.axes[-1].set_xlabel("decode step")
+    return svg(figure)
+
+
+def in_rounds(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
+    """(slot, first step, steps) of each rollout; a round begins when the longest one of the last has ended."""
+    plan, start = [], 0
+    for first in range(0, len(lengths), slots):
+        part = lengths[first : first + slots]
+        plan += [(slot, start, length) for slot, length in enumerate(part)]
+        start += max(part)
+    return plan
+
+
+def refilled(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
+    """As `in_rounds`, but that a rollout enters whichever slot falls free first."""
+    plan, free = [], [(0, slot) for slot in range(slots)]
+    for length in lengths:
+        start, slot = heapq.heappop(free)
+        plan.append((slot, start, length))
+        heapq.heappush(free, (start + length, slot))
+    return plan
+
+
+def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]]) -> None:
+    for number, (slot, start, length) in enumerate(plan):
+        colour = COLOURS[number // 6 % len(COLOURS)]  # the four sixes in the order in which they were asked for
+        panel.barh(slot, length, left=start, color=colour, height=0.8, edgecolor="white", linewidth=1)
+
+
+def svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+PICTURES: Mapping[str, Callable[[], str]] = {"train": train, "pods": pods, "slots": slots}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", nargs="*", metavar="picture", help=f"of {', '.join(PICTURES)}; default: all")
+    parser.add_argument("--record", type=Path, metavar="RUN", help="take this run as the one that `train` shows")
+    args = parser.parse_args()
+    if unknown := set(args.pictures) - PICTURES.keys():
+        parser.error(f"no picture is called {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    if args.record:
+        record(args.record)
+    with paper_style(), matplotlib.rc_context(SVG_STYLE):
+        for name in args.pictures or PICTURES:
+            (HERE / f"{name}.svg").write_text(PICTURES[name]())
+
+
+if __name__ == "__main__":
+    main()

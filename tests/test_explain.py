@@ -1,0 +1,229 @@
+"""Help pages and `grpo explain`: both repeat what stands in `conf/`, setting by setting."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from grpo_cli.cli import main as cli
+from grpo_cli.config.choices import TRAIN_PARTS, choices, config_dir
+from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+
+BASE = """# What the base is for.
+
+# How far.
+far: 1
+# Both ends.
+low: 0.1
+high: 0.9
+# Left as it is.
+kept: [a, b]
+"""
+CHOICE = """# What the choice is:
+# in two lines.
+defaults:
+  - _base
+  - _self_
+  - other: mapping
+
+_target_: some.thing
+# Farther.
+far: 2
+low: 1.0e-3
+parts:
+  # Of the whole.
+  first: "a: b"
+  second: ~
+  lines:
+    - x
+    - y
+"""
+
+
+def grpo(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
+
+
+def said(*arguments: str) -> str:
+    result = grpo(*arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
+    (tmp_path / "_base.yaml").write_text(BASE)
+    (tmp_path / "choice.yaml").write_text(CHOICE)
+    found = read_conf(tmp_path / "choice.yaml")
+    assert (found.about, found.builds) == ("What the choice is: in two lines.", "some.thing")
+    assert found.settings == {
+        "far": Setting("2", "Farther.", "choice.yaml:10"),
+        "low": Setting("1.0e-3", "Both ends.", "choice.yaml:11"),
+        "high": Setting("0.9", "Both ends.", "_base.yaml:7"),
+        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:9"),
+        "parts": Setting("", "", "choice.yaml:12"),
+        "parts.first": Setting('"a: b"', "Of the whole.", "choice.yaml:14"),
+        "parts.second": Setting("~", "Of the whole.", "choice.yaml:15"),
+        "parts.lines": Setting("[x, y]", "Of the whole.", "choice.yaml:16"),
+    }
+    assert read_conf(tmp_path / "_base.yaml").about == "What the base is for."
+
+
+@pytest.mark.parametrize("group", ["model", *TRAIN_PARTS])
+def test_every_choice_says_what_it_is_and_what_each_of_its_settings_is(group):
+    for choice in choices(group):
+        told = read_choice(group, choice)
+        silent = [key for key, setting in told.settings.items() if setting.value and not setting.comment]
+        assert told.about and not silent, f"conf/{group}/{choice}.yaml says nothing of {silent}"
+
+
+@pytest.mark.parametrize("value", [None, True, 0.5, 1e-8, "", "auto", "a: b", "a\nb", [1, "x"], {"k": 1}, "${n}"])
+def test_a_value_is_one_line_that_reads_back(value):
+    import yaml
+
+    assert "\n" not in flow(value) and yaml.safe_load(flow(value)) == value
+
+
+def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment():
+    lines = said("train", "--help").splitlines()
+    settings = read_conf(config_dir() / "train.yaml").settings
+    told = {f"{key}={setting.value}": setting.comment for key, setting in settings.items() if setting.value}
+    for heading in filter(None, (re.match(r"(\w+)=(\w+): ", line) for line in lines)):
+        below = read_choice(heading[1], heading[2]).settings
+        told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items() if one.value}
+    found = {left: [line for line in lines if line.startswith(f"{left}  ") or line == left] for left in told}
+    assert [left for left, having in found.items() if len(having) != 1] == []
+    assert len(told) > 60
+    repeated = [left for left, (line,) in found.items() if not line.endswith(told[left])]
+    assert repeated == ["sampling.top_k=0", "task.max_terms=8", "task.eval_problems=448", "correction.mask_high=null"]
+
+
+def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
+    page = said("train", "sampler=infinite", "n=32", "optim.lr=1e-3", "--help")
+    assert "sampler=infinite: Continuous sampling" in page and "sampler.slots=null" in page
+    assert "\nn=32 " in page and "optim.lr=0.001" in page and "m=${n}" in page
+    assert "\nn=64 " in said("train", "experiment=pods_arithmetic", "--help")
+    of_a_sweep = said("train", "-m", "seed=1,2", "loss=gspo", "--help")
+    assert "loss=gspo: " in of_a_sweep and "\nseed=0 " in of_a_sweep
+    slots = grpo("train", "sampler.slots=3", "--help")
+    assert "sampler.slots=3 " in slots.stdout and "sampler=infinite, since sampler.slots" in slots.stderr
+
+
+def test_help_pages_differ_as_the_commands_do():
+    assert "checkpoint=null" in said("eval", "--help") and "loss" not in said("eval", "--help").partition("==")[2][:900]
+    profile = said("profile", "--help")
+    assert re.search("\nprofile.plan_only=false +Only predict", profile) and "train.steps=80 " in profile
+
+
+def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp_path):
+    result = grpo("train", "loss=grop", "--help")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?" in result.stderr
+    assert "See https://hydra.cc" in said("train", "--hydra-help")
+    assert "\n  max_new_tokens: 128\n" in said("train", "--help", f"--config-dir={tmp_path}")
+
+
+def test_bases_are_offered_nowhere():
+    bases = [file.stem for file in config_dir().rglob("_*.yaml")]
+    page = said("train", "--help") + "".join(said("explain", group) for group in TRAIN_PARTS)
+    assert [base for base in bases if base in page] == []
+
+
+def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
+    group = said("explain", "sampler").splitlines()
+    assert group[1] == (
+        "  sampler=full      (the default) All rollouts of a step at once: fastest, and the most memory."
+    )
+    assert group[-1].startswith("They stand in conf/sampler/.")
+    choice = said("explain", "sampler=infinite")
+    assert choice.startswith("sampler=infinite: Continuous sampling: a fixed number of slots, each refilled as soon")
+    assert "\n  sampler.slots=null      How many rollouts are decoded at a time; null: " in choice
+    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.sampler.Infinite." in choice
+    assert "Named by: sampler.kv_budget" in said("explain", "predictor=prefix")
+    assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
+
+
+def test_a_setting_is_explained_with_its_value_wherever_it_has_one():
+    assert said("explain", "train.epochs").splitlines()[0] == (
+        "train.epochs: How many times each step's rollouts are gone over."
+    )
+    clip = said("explain", "loss.clip_high").splitlines()
+    assert clip[0] == "loss.clip_high: How far it may rise above 1."
+    assert any(line.startswith("  0.2 ") and "loss=grpo (the default): conf/loss/" in line for line in clip)
+    assert any(line.startswith("  4.0 ") and "loss=cispo: conf/loss/cispo.yaml:" in line for line in clip)
+    both = said("explain", "eval.problems")
+    assert "Held-out problems per evaluation." in both and "Held-out problems; -1 for all there are." in both
+    assert "grpo train: conf/train.yaml:" in both and "grpo eval: conf/eval.yaml:" in both
+    assert "Named by: m, train.prompts\n" in said("explain", "n")
+
+
+def test_a_setting_may_be_named_by_its_last_part_and_with_a_value():
+    assert said("explain", "epochs") == said("explain", "train.epochs") == said("explain", "train.epochs=4")
+    assert {"sampling.temperature: ", "eval.temperature: "} <= {
+        line.partition(": ")[0] + ": " for line in said("explain", "temperature").splitlines()
+    }
+    assert "model.lora.rank: " in said("explain", "lora") and "every model" in said("explain", "lora")
+
+
+def test_a_metric_is_explained_and_so_is_a_family_of_them():
+    assert said("explain", "mismatch/kl").splitlines() == [
+        "mismatch/kl  Estimated KL divergence from the sampler to the dense policy, per token.",
+        "It stands in grpo_cli/metrics.py.",
+    ]
+    assert "eval/pass@7  Probability that at least one of k" in said("explain", "eval/pass@7")
+    assert "mismatch/rejected " in said("explain", "mismatch")
+
+
+def test_several_words_are_explained_in_their_order():
+    assert said("explain", "n", "m") == f"{said('explain', 'n')}\n{said('explain', 'm')}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optim.lrr", "optim.lrr is no group, choice, setting or metric; did you mean optim.lr?"),
+        ("samplr", "did you mean sampler?"),
+        ("mismatch/kll", "did you mean mismatch/kl?"),
+        ("loss=grop", "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?"),
+        ("loss=../loss/grpo", "is not one of the choices"),
+        ("zzzzzzz", "zzzzzzz is no group, choice, setting or metric\n"),
+        ("", " is no group, choice, setting or metric\n"),
+        ("../train", "is no group, choice, setting or metric"),
+    ],
+)
+def test_an_unknown_word_gets_the_nearest_one(word, message):
+    result = grpo("explain", word)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_settings_are_explained_and_help_is_printed_without_torch():
+    for words in (["explain", "loss.clip_high", "sampler"], ["train", "--help"]):
+        program = (
+            f"import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', *{words}]\n"
+            "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+            "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+        )
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert run.stdout == "[]\n"
+
+
+def test_a_page_wraps_in_a_terminal_below_its_comments(monkeypatch: pytest.MonkeyPatch):
+    import io
+
+    from rich.console import Console
+
+    from grpo_cli.cli import help as page
+
+    screen = io.StringIO()
+    monkeypatch.setattr(page.terminal, "console", lambda: Console(file=screen, force_terminal=True, width=40))
+    page.say_rows([("a=1", "one two three four five six seven eight"), ("a.longer=2", "x"), ("b=3", "x")])
+    assert screen.getvalue().splitlines() == [
+        "a=1         one two three four five six",
+        "            seven eight",
+        "a.longer=2  x",
+        "b=3",
+    ]

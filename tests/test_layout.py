@@ -1,0 +1,50 @@
+"""The names in a run's folder are said once, and are read without anything heavy."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_cli
+from grpo_cli.runs import layout
+
+PACKAGE = Path(grpo_cli.__file__).parent
+# `wandb` is a library as well, and any file may be `.tmp` while it is written.
+NAMES = {value for value in vars(layout).values() if isinstance(value, str)} - {layout.WANDB, layout.UNFINISHED}
+
+
+def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
+    assert {"metrics.jsonl", "COMPLETE", "checkpoints", ".hydra/config.yaml"} <= NAMES
+    said = [
+        f"{file.relative_to(PACKAGE)}, line {node.lineno}: {node.value}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file != Path(layout.__file__)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in NAMES
+    ]
+    assert said == []
+
+
+@pytest.mark.parametrize("step", [0, 100, 999_999, 1_000_000])
+def test_a_step_s_folder_tells_its_step_also_while_it_is_written_or_replaced(step: int) -> None:
+    name = layout.step_folder(step)
+    for suffix in ("", layout.UNFINISHED, layout.REPLACED):
+        assert layout.step_of(f"{name}{suffix}") == step
+
+
+@pytest.mark.parametrize("name", ["best", "step_", "step_1.bak", "a_step_1", "step_1 "])
+def test_other_names_are_no_step(name: str) -> None:
+    assert layout.step_of(name) is None
+
+
+def test_names_and_what_is_looked_for_by_them_load_no_torch() -> None:
+    wanted = "grpo_cli.runs.layout, grpo_cli.runs.find, grpo_cli.model.adapters, grpo_cli.config.overrides"
+    program = f"import sys, {wanted}; print({{'torch', 'hydra'}} & {{*sys.modules}})"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"

@@ -1,0 +1,128 @@
+"""`grpo ls`: runs in a folder and below, whatever their state, one in a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_report import launched, leave
+from typer.testing import CliRunner, Result
+
+from grpo_cli.cli import main as cli
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def grpo(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["ls", *arguments], prog_name="grpo")
+
+
+def listed(*arguments: str) -> list[list[str]]:
+    """The lines, split at columns."""
+    result = grpo(*arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def aged(folder: Path, hours: float) -> None:
+    """As if the run had last written so long before the latest ones, which are of this second."""
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        told = file.stat().st_mtime - 3600 * hours
+        os.utime(file, (told, told))
+
+
+SETTINGS = {"n": 8, "m": "${n}", "train": {"steps": 20}, "model": {"path": "Qwen/Qwen3-0.6B"}}
+
+
+def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(elsewhere):
+    asked = {"settings": SETTINGS, "choices": {"task": "gsm8k", "model": "tiny"}}
+    aged(leave(elsewhere / "outputs/train/old", (0.5, 0.6, 0.7), **asked), hours=50)
+    aged(leave(elsewhere / "outputs/train/broke", (0.5, 0.4), **asked, status="failed"), hours=3)
+    hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
+    leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
+    head, *rows = listed()
+    assert head == ["command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder"]
+    going = ["train", "unfinished", "math", "Qwen/Qwen3-0.6B", "8", "4", "0/20", "0.250"]
+    assert rows[0][:8] == going and rows[0][-1] == "outputs/train/going"
+    broke = ["train", "failed", "gsm8k", "tiny", "8", "8", "10/20", "0.400", "3h00m", "outputs/train/broke"]
+    assert rows[1] == broke
+    old = ["train", "completed", "gsm8k", "tiny", "8", "8", "20/20", "0.700", "2", "days", "outputs/train/old"]
+    assert rows[2] == old
+    remarks = [" ".join(row) for row in rows[3:]]
+    assert remarks[0].startswith("outputs/train/going: no summary.json; last record")
+    assert remarks[1] == "outputs/train/broke: RuntimeError: it broke"
+
+
+def test_the_jobs_of_a_sweep_are_listed_also_those_that_have_not_begun(elsewhere):
+    sweep = elsewhere / "outputs/multirun/one"
+    leave(sweep / "0", settings=SETTINGS)
+    launched(sweep / "1", "skipped", "m=32 must be at most n=16", ["n=16", "m=32"])
+    jobs = [{"folder": f"{sweep}/{i}", "overrides": ["n=4"]} for i in range(3)]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    rows = {row[-1]: row for row in listed("outputs/multirun")[1:4]}
+    assert rows["outputs/multirun/one/0"][1] == "completed"
+    assert rows["outputs/multirun/one/1"][:6] == ["train", "skipped", "-", "-", "16", "32"]
+    assert rows["outputs/multirun/one/2"][:9] == ["train", "waiting", "-", "-", "4", "-", "0/?", "-", "-"]
+
+
+def test_an_evaluation_is_listed_with_its_accuracy_and_a_profile_is_no_run(elsewhere):
+    for command in ("eval", "profile"):
+        folder = elsewhere / "outputs" / command
+        (folder / ".hydra").mkdir(parents=True)
+        (folder / ".hydra/config.yaml").write_text("seed: 0\n")
+        (folder / ".hydra/hydra.yaml").write_text(
+            f"hydra: {{job: {{config_name: {command}}}, runtime: {{choices: {{task: math, model: tiny}}}}}}"
+        )
+        told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
+        (folder / "summary.json").write_text(json.dumps(told))
+    (row,) = listed()[1:]
+    assert row[:8] == ["eval", "completed", "math", "tiny", "-", "-", "-", "0.625"]
+
+
+def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
+    run = leave(elsewhere / "outputs/\x1b[31m[red]", settings=SETTINGS)
+    (run / "summary.json").write_text("{")
+    (run / ".hydra/config.yaml").write_text(": :\n\t")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("nothing\n{")
+    leave(elsewhere / "outputs/whole")
+    said = grpo()
+    assert said.exit_code == 0 and "\x1b" not in said.stdout
+    assert len([line for line in said.stdout.splitlines() if line.startswith("train")]) == 2
+    remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]
+    files = [remark.partition(":")[0] for remark in remarks]
+    assert files[1:] == ["summary.json cannot be read", "metrics.jsonl", "metrics.jsonl"]
+
+
+def test_a_folder_without_runs_is_answered_kindly_and_one_that_is_none_is_refused(elsewhere):
+    assert grpo().stdout.startswith("no runs yet: grpo train leaves runs in outputs/train")
+    (elsewhere / "outputs").mkdir()
+    assert grpo().stdout.startswith("no runs in or below outputs: grpo train leaves")
+    (elsewhere / "file").write_text("")
+    for name in ("nowhere", "file"):
+        said = grpo(name)
+        assert (said.exit_code, said.stdout) == (2, "")
+        assert f"{name} is no folder: name one that holds runs" in said.stderr
+
+
+def test_a_run_s_own_folder_is_listed_by_its_name(elsewhere):
+    leave(elsewhere / "run")
+    assert listed("run")[1][-1] == "run" and listed(".")[1][-1] == "run"
+
+
+def test_runs_are_listed_without_torch(elsewhere):
+    leave(elsewhere / "outputs/run")
+    program = (
+        "import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', 'ls']\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+        "print([name for name in ('torch', 'hydra', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

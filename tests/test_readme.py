@@ -1,0 +1,120 @@
+"""What the README files say that can be looked up: their links, commands, choices, rooms and the lines to copy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from test_architecture import ROWS
+
+from grpo_cli.cli.arguments import with_slots
+from grpo_cli.cli.main import app
+from grpo_cli.config.check import check, check_eval, check_profile
+from grpo_cli.config.choices import TRAIN_PARTS, choices, config_dir
+from grpo_cli.config.compose import parse, parse_eval, parse_profile
+
+ROOT = Path(__file__).parent.parent
+FRONT = ROOT / "README.md"
+READMES = [FRONT, *(ROOT / folder / "README.md" for folder in ("conf", "grpo_cli", "scripts"))]
+PICTURES = ("train", "pods", "slots")
+READ = {"train": (parse, check), "eval": (parse_eval, check_eval), "profile": (parse_profile, check_profile)}
+# Where they stand they need a file or a folder that is not here.
+ELSEWHERE = ("resume=", "checkpoint=", "hydra.", "hydra/")
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def links(file: Path) -> Iterator[str]:
+    yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()) if not link.startswith("http"))
+
+
+def commands() -> list[tuple[str, ...]]:
+    """Every `grpo <command> ...` of an indented line or between backticks, without its comment and flags."""
+    found = set()
+    for file in READMES:
+        for line in re.findall(r"(?:^    |`)grpo ([a-z][^`#\n]*)", file.read_text(), re.MULTILINE):
+            words = shlex.split(re.sub(r"<[^>]*>|\.\.\.", "somewhere", line))
+            found.add(tuple(word for word in words if not word.startswith("-")))
+    return sorted(found)
+
+
+def row_of(group: str) -> str:
+    """The last cell of a group's row."""
+    (row,) = re.findall(rf"^\| `{group}` \|.*\|(.*)\|$", FRONT.read_text(), re.MULTILINE)
+    return row
+
+
+def test_the_front_page_is_read_in_one_go():
+    assert len(FRONT.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("file", READMES, ids=lambda file: file.parent.name)
+def test_every_link_leads_to_a_file_and_a_heading(file):
+    for link in links(file):
+        name, _, heading = link.partition("#")
+        target = (file.parent / name).resolve() if name else file
+        assert target.exists(), link
+        if heading:
+            assert heading in map(anchor, re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)), link
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_small(name):
+    assert (ROOT / "scripts" / "figures" / f"{name}.svg").stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("group", [*TRAIN_PARTS, "model", "experiment"])
+def test_the_front_page_lists_the_choices_of_a_group_its_default_first(group):
+    named = re.findall(r"`(\w+)`", row_of(group))
+    (default,) = re.findall(rf"^  - {group}: (\w+)$", (config_dir() / "train.yaml").read_text(), re.MULTILINE)
+    assert sorted(named) == [name for name in choices(group) if not name.startswith("_")]
+    assert named[0] == default
+
+
+def test_every_command_of_the_program_stands_on_the_front_page():
+    named = {str(command.name or command.callback.__name__) for command in app.registered_commands}
+    assert named <= set(re.findall(r"^\| `grpo (\w+)", FRONT.read_text(), re.MULTILINE))
+
+
+def first_of(override: Override) -> str:
+    """A word of a sweep as its first job gets it."""
+    if not override.is_sweep_override():
+        return str(override.input_line)
+    value = override.value()
+    first = value.start if isinstance(value, IntervalSweep) else next(iter(override.sweep_string_iterator()))
+    return f"{override.key_or_group}={first}"
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c[0] in READ], ids=" ".join)
+def test_the_settings_of_every_command_can_be_read(command):
+    name, *words = command
+    here = with_slots([word for word in words if "=" in word and not word.startswith(ELSEWHERE)])
+    given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
+    read, refuse = READ[name]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        refuse(read(compose(name, [*given, "run_dir=somewhere"])))
+
+
+def test_the_rooms_of_the_package_are_those_that_the_test_holds():
+    text = (ROOT / "grpo_cli" / "README.md").read_text()
+    rows = [set(re.findall(r"`([^`]*)`", row)) for row in re.findall(r"^\| \d+ \| ([^|]*) \|", text, re.MULTILINE)]
+    assert [set(" ".join(row).split()) for row in rows] == [set(row.split()) for row in ROWS.strip().splitlines()]
+
+
+def test_the_lines_for_a_notebook_train(tmp_path, monkeypatch):
+    text = (ROOT / "grpo_cli" / "README.md").read_text().partition("## From a notebook")[2].partition("\n## ")[0]
+    code = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    "))
+    small = '"n=2", "train.steps=1", "train.prompts=1", "eval.every=0", "logger=jsonl", '
+    monkeypatch.chdir(tmp_path)
+    ran: dict[str, object] = {}
+    exec(code.replace('"n=8", "train.steps=20", ', small), ran)
+    assert ran["summary"]["status"] == "completed" and (tmp_path / "outputs" / "notebook" / "summary.json").is_file()

@@ -1,0 +1,211 @@
+"""Rollouts as a person reads them: `grpo show` in a terminal and in a pipe, and on the report's page."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from grpo_cli.cli import main as cli
+from grpo_cli.cli import show
+from grpo_cli.report.rollouts import extremes, read_recording, visible
+
+OLD_RUN = Path(__file__).parent / "old_run"
+HOSTILE = "[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend\nsecond line"
+
+
+def row(**besides: Any) -> dict[str, Any]:
+    named = {"prompt_id": "p", "sample": 0, "prompt": "1+1=", "reply": "2", "answer": "2", "reward": 1.0}
+    fate = {"parts": {}, "length": 2, "finish": "eos", "kept": True, "reason": "kept", "advantage": 0.5}
+    return {"step": 1, **named, **fate, **besides}
+
+
+def run(folder: Path, *rows: dict[str, Any] | str, name: str = "rollouts.jsonl") -> str:
+    """A run that has recorded these rows; a text is a line as it stands."""
+    folder.mkdir(exist_ok=True)
+    lines = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in rows]
+    (folder / name).write_text("".join(lines))
+    return str(folder)
+
+
+def grpo(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["show", *arguments], prog_name="grpo")
+
+
+def shown(*arguments: str) -> str:
+    result = grpo(*arguments)
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    return result.stdout
+
+
+def refusal(*arguments: str) -> str:
+    result = grpo(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    return result.stderr
+
+
+def test_the_last_step_is_shown_prompt_by_prompt_with_what_became_of_each_rollout(tmp_path):
+    dropped = {"kept": False, "reason": "not chosen", "advantage": None, "finish": "length"}
+    rows = [
+        row(step=1, reply="of the step before"),
+        row(step=2, parts={"correct": 1.0, "form": 0.5}),
+        row(step=2, prompt_id="q", prompt="2+2=", answer="4", reply="4", reward=0.25),
+        row(step=2, sample=1, reply="3", reward=0.0, **dropped),
+    ]
+    assert shown(run(tmp_path / "r", *rows)).splitlines()[1:] == [
+        "",
+        "prompt p, answer 2",
+        "  1+1=",
+        "",
+        "  sample 0: reward 1 (correct 1, form 0.5)  advantage +0.5  2 tokens, eos  kept",
+        "    2",
+        "",
+        "  sample 1: reward 0  2 tokens, length  dropped: not chosen",
+        "    3",
+        "",
+        "prompt q, answer 4",
+        "  2+2=",
+        "",
+        "  sample 0: reward 0.25  advantage +0.5  2 tokens, eos  kept",
+        "    4",
+    ]
+
+
+def test_the_first_line_says_which_step_of_how_many_and_how_much_of_it():
+    first = shown(str(OLD_RUN), "--step", "1", "--best", "1").splitlines()[0]
+    assert first == f"{OLD_RUN}  step 1 (there are 2 steps from 1 to 2): 1 of 2 recorded rollouts, 1 prompts"
+
+
+@pytest.mark.parametrize(
+    ("options", "replies"),
+    [
+        ([], ["c", "d", "a", "b"]),
+        (["--prompt", "q"], ["c", "d"]),
+        (["--kept"], ["c", "a"]),
+        (["--dropped"], ["d", "b"]),
+        (["--best", "1"], ["b"]),
+        (["--worst", "2"], ["c", "d"]),
+        (["--best", "1", "--worst", "1"], ["b", "d"]),
+        (["--best", "9", "--worst", "9"], ["b", "a", "c", "d"]),
+        (["--kept", "--best", "1"], ["a"]),
+        (["--prompt", "q", "--dropped"], ["d"]),
+    ],
+)
+def test_rollouts_are_chosen_by_prompt_fate_and_rank(tmp_path, options, replies):
+    """A reward that is no number is the worst of all."""
+    told = [("c", "q", True, 0.0), ("d", "q", False, "NaN"), ("a", "p", True, 0.5), ("b", "p", False, 1.0)]
+    rows = [row(reply=reply, prompt_id=of, kept=kept, reward=reward) for reply, of, kept, reward in told]
+    lines = shown(run(tmp_path / "r", *rows), *options).splitlines()
+    assert [line.strip() for line in lines if line.strip() in ("a", "b", "c", "d")] == replies
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["a pipe", "a terminal"])
+def test_what_a_model_wrote_reaches_no_terminal_as_code_or_markup(tmp_path, monkeypatch, terminal):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=200, color_system=None)
+    monkeypatch.setattr(show.terminal, "console", lambda: console)
+    names = {"prompt_id": HOSTILE, "answer": HOSTILE, "reason": HOSTILE, "finish": HOSTILE, "parts": {HOSTILE: 1.0}}
+    show.show_rollouts(Path(run(tmp_path / "r", row(prompt=HOSTILE, reply=HOSTILE, kept=False, **names))))
+    text = screen.getvalue()
+    assert all(c.isprintable() or c == "\n" for c in text)
+    readable = r"[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend"
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert f"  {readable}" in lines and f"    {readable}" in lines and "    second line" in lines
+
+
+def test_a_text_is_visible_to_its_last_character():
+    assert visible("é \x00\x7f\xa0\ud800\n\n") == "é \\x00\\x7f\\xa0\\ud800\n\n"
+
+
+def test_a_long_text_wraps_in_a_terminal_below_its_beginning_and_is_whole_in_a_pipe(tmp_path, monkeypatch):
+    folder = run(tmp_path / "r", row(reply="word " * 40 + "x" * 100))
+    assert f"    {'word ' * 40}{'x' * 100}" in shown(folder).splitlines()
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=40, color_system=None)
+    monkeypatch.setattr(show.terminal, "console", lambda: console)
+    show.show_rollouts(Path(folder))
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 40
+    assert "    " + " ".join(["word"] * 7) in lines and lines.count("    " + "x" * 36) == 2
+
+
+def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
+    no_rows = [
+        "{\n",
+        "[1]\n",
+        "\n",
+        "nothing\n",
+        json.dumps(row(sample="1")) + "\n",
+        json.dumps(row(reply=None)) + "\n",
+    ]
+    huge = f'{{"step": 1, "reward": 1{"0" * 400}, "sample": 0, "prompt": "", "reply": "", "prompt_id": ""}}\n'
+    said = shown(run(tmp_path / "r", row(), *no_rows, huge, row(reply="whole")))
+    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 7, 8 cannot be read, and left out" in said
+    assert "    whole" in said and "2 of 2 recorded" in said
+
+
+def test_the_line_that_a_run_is_writing_is_no_damage(tmp_path):
+    said = shown(run(tmp_path / "r", row(), json.dumps(row())[:50]))
+    assert said.endswith("note: rollouts.jsonl: its last line is half written, and left out\n")
+
+
+def test_a_row_with_no_more_than_a_reply_and_a_reward_is_shown(tmp_path):
+    bare = {
+        name: value for name, value in row().items() if name in ("prompt_id", "sample", "prompt", "reply", "reward")
+    }
+    assert "  sample 0: reward 1  dropped: " in shown(run(tmp_path / "r", {**bare, "step": 3}))
+
+
+def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
+    told = row(kept=False, reason="greedy", advantage=None)
+    del told["step"]
+    folder = run(tmp_path / "e", told, name="samples.jsonl")
+    assert "e  evaluation: 1 of 1 recorded" in shown(folder) and "2 tokens, eos  greedy" in shown(folder)
+    assert "samples.jsonl holds no steps; leave it out" in refusal(folder, "--step", "1")
+
+
+def test_bad_input_is_answered_with_what_there_is(tmp_path):
+    folder = run(tmp_path / "r", row(), row(step=7), "{\n")
+    assert refusal(folder, "--step", str(10**9)) == (
+        "error: --step=1000000000 is not recorded: there are 2 steps from 1 to 7, of which 7 is the nearest\n"
+        "rollouts.jsonl: line 3 cannot be read, and left out\n"
+    )
+    assert "recorded are those of p; did you mean p?" in refusal(folder, "--prompt", "pp")
+    assert "none of the 1 rollouts was dropped: leave out --dropped" in refusal(folder, "--dropped")
+    empty = run(tmp_path / "empty")
+    assert "empty/rollouts.jsonl holds no rollouts: no step has ended yet, or record.rollouts=0" in refusal(empty)
+    assert "is no folder: name the folder of a run" in refusal(f"{folder}/rollouts.jsonl")
+    assert "is no folder: name the folder of a run" in refusal(str(tmp_path / "nowhere"))
+    assert "holds no rollouts; grpo ls" in refusal(str(tmp_path))
+
+
+def test_a_sweep_names_its_jobs(tmp_path):
+    jobs = [{"folder": f"/elsewhere/{number}", "overrides": []} for number in (0, 1)]
+    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    said = refusal(str(tmp_path)).splitlines()
+    assert said == [f"error: {tmp_path} is a sweep; name one of its jobs:", f"{tmp_path}/0", f"{tmp_path}/1"]
+
+
+@pytest.mark.parametrize("words", [["show", str(OLD_RUN)], ["ls", str(OLD_RUN)], ["explain", "n"], ["train", "--help"]])
+def test_a_reader_that_is_gone_is_no_error(words):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    program = [sys.executable, "-P", "-m", "grpo_cli", *words]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 0)
+    process.stderr.close()
+
+
+def test_the_extremes_of_few_rollouts_are_each_of_them_once(tmp_path):
+    found = read_recording(Path(run(tmp_path / "r", *[row(sample=i, reward=i) for i in range(3)])))
+    assert found is not None
+    assert [one.sample for one in extremes(found.rollouts, 2, 2)] == [2, 1, 0]

@@ -15,7 +15,7 @@ from grpo_cli.errors import UserError
 
 
 def grpo(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str, eps: float = 1e-4
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str, eps: float
 ) -> Float[Tensor, " K"]:
     """(r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
 

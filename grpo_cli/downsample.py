@@ -25,8 +25,8 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
     size = len(group.rollouts)
     if keep < size:
         raise UserError(
-            f"downsample=all keeps every rollout, but m={keep} asks for fewer than the {size} of prompt "
-            f"{group.prompt.id}: set m={size}, or pick downsample=maxvar, maxreward, random or percentile"
+            f"m={keep} is less than n={size}, but downsample=all keeps all; choose downsample=maxvar, maxreward, "
+            f"percentile or random, or m={size}"
         )
     return list(range(size))
 
@@ -39,8 +39,8 @@ def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
     """
     if keep < 2:
         raise UserError(
-            f"downsample=maxvar needs m of at least 2 (one reward has no variance) but m={keep}: "
-            "set m=2 or more, or pick downsample=maxreward or random"
+            f"m={keep} cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more, or "
+            "downsample=maxreward or random"
         )
     return max_variance_indices(group.totals, keep, rng).tolist()
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class UserError(Exception):
-    """Says what was asked, what was found and what to do. The command line prints it alone and exits with 2."""
+    """Says what was asked, what was found and what to do. The command line prints it alone and exits with 2.
+
+    `problems` are the things it says, one by one.
+    """
+
+    def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.problems = tuple(problems) or (text,)
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -21,4 +29,14 @@ def refuse(problems: Sequence[str]) -> None:
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
-        raise UserError("\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]))
+        lines = [f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]
+        raise UserError("\n".join(lines), problems)
+
+
+@contextmanager
+def gathered(problems: list[str]) -> Iterator[None]:
+    """What a UserError says in here is added to the problems, which are to be refused all at once."""
+    try:
+        yield
+    except UserError as error:
+        problems.extend(error.problems)

@@ -48,13 +48,11 @@ def evaluate(
     return EvalResult(metrics, tuple(examples))
 
 
-def evaluate_with(
-    bench: Bench, exam: EvalSettings | ExamSettings, sampling: Sampling | SampleSettings, seed: int
-) -> EvalResult:
+def evaluate_with(bench: Bench, exam: EvalSettings | ExamSettings, sampling: SampleSettings, seed: int) -> EvalResult:
     """What `exam` asks for: its held-out problems (-1: all of them), sampled at its temperature."""
     held_out = bench.task.prompts("eval")
     count = len(held_out) if exam.problems == -1 else min(exam.problems, len(held_out))
-    drawn = Sampling(exam.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens, sampling.stop)
+    drawn = sampling.at(exam.temperature)
     return evaluate(bench.engine, bench.task, [held_out[i] for i in range(count)], drawn, exam.k, seed)
 
 

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import build_rules, make
-from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.config.instantiate import build_rules, engine_parts, make
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
@@ -99,9 +97,7 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
     offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
-    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
-    if built["scheduler"].needs_lengths and isinstance(built["predictor"], NoPredictor):
-        raise UserError("the scheduler orders by predicted length, but predictor=none; choose another predictor")
+    built = engine_parts(settings.parts, offered)
     engine = make("engine", settings.parts["engine"], {**offered, **built})
     if not isinstance(engine, Engine):
         members = [name for name in vars(Engine) if not name.startswith("_") and not hasattr(engine, name)]
@@ -142,7 +138,7 @@ def parts_of(
     warn: Callable[[str], None],
 ) -> Parts:
     """What a trainer is put together from."""
-    reference = _reference(settings, bench) if wants_reference(settings) else None
+    reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
     return Parts(bench, rules, reference, save_model, trackers, meter, say, warn)
 
@@ -194,11 +190,6 @@ def _choices() -> dict[str, str]:
         return {}
     chosen = HydraConfig.get().runtime.choices
     return {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
-
-
-def wants_reference(settings: RunSettings) -> bool:
-    """Whether the loss compares the policy with the model as it was before the run."""
-    return bool(settings.parts["loss"].get("kl_coef", 0.0))
 
 
 def _reference(settings: RunSettings, bench: Bench) -> Any:

@@ -1,12 +1,25 @@
-"""Numbers, series of numbers, sizes and durations as people write and read them."""
+"""Values, numbers, series of numbers, sizes and durations as people write and read them."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from grpo_cli.errors import UserError
+
+
+def is_a(kind: Any, value: Any) -> bool:
+    """Whether YAML would call the value that: true is no number, but a whole number is a number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def shown(value: Any) -> str:
+    """The value as a person would type it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:

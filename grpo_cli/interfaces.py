@@ -134,6 +134,15 @@ class LossFn(Protocol):
 
 
 @runtime_checkable
+class Loss(LossFn, Protocol):
+    """A loss that says what a run must have ready for it; see `config.instantiate.OwnLoss` for a plain function."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads `batch.ref_logprobs`, for which the run keeps the model as it was at the start."""
+
+
+@runtime_checkable
 class Tracker(Protocol):
     """Where records go."""
 
@@ -161,7 +170,7 @@ class Rules:
     downsample: DownsampleRule
     advantage: AdvantageFn
     correction: Correction
-    loss: LossFn
+    loss: Loss
 
 
 @dataclass(frozen=True)

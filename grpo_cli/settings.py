@@ -1,44 +1,58 @@
 """The plain numbers and words a run is made with: typed, frozen, free of torch, and with no rule attached.
 
-`config.py` fills these from Hydra and checks how they relate; everybody else only reads them. The defaults live in
+`config/` fills these from Hydra and checks how they relate; everybody else only reads them. The defaults live in
 `conf/`, where each has its comment, so none is repeated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a completion is drawn. `temperature=0` is greedy; `top_p=1` and `top_k=0` are off.
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """How completions are drawn, at whatever temperature. `top_p=1` and `top_k=0` are off.
 
     A completion ends with the token that completes one of the strings of `stop`, if not before.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
 
     @property
     def truncated(self) -> bool:
         """Whether some tokens can never be drawn although the model gives them probability."""
         return self.top_p < 1.0 or self.top_k > 0
 
+    def at(self, temperature: float) -> Sampling:
+        return Sampling(**{**asdict(self), "temperature": temperature})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SampleSettings):
+    """All that says how a completion is drawn. `temperature=0` is greedy."""
+
+    temperature: float
+
+    @classmethod
+    def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
+        """As the model says: nothing is truncated, and no string ends a completion."""
+        return cls(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=())
+
 
 @dataclass(frozen=True)
 class LoraSettings:
     """Low-rank adapters. `rank=0` is none: every weight is trained."""
 
-    rank: int = 0
-    alpha: float = 64.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,11 +68,11 @@ class ModelSettings:
     random_init: bool
     trust_remote_code: bool
     gradient_checkpointing: bool
-    quantize: str = "none"  # none | 8bit | 4bit: of the frozen weights
-    lora: LoraSettings = LoraSettings()
-    adapter: str | None = None
-    eos_tokens: tuple[str, ...] = ()
-    architecture: Mapping[str, Any] | None = None
+    quantize: str  # none | 8bit | 4bit: of the frozen weights
+    lora: LoraSettings
+    adapter: str | None
+    eos_tokens: tuple[str, ...]
+    architecture: Mapping[str, Any] | None
 
     @property
     def adapted(self) -> bool:
@@ -83,8 +97,8 @@ class TrainSettings:
     max_bad_steps: int
     checkpoint_every: int
     keep_checkpoints: int
-    padding_free: bool = False
-    shared_prefix: bool = False
+    padding_free: bool
+    shared_prefix: bool
 
 
 @dataclass(frozen=True)
@@ -96,16 +110,22 @@ class OptimSettings:
     warmup_steps: int
     schedule: str  # constant | linear | cosine
     max_grad_norm: float
-    name: str = "adamw"  # adamw | adamw8bit
-    offload: bool = False
+    name: str  # adamw | adamw8bit
+    offload: bool
 
 
-@dataclass(frozen=True)
-class EvalSettings:
-    every: int
+@dataclass(frozen=True, kw_only=True)
+class ExamSettings:
+    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
+
     problems: int
     k: int
     temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings(ExamSettings):
+    every: int
 
 
 @dataclass(frozen=True)
@@ -158,27 +178,9 @@ class ProfileRunSettings(RunSettings):
 
 
 @dataclass(frozen=True)
-class ExamSettings:
-    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
-
-    problems: int
-    k: int
-    temperature: float
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """What `grpo eval` may say of its samples; their temperature is the exam's."""
-
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class EvalRunSettings:
-    """A whole `grpo eval`. `parts` as in `RunSettings`, without what only training needs."""
+    """A whole `grpo eval`: its samples are drawn at the temperature of `eval`. `parts` as in `RunSettings`, without
+    what only training needs."""
 
     checkpoint: str | None
     seed: int

@@ -26,8 +26,9 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from grpo_cli.config.instantiate import ready
 from grpo_cli.model.load import save_pretrained
-from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, final_answer, worked_solution
+from grpo_cli.tasks.arithmetic import Sum, draw_sum, final_answer, worked_solution
 from grpo_cli.tasks.countdown import draw_problem
 from grpo_cli.tasks.generated import is_held_out
 
@@ -199,7 +200,8 @@ def reply_to(
 def report(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Namespace, problems_each: int) -> None:
     """Print sampled and greedy accuracy on held-out problems, per number of terms and in all, and reply lengths."""
     num_counts = TASK["max_terms"] - TASK["min_terms"] + 1
-    task = Arithmetic(tokenizer, args.seed, eval_problems=problems_each * num_counts, **TASK)
+    offered = {"tokenizer": tokenizer, "seed": args.seed}
+    task = ready("task", "arithmetic", offered, eval_problems=problems_each * num_counts, **TASK)
     problems = task.prompts("eval")
     texts = [tokenizer.decode(list(problem.token_ids)) for problem in problems]
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):

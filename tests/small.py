@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import made
 import pytest
 import torch
-import yaml
+from made import full
 from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
-from grpo_cli.config.choices import config_dir
-from grpo_cli.correction import Correct
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
@@ -56,7 +56,7 @@ def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTr
 def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int = 0, **words: Any) -> list[Request]:
     """`n` requests for each of `prompts` prompts of 3 to 39 random tokens."""
     generator = torch.Generator().manual_seed(seed)
-    sampling = Sampling(max_new_tokens=tokens, **words)
+    sampling = replace(Sampling.plain(tokens), **words)
     requests = []
     for name in range(prompts):
         length = int(torch.randint(3, 40, (), generator=generator))
@@ -76,14 +76,16 @@ def require_bits(model: Any) -> None:
 
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
-    defaults: dict[str, Any] = dict(sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
+    defaults |= {"sampler": full(), "cuda_graph": False}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
-def a_correction(**changes: Any) -> Correct:
-    """`correction=none` of `conf/`, with these settings changed."""
-    base = yaml.safe_load((config_dir() / "correction" / "_base.yaml").read_text())
-    return Correct(**{key: value for key, value in (base | changes).items() if key != "_target_"})
+def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
+    """The same by vLLM."""
+    defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=full())
+    defaults |= {word: value for word, value in made.part("engine", "vllm").items() if word != "_target_"}
+    return VllmEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
 class FakeEngine:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
 from small import EOS, VOCABULARY, make_engine, small_model, some_requests
@@ -26,7 +27,7 @@ LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, targets=("q_proj", "v_proj",
 
 
 def settings(path: Path | str = "tiny", **changes: Any) -> ModelSettings:
-    return replace(ModelSettings(str(path), "float32", "none", False, False, False, lora=LORA), **changes)
+    return replace(made.model(str(path)), **({"lora": LORA} | changes))
 
 
 def moved(model: Any, seed: int = 0) -> Any:
@@ -120,7 +121,7 @@ def test_plain_peft_loads_and_merges_what_was_saved(tmp_path: Path) -> None:
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=0)
     merged.save_pretrained(tmp_path / "merged")
-    alone = load_model(settings(tmp_path / "merged", lora=LoraSettings()), CPU)
+    alone = load_model(settings(tmp_path / "merged", lora=made.lora()), CPU)
     assert torch.equal(logits(alone), logits(merged))
 
 
@@ -148,9 +149,7 @@ def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"holds adapters, and no model .*model.adapter={tmp_path}"):
         load_model(settings(tmp_path), CPU)
     with pytest.raises(UserError, match="cannot be put on Qwen2ForCausalLM .*RuntimeError: .*: size mismatch"):
-        with_adapters(
-            small_model(hidden_size=16, head_dim=4), settings(adapter=str(tmp_path), lora=LoraSettings(rank=0))
-        )
+        with_adapters(small_model(hidden_size=16, head_dim=4), settings(adapter=str(tmp_path), lora=made.lora()))
     (tmp_path / "adapter_config.json").write_text("[")
     with pytest.raises(UserError, match="adapter_config.json cannot be read"):
         with_adapters(small_model(), settings(adapter=str(tmp_path)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import made
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.settings import Sampling
 from grpo_cli.tasks.arithmetic import (
     Arithmetic,
     Sum,
@@ -24,17 +25,17 @@ from grpo_cli.tasks.arithmetic import (
 from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
-TOKENIZER = load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False))
+TOKENIZER = load_tokenizer(made.model())
 
 
 def task(seed: int = 0, **changes: int) -> Arithmetic:
-    return Arithmetic(TOKENIZER, seed, **changes)
+    return made.task("arithmetic", TOKENIZER, seed, **changes)
 
 
 def judge(reply: str, answer: str, finish: Finish = Finish.EOS) -> Reward:
     prompt = Prompt("p", (3,), answer)
     ids = TOKENIZER.encode(reply) + ([TOKENIZER.eos_token_id] if finish is Finish.EOS else [])
-    rollout = Rollout(Request(prompt, 0, 0, Sampling()), tuple(ids), (0.0,) * len(ids), finish, len(ids))
+    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish, len(ids))
     return task(eval_problems=1).reward(prompt, rollout)
 
 

@@ -17,7 +17,13 @@ from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, Scor
 def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) -> ScoredGroup:
     made = Prompt(name, prompt, "")
     rollouts = tuple(
-        Rollout(Request(made, i, i, Sampling()), ids, tuple(-0.5 * token for token in ids), Finish.EOS, len(ids) - 1)
+        Rollout(
+            Request(made, i, i, Sampling.plain(128)),
+            ids,
+            tuple(-0.5 * token for token in ids),
+            Finish.EOS,
+            len(ids) - 1,
+        )
         for i, ids in enumerate(replies)
     )
     return ScoredGroup(made, rollouts, tuple(Reward(0.0) for _ in replies))

@@ -17,7 +17,7 @@ from grpo_cli import __version__
 from grpo_cli.cli import main as cli
 from grpo_cli.cli.arguments import all_of_a_named_file
 from grpo_cli.cli.completion import offered as offers
-from grpo_cli.config.choices import groups_of, keys_of
+from grpo_cli.config.choices import groups_of, shipped
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 
@@ -270,7 +270,7 @@ def test_completion_offers_only_the_groups_of_the_command():
 
 def test_a_choice_has_the_keys_of_the_files_that_it_is_based_on():
     """A text was looked for in the choice's own file, where what it shares with others does not stand."""
-    keys = keys_of("model", "qwen3_4b")
+    keys = shipped("model", "qwen3_4b")
     assert (keys["path"], keys["quantize"]) == ("Qwen/Qwen3-4B", "none") and "defaults" not in keys
     assert groups_of("profile") == groups_of("train") and "experiment" in groups_of("train")
 

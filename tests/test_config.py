@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 from pathlib import Path
-from typing import Any
 
 import hydra
 import hydra.utils
@@ -15,8 +15,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
-from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir
+from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir, groups_of, shipped
 from grpo_cli.config.compose import parse, parse_eval
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.errors import UserError
@@ -71,8 +72,9 @@ def test_the_defaults_of_eval_are_accepted():
 
 @pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_choice_can_be_composed(file):
-    group, words = file.parent.name, yaml.safe_load(file.read_text()) or {}
-    required = [f"{group}.{key}=x" for key, value in words.items() if value == "???"]
+    group, words = file.parent.name, shipped(file.parent.name, file.stem)
+    trace = Path(__file__).parent / "old_run" / "rollouts.jsonl"
+    required = [f"{group}.{key}={trace}" for key, value in words.items() if value == "???"]
     predictor = ["predictor=mean"] if group == "scheduler" else []
     fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
     check(settings(f"{group}={file.stem}", *predictor, *fewer, *required))
@@ -80,19 +82,61 @@ def test_every_choice_can_be_composed(file):
 
 @pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
 def test_every_target_exists_and_takes_what_its_yaml_gives(file):
-    group = file.parent.name
-    if group in ("model", "experiment"):  # no target: settings of the package's own
+    if file.parent.name in ("model", "experiment"):  # no target: settings of the package's own
         return
-    command = "eval" if group in EVAL_PARTS else "train"
-    words: Any = OmegaConf.to_container(composed(command, f"{group}={file.stem}")[group])
+    words = shipped(file.parent.name, file.stem)
     target = hydra.utils.get_object(words.pop("_target_"))
-    words.pop("_partial_", None)
     if isinstance(target, type):
         assert callable(target)
     inspect.signature(target).bind_partial(**words)
 
 
-@pytest.mark.parametrize("file", [*sorted(CONF.glob("*.yaml")), *GROUP_FILES], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*/[!_]*.yaml")), ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_no_setting_of_a_part_has_a_second_default_in_its_constructor(file):
+    words = shipped(str(file.parent.relative_to(CONF)), file.stem)
+    if "_target_" not in words:  # settings of the package's own, below
+        return
+    parameters = inspect.signature(hydra.utils.get_object(words["_target_"])).parameters
+    twice = [word for word in words if word in parameters and parameters[word].default is not inspect.Parameter.empty]
+    assert twice == []
+
+
+def test_no_setting_has_a_second_default_in_its_dataclass():
+    kinds = [kind for kind in vars(grpo_cli.settings).values() if dataclasses.is_dataclass(kind)]
+    fields = [(kind, field) for kind in kinds for field in dataclasses.fields(kind)]
+    assert grpo_cli.settings.TrainSettings in kinds
+    unset = dataclasses.MISSING
+    assert [(k, f.name) for k, f in fields if f.default is not unset or f.default_factory is not unset] == []
+
+
+BASES = sorted(CONF.glob("*/_*.yaml"))
+
+
+@pytest.mark.parametrize("file", BASES, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_what_choices_have_in_common_is_no_choice_itself(file):
+    group = file.parent.name
+    assert file.stem not in choices(group)
+    with pytest.raises(
+        UserError, match=f"{group} says nowhere what to build: choose one of {', '.join(choices(group))}"
+    ):
+        settings(f"{group}={file.stem}")
+
+
+@pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_what_is_read_of_a_choice_without_hydra_is_what_hydra_composes(file):
+    group = file.parent.name
+    if group != "experiment":
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            assert shipped(group, file.stem) == OmegaConf.to_container(hydra.compose(f"{group}/{file.stem}"))[group]
+
+
+def test_every_group_is_offered_and_those_of_a_command_are_its_own():
+    folders = {file.parent.name for file in GROUP_FILES}
+    assert set(groups_of("train")) == set(groups_of("profile")) == folders
+    assert set(groups_of("eval")) == {"model", *EVAL_PARTS}
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.stem)
 def test_every_key_has_a_comment_above_it(file):
     """A comment covers the keys right below it; so does the file's first line for `_target_` and its like."""
     lines = file.read_text().splitlines()
@@ -153,7 +197,7 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["n=4", "m=8"], "m=8 must not be more than n=4"),
         (
             ["m=4", "downsample=all"],
-            "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxreward, maxvar",
+            "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxvar, maxreward",
         ),
         (["m=1", "downsample=maxvar", "advantage.stats_over=group"], "m=1 cannot be chosen by downsample=maxvar"),
         (["m=1", "downsample=random"], "m=1 leaves advantage=grpo nothing to compare with"),
@@ -179,13 +223,17 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
             ["scheduler=lpt", "predictor=none"],
             "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean",
         ),
-        (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be a whole number of at least 1"),
+        (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be at least 1"),
         (["sampler=infinite", "sampler.kv_budget=lots"], "sampler.kv_budget=lots is no size"),
         (["sampler=infinite", "sampler.kv_budget=true", "n=0"], "sampler.kv_budget=true is no size"),
         (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
         (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
-        (["loss.kl_coef=-1"], "loss.kl_coef=-1 must be at least 0"),
+        (["loss.kl_coef=-1"], "loss.kl_coef=-1.0 must be at least 0"),
         (["loss.clip_low=low"], "loss.clip_low=low must be a number"),
+        (["loss.clip_low=null"], "loss.clip_low=null must be a number"),
+        (["scheduler=fptas", "scheduler.epsilon=fine"], "scheduler.epsilon=fine must be a number"),
+        (["sampler=micro", "sampler.slots=2.5"], "sampler.slots=2.5 must be a whole number"),
+        (["advantage.eps=little"], "advantage.eps=little must be a number"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(overrides, message):
@@ -197,6 +245,51 @@ def test_all_violations_are_said_at_once():
     assert text.startswith("4 settings cannot be used:")
     for key in ("n=0", "train.micro_batch_tokens=0", "optim.lr=-1.0", "device=tpu"):
         assert f"  - {key} must be" in text
+
+
+def test_what_parts_refuse_is_said_with_the_rest_at_once():
+    text = refusal(
+        "n=8", "m=1", "downsample=maxvar", "optim.lr=-1", "loss.kl_coef=-1", "loss.aggregation=mean", "sampler=micro",
+        "sampler.slots=0", "sampler.on_oom=cry", "scheduler=lpt", "predictor=none",
+    )  # fmt: skip
+    assert text.startswith("7 settings cannot be used:")
+    for begins in ("m=1 leaves", "optim.lr=", "loss.kl", "loss.agg", "sampler.slots=0", "sampler.on", "scheduler=lpt"):
+        assert f"\n  - {begins}" in text
+    assert "m=1 cannot be chosen by downsample=maxvar" in refusal("m=1", "advantage.stats_over=group")
+
+
+def test_a_loss_is_asked_for_by_a_whole_number_too():
+    check(settings("loss.kl_coef=1"))
+
+
+def test_the_largest_group_is_checked_at_once():
+    """It was made up whole for the rehearsal: 10^9 rollouts."""
+    check(settings(f"n={10**9}"))
+    said = refusal(f"n={10**9}", "m=1000000", "downsample=all")
+    assert "(tried on a made-up group of n=4096 with m=4095)" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r'["\n"]', "\n"),
+        (r"['\t']", "\t"),
+        (r'["a\n\nb\r"]', "a\n\nb\r"),
+        (r'["\\n"]', r"\n"),
+        (r'["\\boxed{"]', r"\boxed{"),
+        ('["\n"]', "\n"),
+        ('["plain"]', "plain"),
+    ],
+)
+def test_a_stop_string_is_read_as_it_is_meant(typed, meant):
+    for run in (settings(f"sampling.stop={typed}"), parse_eval(compose(f"sampling.stop={typed}", command="eval"))):
+        assert run.sampling.stop == (meant,)
+
+
+@pytest.mark.parametrize("typed", [r'["\boxed"]', r'["x\ "]', r'["ok", "x\d"]'])
+def test_a_stop_string_that_stands_for_nothing_is_refused(typed):
+    with pytest.raises(UserError, match=r"sampling.stop\[.\]=.* which stands for nothing: write two backslashes"):
+        settings(f"sampling.stop={typed}")
 
 
 def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group():

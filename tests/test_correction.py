@@ -6,15 +6,15 @@ import json
 import math
 from dataclasses import asdict, replace
 
+import made
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from small import a_correction
 
-from grpo_cli import correction, loss
+from grpo_cli import correction
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
 from grpo_cli.correction import Correct
@@ -47,7 +47,7 @@ def close(values):
 
 
 def test_nothing_is_corrected_by_default_and_everything_is_measured():
-    weights, kept, metrics = apply(a_correction(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
+    weights, kept, metrics = apply(made.correction(), [[0.5, 2.0, 1e-6], [1.0, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])
     assert weights == [[1, 1, 1], [1, 1, 0]] and kept == [[1, 1, 1], [1, 1, 0]]
     xi = [0.5, 2.0, 1e-6, 1.0, 1.0]
     assert metrics["mismatch/ratio_mean"] == close(sum(xi) / 5)
@@ -55,14 +55,14 @@ def test_nothing_is_corrected_by_default_and_everything_is_measured():
     assert metrics["mismatch/kl"] == close(sum(x - 1 - math.log(x) for x in xi) / 5)
     assert metrics["mismatch/rejected"] == 0 and metrics["mismatch/masked_tokens"] == 0
     assert metrics["mismatch/weight_mean"] == 1
-    assert not a_correction().needs_policy_logprobs
+    assert not made.correction().needs_policy_logprobs
 
 
 def test_token_weights_are_truncated_at_the_threshold():
     weights, kept, metrics = apply(PRESETS["tis"], [[0.5, 1.0, 2.5, 100.0]])
     assert weights[0] == close([0.5, 1.0, 2.0, 2.0]) and kept == [[1, 1, 1, 1]]
     assert metrics["mismatch/weight_mean"] == close(5.5 / 4)
-    floored = apply(a_correction(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
+    floored = apply(made.correction(importance="token", is_threshold_low=0.8), [[0.5, 1.0, 3.0]])[0]
     assert floored[0] == close([0.8, 1.0, 3.0])
 
 
@@ -74,7 +74,7 @@ def test_masked_importance_takes_the_pull_and_leaves_the_divisor():
 
 
 def test_sequence_weights_are_the_product_of_the_ratios():
-    part = a_correction(importance="sequence", is_threshold=3.0)
+    part = made.correction(importance="sequence", is_threshold=3.0)
     weights, _, _ = apply(part, [[0.5, 3.0, 7.0], [2.0, 2.0, 1.0]], [[1, 1, 0], [1, 1, 1]])
     assert weights[0] == close([1.5, 1.5, 0]) and weights[1] == close([3, 3, 3])
     masked = apply(replace(part, is_mode="mask"), [[0.5, 3.0], [2.0, 2.0]])
@@ -83,7 +83,7 @@ def test_sequence_weights_are_the_product_of_the_ratios():
 
 
 def test_one_impossible_token_vetoes_its_sequence_and_no_other():
-    part = a_correction(rejection="veto", veto=1e-4)
+    part = made.correction(rejection="veto", veto=1e-4)
     xi = [[1.0, 0.9e-4, 1.0], [1.0, 1.1e-4, 1.0], [1.0, 1.0, 1e-9]]
     weights, kept, metrics = apply(part, xi, [[1, 1, 1], [1, 1, 1], [1, 1, 0]])  # the third's lies in the padding
     assert kept == [[0, 0, 0], [1, 1, 1], [1, 1, 0]]
@@ -95,16 +95,17 @@ def test_one_impossible_token_vetoes_its_sequence_and_no_other():
 def test_rejected_counts_the_rejected_and_not_the_kept(vetoed):
     """The released code's counter increments for the sequences it keeps."""
     xi = [[1.0, 1e-6]] * vetoed + [[1.0, 1.0]] * (4 - vetoed)
-    assert apply(a_correction(rejection="veto"), xi)[2]["mismatch/rejected"] == vetoed / 4
+    assert apply(made.correction(rejection="veto"), xi)[2]["mismatch/rejected"] == vetoed / 4
 
 
 def test_sequences_without_a_response_are_not_counted_as_rejected():
-    metrics = apply(a_correction(rejection="veto"), [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
+    veto = made.correction(rejection="veto")
+    metrics = apply(veto, [[1e-9, 1.0], [1.0, 1.0], [1.0, 1.0]], [[1, 1], [1, 1], [0, 0]])[2]
     assert metrics["mismatch/rejected"] == 0.5
 
 
 def test_the_mask_band_takes_tokens_out_one_by_one():
-    part = a_correction(mask_low=0.5, mask_high=1.5)
+    part = made.correction(mask_low=0.5, mask_high=1.5)
     weights, kept, metrics = apply(part, [[0.49, 0.51, 1.0, 1.49, 1.51]])
     assert kept == [[0, 1, 1, 1, 0]] and weights == [[0, 1, 1, 1, 0]]
     assert metrics["mismatch/masked_tokens"] == close(2 / 5) and metrics["mismatch/rejected"] == 0
@@ -123,12 +124,12 @@ def test_the_release_normalises_before_it_rejects():
 
 def test_the_mean_of_batch_normalised_weights_counts_those_masked_to_zero():
     """xi 9 is masked: weights 1, 3, 0 have the mean 4 / 3."""
-    part = a_correction(importance="token", is_mode="mask", is_threshold=5.0, batch_normalise=True)
+    part = made.correction(importance="token", is_mode="mask", is_threshold=5.0, batch_normalise=True)
     assert apply(part, [[1.0, 3.0, 9.0]])[0] == [close([0.75, 2.25, 0.0])]
 
 
 def test_batch_normalised_weights_have_mean_one():
-    part = a_correction(importance="token", is_threshold=2.0, batch_normalise=True)
+    part = made.correction(importance="token", is_threshold=2.0, batch_normalise=True)
     metrics = apply(part, [[0.1, 0.7, 5.0], [1.0, 0.9, 0.3]], [[1, 1, 1], [1, 1, 0]])[2]
     assert metrics["mismatch/weight_mean"] == close(1)
     weights = apply(replace(part, importance="sequence"), [[0.5, 1.0, 1.0], [1.5, 1.0, 9.0]], [[1, 1, 1], [1, 1, 0]])[0]
@@ -171,7 +172,7 @@ def test_the_weight_of_a_token_is_one_on_average_over_the_sampler(seed, vocabula
     dense, sparse = (torch.randn(vocabulary, generator=g).log_softmax(0) for _ in range(2))
     mask = torch.ones(vocabulary, 1, dtype=torch.bool)
     for level in ("token", "sequence"):
-        part = a_correction(importance=level)
+        part = made.correction(importance=level)
         weights = part(sparse[:, None], dense[:, None], mask).weights
         assert float(sparse.exp() @ weights[:, 0]) == pytest.approx(1, abs=1e-5)
         truncated = replace(part, is_threshold=1.5)(sparse[:, None], dense[:, None], mask).weights
@@ -184,7 +185,7 @@ def test_sequence_weights_are_unbiased_over_all_sequences():
     dense, sparse = (torch.randn(4, 3, generator=g).log_softmax(1) for _ in range(2))  # row 0, then by first token
     pairs = [(a, b) for a in range(3) for b in range(3)]
     policy, sampler = (torch.stack([torch.stack([p[0, a], p[1 + a, b]]) for a, b in pairs]) for p in (dense, sparse))
-    weights = a_correction(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
+    weights = made.correction(importance="sequence")(sampler, policy, torch.ones(9, 2, dtype=torch.bool)).weights
     assert float((sampler.sum(1).exp() * weights[:, 0]).sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -211,7 +212,7 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
             zeros.long(), mask[rows], loss_mask, weights, zeros, None, None, torch.ones(len(leaf)), zeros[:, 0].long()
         )
         totals = Totals(3, 5, 3)
-        loss.grpo(leaf, batch, totals, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence").loss.backward()
+        made.loss()(leaf, batch, totals).loss.backward()
         return leaf.grad
 
     corrected = gradient(weights, kept, slice(0, 3))
@@ -223,7 +224,7 @@ def test_vetoed_sequences_and_masked_tokens_do_not_move_the_policy():
 
 def test_ratios_too_large_to_represent_are_bounded():
     for level in ("token", "sequence"):
-        verdict = a_correction(importance=level)(
+        verdict = made.correction(importance=level)(
             torch.full((1, 3), -200.0), torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
         )
         assert verdict.weights[0].tolist() == close([math.exp(20)] * 3)
@@ -232,7 +233,7 @@ def test_ratios_too_large_to_represent_are_bounded():
 
 def test_a_veto_below_the_bound_on_ratios_still_fires():
     """exp(-20) is 2e-9: a bound on xi for the sake of its weight must not hide a token of xi = e**-30."""
-    part, log_ratio = a_correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
+    part, log_ratio = made.correction(rejection="veto", veto=1e-12), torch.tensor([[-30.0], [-25.0]])
     assert part(torch.zeros(2, 1), log_ratio, torch.ones(2, 1, dtype=torch.bool)).mask.tolist() == [[False], [True]]
 
 
@@ -257,7 +258,7 @@ def test_quantiles_are_over_response_tokens():
     log_ratio = -torch.arange(1001, dtype=torch.float32)[None] / 100
     padded = torch.cat([log_ratio, torch.full((1, 50), -99.0)], dim=1)
     mask = torch.arange(1051)[None] < 1001
-    metrics = a_correction()(torch.zeros(1, 1051), padded, mask).metrics
+    metrics = made.correction()(torch.zeros(1, 1051), padded, mask).metrics
     assert metrics["mismatch/log_ratio_q001"] == close(-9.99)
     assert metrics["mismatch/log_ratio_q01"] == close(-9.90)
 
@@ -287,7 +288,7 @@ def test_a_policy_that_is_no_number_is_not_masked_away():
 def test_each_row_has_the_reason_for_its_rejection():
     log_ratio = torch.tensor([[1.0, 1.0], [1.0, 1e-6], [0.1, 9.0], [1.0, 1.0], [0.6, 0.6]]).log()
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0], [1, 1]]).bool()
-    weighted = a_correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
+    weighted = made.correction(importance="sequence", is_threshold=2.0, is_threshold_low=0.5, is_mode="mask")
     part = replace(weighted, rejection="veto", mask_low=0.5, mask_high=1.5)
     verdict = part(torch.zeros(5, 2), log_ratio, mask)
     assert verdict.reasons == (
@@ -302,13 +303,13 @@ def test_each_row_has_the_reason_for_its_rejection():
 
 
 def test_a_preset_says_what_it_changes_and_has_all_else_from_the_base():
-    assert PRESETS["none"] == a_correction()
-    assert PRESETS["mis"] == a_correction(importance="token", is_mode="mask", is_threshold=5.0, is_threshold_low=0.5)
-    assert PRESETS["sparse_rl"] == a_correction(importance="token", is_threshold=1.5, rejection="veto")
+    assert PRESETS["none"] == made.correction()
+    assert PRESETS["mis"] == made.correction(importance="token", is_mode="mask", is_threshold=5.0, is_threshold_low=0.5)
+    assert PRESETS["sparse_rl"] == made.correction(importance="token", is_threshold=1.5, rejection="veto")
 
 
 def test_whole_numbers_are_what_a_person_means_by_them():
-    assert composed("correction.is_threshold=2") == a_correction(is_threshold=2.0)
+    assert composed("correction.is_threshold=2") == made.correction(is_threshold=2.0)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_whole_numbers_are_what_a_person_means_by_them():
 )
 def test_values_that_mean_nothing_are_refused_by_name(words, message):
     part = object.__new__(Correct)  # past the type checks of the tests, which a run does not have
-    for name, value in (asdict(a_correction()) | words).items():
+    for name, value in (asdict(made.correction()) | words).items():
         object.__setattr__(part, name, value)
     with pytest.raises(UserError, match=message):
         part.__post_init__()
@@ -345,10 +346,10 @@ def test_values_that_mean_nothing_are_refused_by_name(words, message):
 )
 def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
     with pytest.raises(UserError, match=message):
-        make("correction", {"_target_": "grpo_cli.correction.Correct", **asdict(a_correction()), word: "x"}, {})
+        make("correction", {"_target_": "grpo_cli.correction.Correct", **asdict(made.correction()), word: "x"}, {})
 
 
 def test_all_faults_are_told_at_once():
     with pytest.raises(UserError) as error:
-        a_correction(importance="both", rejection="some", is_mode="cut", veto=2)
+        made.correction(importance="both", rejection="some", is_mode="cut", veto=2)
     assert len(str(error.value).splitlines()) == 4

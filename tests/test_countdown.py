@@ -6,28 +6,29 @@ import ast
 from fractions import Fraction
 from random import Random
 
+import made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.settings import Sampling
 from grpo_cli.tasks.countdown import Countdown, NotAnExpression, Problem, draw_problem, evaluate, uses_allowed
 from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
-TOKENIZER = load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False))
+TOKENIZER = load_tokenizer(made.model())
 
 
 def task(seed: int = 0, **changes: int | bool) -> Countdown:
-    return Countdown(TOKENIZER, seed, **changes)  # type: ignore[arg-type]
+    return made.task("countdown", TOKENIZER, seed, **changes)
 
 
 def judge(reply: str, problem: str, finish: Finish = Finish.EOS, use_all: bool = True) -> Reward:
     prompt = Prompt("p", (3,), problem)
     ids = TOKENIZER.encode(reply) + ([TOKENIZER.eos_token_id] if finish is Finish.EOS else [])
-    rollout = Rollout(Request(prompt, 0, 0, Sampling()), tuple(ids), (0.0,) * len(ids), finish, len(ids))
+    rollout = Rollout(Request(prompt, 0, 0, Sampling.plain(128)), tuple(ids), (0.0,) * len(ids), finish, len(ids))
     return task(eval_problems=1, use_all=use_all).reward(prompt, rollout)
 
 

@@ -21,7 +21,8 @@ CHOOSING_RULES = [downsample.maxvar, downsample.maxreward, downsample.random, do
 def scored(rewards: list[float]) -> ScoredGroup:
     prompt = Prompt("p7", (1, 2), "42")
     rollouts = tuple(
-        Rollout(Request(prompt, sample, 0, Sampling()), (3,), (-1.0,), Finish.EOS, 1) for sample in range(len(rewards))
+        Rollout(Request(prompt, sample, 0, Sampling.plain(128)), (3,), (-1.0,), Finish.EOS, 1)
+        for sample in range(len(rewards))
     )
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(reward)) for reward in rewards))
 

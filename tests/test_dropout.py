@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import made
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,12 +16,12 @@ from test_model_runs import last_record, trainer
 from torch import nn
 
 from grpo_cli.model.load import load_model
-from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.settings import LoraSettings
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
 DROPPING = LoraSettings(rank=2, alpha=4.0, dropout=0.5, targets=("q_proj",))
-TINY = ModelSettings("tiny", "float32", "none", False, False, False, lora=DROPPING)
+TINY = replace(made.model(), lora=DROPPING)
 WORDS = ("model.lora.rank=2", "model.lora.dropout=0.5", "optim.lr=0.01", "optim.warmup_steps=0")
 SPARSE_RL = "correction=sparse_rl"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
 from small import small_model
@@ -24,7 +24,6 @@ from test_train import (
     with_sampler_off_by,
 )
 
-from grpo_cli import loss
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Batch, LossOutput, Prompt, Reward, Rollout, Totals
 
@@ -72,7 +71,7 @@ def test_equal_rewards_do_step_towards_the_reference(tmp_path: Path) -> None:
         policy, reference = (some(ids).logits.log_softmax(-1) for some in (model, far))
         return float((policy.exp() * (policy - reference)).sum(-1).mean())
 
-    near = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=1.0, aggregation="sequence")
+    near = made.loss(kl_coef=1.0)
     before, settings = divergence(), decaying(tmp_path, steps=6)
     summary = make_trainer(settings, model=model, task=Equal(6), loss=near, reference=far).fit()
     assert (summary["updates"], summary["empty_steps"]) == (6, 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import fptas, full, infinite, micro, prefix_head
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
@@ -15,15 +16,15 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import _sum
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.padding import TILE, round_up
-from grpo_cli.engine.predict import NoPredictor, PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
-from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import KvShape
+from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
-SAMPLERS = [Micro(slots=1), Micro(slots=5), Infinite(slots=1), Infinite(slots=3), Infinite(slots=7), Infinite(slots=99)]
+SAMPLERS = [micro(slots=1), micro(slots=5), infinite(slots=1), infinite(slots=3), infinite(slots=7), infinite(slots=99)]
 
 
 def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -111,8 +112,8 @@ class Forgetful(NoPredictor):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("scheduler", [Backwards, Sjf, Lpt, Fptas])
-@pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=3)], ids=str)
+@pytest.mark.parametrize("scheduler", [Backwards, Sjf, Lpt, fptas])
+@pytest.mark.parametrize("sampler", [micro(slots=3), infinite(slots=3)], ids=str)
 def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sampler: Any) -> None:
     model, requests = small_model(), some_requests(prompts=3, n=4)
     engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Forgetful())
@@ -123,7 +124,7 @@ def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sam
 @pytest.mark.bits
 def test_the_prefix_predictor_learns_in_the_engine_and_costs_no_rollout() -> None:
     model = small_model()
-    engine = make_engine(model, sampler=Infinite(slots=4), scheduler=Lpt(), predictor=PrefixHead(prefix_tokens=3))
+    engine = make_engine(model, sampler=infinite(slots=4), scheduler=Lpt(), predictor=prefix_head(prefix_tokens=3))
     for seed in range(3):
         requests = some_requests(prompts=2, n=8, seed=seed)
         assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
@@ -146,7 +147,7 @@ class Witness(Forgetful):
 
 def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_from_the_same() -> None:
     model, witness = small_model(), Witness()
-    engine = make_engine(model, sampler=Infinite(slots=3), scheduler=Lpt(), predictor=witness)
+    engine = make_engine(model, sampler=infinite(slots=3), scheduler=Lpt(), predictor=witness)
     rollouts = list(engine.generate(some_requests(prompts=3, n=4)))
     longer = [rollout for rollout in rollouts if len(rollout) > 3]
     assert set(witness.learnt) == set(longer) and len(witness.seen) == len(longer) < len(rollouts)
@@ -161,15 +162,15 @@ def test_a_predictor_sees_the_state_after_each_request_s_own_prefix_and_learns_f
 def test_nobody_waits_for_a_prefix_that_nobody_orders_by() -> None:
     for scheduler, slots, waits in ((Fifo(), 3, False), (Lpt(), 12, False), (Lpt(), 3, True)):
         engine = make_engine(
-            small_model(), sampler=Infinite(slots=slots), scheduler=scheduler, predictor=PrefixHead(prefix_tokens=3)
+            small_model(), sampler=infinite(slots=slots), scheduler=scheduler, predictor=prefix_head(prefix_tokens=3)
         )
         list(engine.generate(some_requests(prompts=3, n=4)))
         assert ("engine/probe_steps" in engine.stats().details) == waits
 
 
 def test_what_a_plan_promises_is_among_the_figures() -> None:
-    scheduler = Fptas()
-    engine = make_engine(small_model(), sampler=Infinite(slots=3), scheduler=scheduler, predictor=Forgetful())
+    scheduler = fptas()
+    engine = make_engine(small_model(), sampler=infinite(slots=3), scheduler=scheduler, predictor=Forgetful())
     list(engine.generate(some_requests(prompts=3, n=4)))
     assert scheduler.details and scheduler.details.items() <= engine.stats().details.items()
 
@@ -230,9 +231,9 @@ def test_requests_of_different_lengths_and_temperatures_share_a_batch() -> None:
     model = small_model()
     requests = []
     for index, base in enumerate(some_requests(prompts=1, n=6)):
-        sampling = Sampling(temperature=[0.0, 0.5, 1.0][index % 3], max_new_tokens=[1, 4, 17, 30, 2, 9][index])
+        sampling = Sampling.plain([1, 4, 17, 30, 2, 9][index], temperature=[0.0, 0.5, 1.0][index % 3])
         requests.append(Request(base.prompt, base.sample, base.seed, sampling))
-    together = contents(make_engine(model, sampler=Infinite(slots=2)).generate(requests))
+    together = contents(make_engine(model, sampler=infinite(slots=2)).generate(requests))
     for request in requests:
         key = (request.prompt.id, request.sample)
         assert together[key] == contents(make_engine(model).generate([request]))[key]
@@ -255,7 +256,7 @@ def test_the_kv_peak_is_what_the_shapes_say() -> None:
     """2 layers x 2 heads x 8 dims x (keys and values) x 4 bytes = 256 bytes a token."""
     requests = some_requests(prompts=3, n=4, tokens=33)
     width = -(-max(len(r.prompt.token_ids) for r in requests) // 16) * 16
-    for sampler, slots, entries in ((Full(), 12, 3), (Micro(slots=4), 4, 3), (Infinite(slots=2), 2, 2)):
+    for sampler, slots, entries in ((full(), 12, 3), (micro(slots=4), 4, 3), (infinite(slots=2), 2, 2)):
         engine = make_engine(small_model(), sampler=sampler)
         list(engine.generate(requests))
         stats = engine.stats()
@@ -266,15 +267,15 @@ def test_the_kv_peak_is_what_the_shapes_say() -> None:
 def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> None:
     model, requests = small_model(), some_requests(prompts=3, n=4)
     prompt_tokens = sum(len(r.prompt.token_ids) for r in requests[::4])
-    for sampler in (Full(), Micro(slots=4), Infinite(slots=4)):
+    for sampler in (full(), micro(slots=4), infinite(slots=4)):
         engine = make_engine(model, sampler=sampler)
         steps = [len(r) - 1 for r in sorted(engine.generate(requests), key=lambda r: requests.index(r.request))]
         stats = engine.stats()
         assert stats.prefill_tokens == prompt_tokens
         assert stats.generated_tokens == sum(steps) + len(steps)
-        if isinstance(sampler, Full):
+        if sampler.all_at_once:
             assert stats.decode_steps == max(steps)
-        elif isinstance(sampler, Micro):
+        elif not sampler.refills:
             assert stats.decode_steps == sum(max(steps[i : i + 4]) for i in range(0, 12, 4))
         else:
             assert max(max(steps), -(-sum(steps) // 4)) <= stats.decode_steps
@@ -285,9 +286,9 @@ def test_continuous_sampling_takes_no_more_steps_than_rounds() -> None:
     model = small_model()
     for seed in range(5):
         requests = some_requests(prompts=2, n=6, seed=seed)
-        micro, infinite = make_engine(model, sampler=Micro(slots=3)), make_engine(model, sampler=Infinite(slots=3))
-        list(micro.generate(requests)), list(infinite.generate(requests))
-        assert infinite.stats().decode_steps <= micro.stats().decode_steps
+        rounds, refilled = make_engine(model, sampler=micro(slots=3)), make_engine(model, sampler=infinite(slots=3))
+        list(rounds.generate(requests)), list(refilled.generate(requests))
+        assert refilled.stats().decode_steps <= rounds.stats().decode_steps
 
 
 @pytest.mark.bits
@@ -298,7 +299,7 @@ def test_prompt_entries_grow_when_a_scheduler_opens_more_prompts_than_slots() ->
             return Plan(tuple((w.index, slot) for w, slot in zip(order, free_slots, strict=False)))
 
     model, requests = small_model(), some_requests(prompts=7, n=3)
-    engine = make_engine(model, sampler=Infinite(slots=2), scheduler=OneOfEach())
+    engine = make_engine(model, sampler=infinite(slots=2), scheduler=OneOfEach())
     assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
     assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::3])
 
@@ -318,7 +319,7 @@ def test_a_plan_is_checked_before_anything_moves() -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
-    request = Request(Prompt("long", (3,) * 250, ""), 0, 0, Sampling(max_new_tokens=7))
+    request = Request(Prompt("long", (3,) * 250, ""), 0, 0, Sampling.plain(7))
     with pytest.raises(UserError, match=r"prompt long has 250 tokens .* together 257, .* context is 256"):
         list(make_engine(small_model()).generate([request]))
 
@@ -329,7 +330,7 @@ def test_no_requests_no_rollouts() -> None:
 
 
 def test_one_slot_per_request_at_most() -> None:
-    engine = make_engine(small_model(), sampler=Infinite(slots=1000))
+    engine = make_engine(small_model(), sampler=infinite(slots=1000))
     list(engine.generate(some_requests(prompts=1, n=3)))
     assert engine.stats().slots == 3
 
@@ -338,7 +339,7 @@ def test_a_kv_budget_becomes_slots_and_is_never_exceeded() -> None:
     requests = some_requests(prompts=1, n=20, tokens=33)
     prompt_bytes = 256 * (-(-len(requests[0].prompt.token_ids) // 16) * 16)
     budget = prompt_bytes + 256 * 32 * 5 + 1
-    engine = make_engine(small_model(), sampler=Infinite(kv_budget=budget))
+    engine = make_engine(small_model(), sampler=infinite(kv_budget=budget))
     list(engine.generate(requests))
     assert engine.stats().slots == 5 and engine.stats().kv_peak_bytes <= budget
 
@@ -349,7 +350,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
         parse_bytes("lots")
 
 
-@pytest.mark.parametrize("make", [Micro, Infinite])
+@pytest.mark.parametrize("make", [micro, infinite])
 def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -> None:
     shape = KvShape(requests=100, prompts=1, prompt_bytes=1, slot_bytes=1)
     assert make().fit(shape).slots == 16 and make(kv_budget=30).fit(shape).slots == 29
@@ -357,8 +358,13 @@ def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -
         make(slots=0)
 
 
-@pytest.mark.parametrize("make", [Micro, Infinite])
+@pytest.mark.parametrize("make", [micro, infinite])
 def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
     shape = KvShape(requests=8, prompts=1, prompt_bytes=1, slot_bytes=1)
-    for sampler, slots in ((make(slots=500), 8), (make(), 8), (make(kv_budget=1000), 8), (make(5, 1000), 5)):
+    for sampler, slots in (
+        (make(slots=500), 8),
+        (make(), 8),
+        (make(kv_budget=1000), 8),
+        (make(slots=5, kv_budget=1000), 5),
+    ):
         assert sampler.fit(shape).slots == slots

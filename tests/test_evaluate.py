@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
+from made import infinite, mean_length, prefix_head
 from small import FakeEngine, make_engine, small_model
 from tiny_hf import make_tokenizer
 from words import task_of
 
 from grpo_cli.engine.interfaces import Predictor
-from grpo_cli.engine.predict import MeanLength, PrefixHead
-from grpo_cli.engine.sampler import Infinite
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.evaluate import evaluate, is_correct
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.rollout import requests_for
-from grpo_cli.settings import ModelSettings, Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic
+from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
@@ -64,7 +63,7 @@ def measured(task: Task, reply: Callable[[Request], str], k: int = 2, tokenizer:
     """Metrics of four prompts, without their `eval/`."""
     prompts = [task.prompts("eval")[i] for i in range(4)]
     engine = Scripted(reply, tokenizer)
-    found = evaluate(engine, task, prompts, Sampling(), k, seed=0)
+    found = evaluate(engine, task, prompts, Sampling.plain(128), k, seed=0)
     return {name.removeprefix("eval/"): value for name, value in found.metrics.items()}
 
 
@@ -108,8 +107,8 @@ def test_an_own_reward_is_right_by_its_part_correct_else_by_a_total_of_one(
 
 
 def test_generated_tasks_are_right_by_their_part_correct() -> None:
-    tokenizer = load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False))
-    task = Arithmetic(tokenizer, seed=0)
+    tokenizer = load_tokenizer(made.model())
+    task = made.task("arithmetic", tokenizer)
     assert measured(task, lambda r: r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 1.0
     assert measured(task, lambda r: "0" + r.prompt.answer, tokenizer=tokenizer)["accuracy"] == 0.0
 
@@ -173,7 +172,7 @@ def test_samples_that_agree_narrow_the_interval_of_pass_at_1_as_coin_flips_would
 def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
     task = task_of("jsonl", TOKENIZER, path=file_of(tmp_path), eval_fraction=1.0)
     prompts = list(task.prompts("eval"))[:2]
-    rows = evaluate(Scripted(half_marked), task, prompts, Sampling(), k=2, seed=0).examples
+    rows = evaluate(Scripted(half_marked), task, prompts, Sampling.plain(128), k=2, seed=0).examples
     assert [(row.prompt_id[-1], row.sample, row.reason, row.reply) for row in rows] == [
         ("1", 0, "greedy", "It is 10."),
         ("2", 0, "greedy", "#### 11"),
@@ -188,15 +187,15 @@ def test_every_answer_can_be_read_with_what_it_was(tmp_path: Path) -> None:
 # That it leaves no trace
 
 
-@pytest.mark.parametrize("make", [MeanLength, lambda: PrefixHead(prefix_tokens=2, min_rollouts=8)])
+@pytest.mark.parametrize("make", [mean_length, lambda: prefix_head(prefix_tokens=2, min_rollouts=8)])
 def test_an_evaluation_teaches_the_length_predictor_nothing(make: Callable[[], Predictor]) -> None:
     """It asks about other prompts, greedily or at another temperature, and ever the same ones."""
     predictor = make()
-    engine = make_engine(small_model(), sampler=Infinite(slots=4), scheduler=Lpt(), predictor=predictor)
+    engine = make_engine(small_model(), sampler=infinite(slots=4), scheduler=Lpt(), predictor=predictor)
     prompts = [Prompt(f"p{i}", (2 + i, 3, 4 + i), "1") for i in range(4)]
-    asked = requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=0)
-    task = Arithmetic(load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False)), seed=0)
-    sampling = Sampling(temperature=0.5, max_new_tokens=20)
+    asked = requests_for(prompts, 4, Sampling.plain(20), seed=0, step=0)
+    task = made.task("arithmetic", load_tokenizer(made.model()))
+    sampling = Sampling.plain(20, temperature=0.5)
     evaluate(engine, task, prompts, sampling, k=3, seed=0)
     assert tensors_as_lists(predictor.state()) == tensors_as_lists(make().state())
     list(engine.generate(asked))
@@ -205,7 +204,7 @@ def test_an_evaluation_teaches_the_length_predictor_nothing(make: Callable[[], P
     evaluate(engine, task, prompts, sampling, k=3, seed=0)
     assert tensors_as_lists(predictor.state()) == learnt
     # What was said of the evaluation is forgotten with it, and what is said of the next step is judged alone.
-    list(engine.generate(requests_for(prompts, 4, Sampling(max_new_tokens=20), seed=0, step=1)))
+    list(engine.generate(requests_for(prompts, 4, Sampling.plain(20), seed=0, step=1)))
     assert "predictor/mean_absolute_error" in engine.stats().details
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
-from small import a_correction
 
+from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.config.instantiate import build_rules, make
@@ -19,19 +20,11 @@ from grpo_cli.errors import UserError
 from grpo_cli.experiment import pick_device, set_up
 from grpo_cli.tracking.introduction import introduction
 
-GRPO = {"_target_": "grpo_cli.advantage.grpo", "_partial_": True, "stats_over": "kept"}
-LOSS = {
-    "_target_": "grpo_cli.loss.grpo",
-    "_partial_": True,
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "kl_coef": 0.0,
-    "aggregation": "sequence",
-}
+GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS: dict[str, dict[str, Any]] = {
-    "downsample": {"_target_": "grpo_cli.downsample.all_rollouts", "_partial_": True},
+    "downsample": made.part("downsample", "all"),
     "advantage": GRPO,
-    "correction": {"_target_": "grpo_cli.correction.Correct", **asdict(a_correction())},
+    "correction": made.part("correction", "none"),
     "loss": LOSS,
 }
 
@@ -54,6 +47,10 @@ def too_few(group, keep, rng):
 def needs_too_little(group):
     return [0]
 
+def plain(logprobs, batch, totals):
+    from grpo_cli.types import LossOutput
+    return LossOutput(logprobs.sum(), {})
+
 def flat(kept_rewards, group_rewards):
     return torch.zeros(3)
 
@@ -63,6 +60,56 @@ def infinite(kept_rewards, group_rewards):
 def detached(logprobs, batch, totals):
     from grpo_cli.types import LossOutput
     return LossOutput(logprobs.detach().sum(), {})
+
+def compared(logprobs, batch, totals, *, beta):
+    from grpo_cli.types import LossOutput
+    return LossOutput(beta * (logprobs - batch.ref_logprobs).square().sum(), {})
+
+def told(logprobs, batch, totals, *, beta):
+    return compared(logprobs, batch, totals, beta=beta)
+
+told.needs_reference = True
+
+class Told:
+    needs_reference = True
+
+    def __init__(self, beta):
+        self.beta = beta
+
+    def __call__(self, logprobs, batch, totals):
+        return compared(logprobs, batch, totals, beta=self.beta)
+
+class Mute:
+    def __init__(self, beta):
+        self.beta = beta
+
+    def __call__(self, logprobs, batch, totals):
+        return compared(logprobs, batch, totals, beta=self.beta)
+
+def broken(logprobs, batch, totals):
+    return logprobs + None
+
+sizes = []
+
+def watched(group, keep, rng):
+    sizes.append((len(group.rollouts), keep))
+    return range(keep)
+
+class NoDetails:
+    needs_lengths = False
+
+    def start(self, waiting, slots): ...
+
+    def plan(self, waiting, running, free_slots): ...
+
+class NeedsModel:
+    prefix_tokens = 0
+
+    def __init__(self, model): ...
+    def predict(self, requests, hidden): ...
+    def learn(self, finished, hidden): ...
+    def state(self): ...
+    def load_state(self, state): ...
 """
 
 
@@ -85,23 +132,23 @@ def refusal(n: int = 4, m: int = 2, **changed: dict[str, Any]) -> str:
 
 
 def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
-    made = make("task", {"_target_": f"{user_module}.Thing", "own": [1, {"b": 2}]}, {"seed": 3, "unasked": 4})
-    assert vars(made) == {"own": [1, {"b": 2}], "seed": 3}
+    thing = make("task", {"_target_": f"{user_module}.Thing", "own": [1, {"b": 2}]}, {"seed": 3, "unasked": 4})
+    assert vars(thing) == {"own": [1, {"b": 2}], "seed": 3}
 
 
 def test_the_yaml_s_word_goes_before_an_object_of_that_name():
-    assert make("sampler", {"_target_": "grpo_cli.engine.sampler.Micro", "slots": 5}, {"slots": 3}).slots == 5
+    assert made.micro({"slots": 3}, slots=5).slots == 5
 
 
 def test_the_rules_of_the_package_pass_their_rehearsal():
-    made = rules(4, 2, downsample={"_target_": "grpo_cli.downsample.maxvar", "_partial_": True})
+    made_rules = rules(4, 2, downsample=made.part("downsample", "maxvar"))
     rewards = torch.tensor([0.0, 1.0])
-    assert torch.allclose(made.advantage(rewards, rewards), torch.tensor([-0.7070, 0.7070]), atol=1e-4)
+    assert torch.allclose(made_rules.advantage(rewards, rewards), torch.tensor([-0.7070, 0.7070]), atol=1e-4)
 
 
 def test_a_function_of_one_s_own_is_found_and_called(user_module):
-    made = rules(4, 2, downsample={"_target_": f"{user_module}.last", "start": 1, "_partial_": True})
-    assert list(made.downsample(None, 2, np.random.default_rng(0))) == [1, 2]
+    found = rules(4, 2, downsample={"_target_": f"{user_module}.last", "start": 1, "_partial_": True})
+    assert list(found.downsample(None, 2, np.random.default_rng(0))) == [1, 2]
 
 
 def test_a_function_of_one_s_own_needs_no_partial_in_its_yaml(user_module):
@@ -138,13 +185,57 @@ def test_a_function_of_one_s_own_needs_no_partial_in_its_yaml(user_module):
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_before_the_first_step(user_module, changed, message):
-    changed = {"downsample": {"_target_": "grpo_cli.downsample.random", "_partial_": True}, **changed}
+    changed = {"downsample": made.part("downsample", "random"), **changed}
     assert message in refusal(4, 2, **changed)
+
+
+@pytest.mark.parametrize("name", ["told", "Told"])
+def test_a_loss_that_says_so_gets_its_reference_whatever_its_words(user_module, name):
+    assert rules(4, 4, loss={"_target_": f"{user_module}.{name}", "beta": 0.1}).loss.needs_reference
+
+
+@pytest.mark.parametrize("name", ["compared", "Mute"])
+def test_a_loss_that_does_not_say_so_is_told_what_to_add(user_module, name):
+    said = refusal(4, 4, loss={"_target_": f"{user_module}.{name}", "beta": 0.1})
+    assert "without batch.ref_logprobs it ends with TypeError" in said and "says needs_reference = True" in said
+
+
+def test_a_loss_that_fails_in_any_case_is_not_told_of_references(user_module):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        rules(4, 4, loss={"_target_": f"{user_module}.broken"})
+
+
+def test_a_plain_function_needs_no_reference(user_module):
+    assert not rules(4, 4, loss={"_target_": f"{user_module}.plain"}).loss.needs_reference
+
+
+def test_the_rehearsal_s_group_is_the_run_s_as_long_as_that_is_small(user_module):
+    for n, m in ((4, 2), (4096, 4095), (5000, 7), (10**9, 10**8), (10**9, 10**9)):
+        rules(n, m, downsample={"_target_": f"{user_module}.watched"})
+    assert sys.modules[user_module].sizes == [(4, 2), (4096, 4095), (4096, 7), (4096, 4095)]
+
+
+def checked(**changed: dict[str, Any]) -> None:
+    check(replace(made.settings(), parts={**made.settings().parts, **changed}))
+
+
+def test_a_part_that_lacks_what_the_engine_asks_of_it_is_told(user_module):
+    with pytest.raises(UserError, match="scheduler: user_rules.NoDetails has no details; see .*interfaces.Scheduler"):
+        checked(scheduler={"_target_": f"{user_module}.NoDetails"})
+
+
+def test_a_part_that_asks_for_the_model_waits_for_it(user_module):
+    checked(predictor={"_target_": f"{user_module}.NeedsModel"})
+
+
+def test_a_rule_that_crashes_is_left_to_its_run(user_module):
+    """In a sweep the other jobs go on."""
+    checked(loss={"_target_": f"{user_module}.broken"})
 
 
 def test_an_engine_s_own_refusals_reach_the_user():
     with pytest.raises(UserError, match="sampler.slots"):
-        make("sampler", {"_target_": "grpo_cli.engine.sampler.Micro", "slots": 0}, {})
+        made.micro(slots=0)
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import full, infinite, micro, prefix_head
 from small import EOS, VOCABULARY, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +20,7 @@ from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.keeper import KeepAll
-from grpo_cli.engine.predict import NoPredictor, PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, Micro
+from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.schedule import Fifo, Lpt
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.errors import UserError
@@ -60,7 +60,7 @@ def served(
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("sampler", [Full(), Micro(slots=5), Infinite(slots=1), Infinite(slots=3), Infinite(slots=7)])
+@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=1), infinite(slots=3), infinite(slots=7)])
 def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     requests, capture = some_requests(prompts=4, n=4, tokens=40), Again()
     assert served(sampler, capture, requests) == contents(make_engine(small_model()).generate(requests))
@@ -72,7 +72,7 @@ def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
     decoder, capture = padded(small_model()), Again()
-    generation = Generation(decoder, never, Full(), Dense(), requests, capture, NeverStop(), NullMeter())
+    generation = Generation(decoder, never, full(), Dense(), requests, capture, NeverStop(), NullMeter())
     assert generation.slots.kv.capacity == 96
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
@@ -83,7 +83,7 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
     # Two slots of as many keys as their rollouts make; the third goes on beside a slot that is full to the last.
     decoder, never = padded(small_model()), (VOCABULARY,)
     requests = some_requests(prompts=1, n=3, tokens=decoder.padding.slot_tile + 1)
-    generation = Generation(decoder, never, Infinite(slots=2), Dense(), requests, Again(), NeverStop(), NullMeter())
+    generation = Generation(decoder, never, infinite(slots=2), Dense(), requests, Again(), NeverStop(), NullMeter())
     assert generation.slots.kv.capacity == decoder.padding.slot_tile
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
@@ -92,7 +92,7 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
 @pytest.mark.bits
 def test_a_capture_survives_a_pause() -> None:
     requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
-    paused = served(Infinite(slots=3), capture, requests, park_at=9)
+    paused = served(infinite(slots=3), capture, requests, park_at=9)
     assert paused == contents(make_engine(small_model()).generate(requests))
     assert capture.replayed
 
@@ -100,13 +100,13 @@ def test_a_capture_survives_a_pause() -> None:
 def test_few_shapes_occur() -> None:
     # 16 samples of one prompt in 8 slots, at most 64 keys: widths 16, 32 and 64, columns 4 and 8.
     requests, capture = some_requests(prompts=1, n=16, tokens=64), Again()
-    served(Infinite(slots=8), capture, requests)
+    served(infinite(slots=8), capture, requests)
     assert 1 <= capture.captured <= 6
 
 
 def test_a_shape_is_captured_only_when_it_comes_back() -> None:
     requests, capture = some_requests(prompts=1, n=2, tokens=WORTH_CAPTURING), Again()
-    served(Full(), capture, requests)
+    served(full(), capture, requests)
     assert capture.captured == 0  # the first token of a rollout comes without a step
 
 
@@ -114,9 +114,9 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
     sparse = Streaming(budget=8, buffer=4, window=2, sinks=2, protect_prompt=True, per_head=True)
     with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
-        TorchEngine(model, (EOS,), Full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True)
     with pytest.raises(UserError, match="sparsity=dense"):
-        TorchEngine(model, (EOS,), Full(), Fifo(), NoPredictor(), sparse, cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
 
         return watched
 
-    served(Infinite(slots=3), capture, some_requests(prompts=3, n=4, tokens=40), model=small_model(family))
+    served(infinite(slots=3), capture, some_requests(prompts=3, n=4, tokens=40), model=small_model(family))
     assert asked.names == []
     with asked:
         torch.ones(3)[torch.ones(3) > 0].sum().item()
@@ -187,7 +187,7 @@ def test_a_pool_that_has_grown_is_captured_anew(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sampler", [Full(), Micro(slots=5), Infinite(slots=3)])
+@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3)])
 def test_a_cuda_graph_repeats_the_eager_step(sampler: Any) -> None:
     model, requests = small_model().to("cuda"), some_requests(prompts=4, n=4, tokens=40)
     found = [
@@ -202,7 +202,7 @@ def test_a_cuda_graph_repeats_the_eager_step(sampler: Any) -> None:
 @pytest.mark.gpu
 def test_a_cuda_graph_survives_a_pause() -> None:
     model, requests = small_model().to("cuda"), some_requests(prompts=3, n=4, tokens=40)
-    words: dict[str, Any] = {"sampler": Infinite(slots=3), "scheduler": Lpt()}
-    predictor = PrefixHead(prefix_tokens=8, min_rollouts=2)
+    words: dict[str, Any] = {"sampler": infinite(slots=3), "scheduler": Lpt()}
+    predictor = prefix_head(prefix_tokens=8, min_rollouts=2)
     rollouts = list(make_engine(model, cuda_graph=True, predictor=predictor, **words).generate(requests))
     assert len(rollouts) == len(requests)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+import made
 import pytest
 from small import FakeEngine, contents, make_engine, small_model, some_requests
 from tiny_hf import make_tokenizer
@@ -18,9 +19,7 @@ from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for
-from grpo_cli.settings import ModelSettings, Sampling
-from grpo_cli.tasks.arithmetic import Arithmetic
-from grpo_cli.tasks.countdown import Countdown
+from grpo_cli.settings import Sampling
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
 from grpo_cli.types import Prompt, Request, Reward, Rollout
@@ -83,18 +82,18 @@ def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids(
     order = PromptOrder(lazy, per_step=300, seed=0)
     assert len(lazy.made) < 10  # the type checks of the tests take one at random, here and there
     with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
-        requests_for(order.of_step(0), 4, Sampling(), seed=0, step=0)
+        requests_for(order.of_step(0), 4, Sampling.plain(128), seed=0, step=0)
 
 
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
     for prompts in ([A, OTHER_A], Lazy([B, A, A])):
         with pytest.raises(UserError, match="'a' is the id of two"):
-            evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling(), k=2, seed=0)
+            evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling.plain(128), k=2, seed=0)
 
 
-@pytest.mark.parametrize("make", [Arithmetic, Countdown])
-def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(make: type) -> None:
-    task: Task = make(load_tokenizer(ModelSettings("tiny", "float32", "none", False, False, False)), seed=0)
+@pytest.mark.parametrize("name", ["arithmetic", "countdown"])
+def test_prompts_of_generated_tasks_have_ids_of_their_own_over_both_splits(name: str) -> None:
+    task: Task = made.task(name, load_tokenizer(made.model()))
     some = [task.prompts("train")[i].id for i in range(0, 1_000_000, 4001)]
     everyone = [*some, *(prompt.id for prompt in task.prompts("eval"))]
     assert len(everyone) > 500 and len(set(everyone)) == len(everyone)
@@ -114,7 +113,7 @@ def test_problems_of_one_line_are_no_two_problems_of_a_split() -> None:
 def test_two_prompts_are_never_one_group() -> None:
     engine = make_engine(small_model())
     of_a, of_other = (
-        list(engine.generate(requests_for([p], 2, Sampling(max_new_tokens=4), seed=0, step=0))) for p in (A, OTHER_A)
+        list(engine.generate(requests_for([p], 2, Sampling.plain(4), seed=0, step=0))) for p in (A, OTHER_A)
     )
     assert [len(group.rollouts) for group in group_rollouts([A], of_a)] == [2]
     with pytest.raises(UserError, match="'a' is the id of two"):
@@ -127,7 +126,7 @@ def test_two_prompts_are_never_one_group() -> None:
 
 def test_the_engine_refuses_two_prompts_of_one_id_before_it_serves_anybody() -> None:
     """It keeps each prompt's keys under its id: the second was served with the tokens of the first."""
-    engine, words = make_engine(small_model()), Sampling(max_new_tokens=4)
+    engine, words = make_engine(small_model()), Sampling.plain(4)
     requests = [Request(prompt, 0, 7, words) for prompt in (A, B, OTHER_A)]
     with pytest.raises(UserError) as caught:
         next(engine.generate(requests))

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import made
 import pytest
 from tiny_hf import make_tokenizer
+from words import task_of
 
 from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
@@ -34,7 +36,7 @@ def problems(count: int) -> list[dict[str, str]]:
 
 
 def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
-    return Jsonl(tokenizer, 0, path=path, **({"warn": unexpected} | settings))
+    return task_of("jsonl", tokenizer, path=path, **settings)
 
 
 def unexpected(text: str) -> None:
@@ -43,7 +45,7 @@ def unexpected(text: str) -> None:
 
 def rollout(prompt: Prompt, reply: str, tokenizer: Any = TOKENIZER) -> Rollout:
     token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
-    return Rollout(Request(prompt, 0, 0, Sampling()), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
+    return Rollout(Request(prompt, 0, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -74,7 +76,7 @@ def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) ->
 def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
     rows = problems(40)
     forwards, backwards = write(tmp_path / "f.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])
-    tasks = [Jsonl(TOKENIZER, seed, path=path, warn=unexpected) for seed in (0, 7) for path in (forwards, backwards)]
+    tasks = [made.task("jsonl", TOKENIZER, seed, path=path) for seed in (0, 7) for path in (forwards, backwards)]
     held_out = [{prompt.token_ids for prompt in task.prompts("eval")} for task in tasks]
     assert all(held_out[0] == other for other in held_out)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import fptas, full, infinite, mean_length, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 from test_engine import Backwards, Forgetful
 
@@ -22,9 +23,9 @@ from grpo_cli.engine.eviction import Dense, Rkv, Streaming
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.padding import round_up
-from grpo_cli.engine.predict import MeanLength, NoPredictor, PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
-from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import KvShape
+from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
 from grpo_cli.engine.sequence import Parked
 from grpo_cli.errors import UserError
 from grpo_cli.types import Request
@@ -110,8 +111,8 @@ def slot_bytes(tokens: int) -> int:
     return TOKEN * round_up(tokens - 1, PADDING.slot_tile)
 
 
-SCHEDULERS = [Fifo, Sjf, Lpt, Fptas, lambda: Fptas(refill="lpt"), Backwards, PromptsFirst, AnyOrder]
-PREDICTORS = [NoPredictor, MeanLength, Forgetful, lambda: PrefixHead(prefix_tokens=3, min_rollouts=2)]
+SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt"), Backwards, PromptsFirst, AnyOrder]
+PREDICTORS = [NoPredictor, mean_length, Forgetful, lambda: prefix_head(prefix_tokens=3, min_rollouts=2)]
 WORDS: dict[str, Any] = dict(budget=6, buffer=3, window=2, sinks=1, per_head=True)
 SPARSITIES = [
     Dense(),
@@ -123,7 +124,7 @@ SPARSITIES = [
 @pytest.mark.bits
 @settings(max_examples=40)
 @given(
-    make=st.sampled_from([Micro, Infinite]),
+    make=st.sampled_from([micro, infinite]),
     scheduler=st.sampled_from(SCHEDULERS),
     predictor=st.sampled_from(PREDICTORS),
     sparsity=st.sampled_from(SPARSITIES),
@@ -161,7 +162,7 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
 
 @pytest.mark.parametrize("scheduler", [Fifo, Lpt, PromptsFirst])
 @pytest.mark.parametrize("predictor", [NoPredictor, Forgetful])
-@pytest.mark.parametrize("sampler", [Full(), Micro(slots=2), Infinite(slots=3)], ids=str)
+@pytest.mark.parametrize("sampler", [full(), micro(slots=2), infinite(slots=3)], ids=str)
 def test_the_peak_without_a_budget_is_what_lay_there_too(scheduler: Any, predictor: Any, sampler: Any) -> None:
     """A pool that grows, and rollouts that wait with their keys, were once left out in part."""
     requests = some_requests(prompts=7, n=3, tokens=24)
@@ -171,7 +172,7 @@ def test_the_peak_without_a_budget_is_what_lay_there_too(scheduler: Any, predict
 
 def test_while_the_pool_grows_old_and_new_lie_side_by_side() -> None:
     requests = some_requests(prompts=3, n=2, tokens=17)
-    _, engine, _ = generate(requests, sampler=Infinite(slots=1), scheduler=PromptsFirst())
+    _, engine, _ = generate(requests, sampler=infinite(slots=1), scheduler=PromptsFirst())
     # From one entry to two, and then to three while two are there.
     assert engine.stats().kv_peak_bytes == slot_bytes(17) + (2 + 3) * prompt_bytes(requests)
 
@@ -179,7 +180,7 @@ def test_while_the_pool_grows_old_and_new_lie_side_by_side() -> None:
 def test_who_waits_after_a_prefix_waits_with_its_keys_and_all_prompts() -> None:
     requests = some_requests(prompts=3, n=2, tokens=17)
     parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,), scheduler=Lpt(), predictor=Forgetful())
-    _, engine, _ = generate(requests, sampler=Infinite(slots=2), **parts)
+    _, engine, _ = generate(requests, sampler=infinite(slots=2), **parts)
     # Nobody ends within three tokens, the last of which has no key yet: at the end of the round all six wait.
     assert engine.stats().kv_peak_bytes == 2 * slot_bytes(17) + 3 * prompt_bytes(requests) + 6 * 2 * TOKEN
 
@@ -189,16 +190,16 @@ def test_an_evaluation_of_many_prompts_needs_no_room_for_them_all() -> None:
     """200 prompts, once refused where their keys together were more than the budget."""
     requests = some_requests(prompts=200, n=1, tokens=3, temperature=0.0)
     budget = 3 * (slot_bytes(3) + prompt_bytes(requests))
-    for make in (Micro, Infinite):
+    for make in (micro, infinite):
         made, engine, ledger = generate(
             requests, sampler=make(kv_budget=budget), scheduler=Lpt(), predictor=Forgetful()
         )
-        assert made == contents(make_engine(MODEL, sampler=Infinite(slots=9)).generate(requests))
+        assert made == contents(make_engine(MODEL, sampler=infinite(slots=9)).generate(requests))
         assert engine.stats().slots == 3 and ledger.peak == budget
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("make", [Micro, Infinite])
+@pytest.mark.parametrize("make", [micro, infinite])
 @pytest.mark.parametrize("parts", [{}, {"scheduler": PromptsFirst()}, {"scheduler": Sjf(), "predictor": Forgetful()}])
 def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, parts: Any) -> None:
     requests = some_requests(prompts=3, n=3, tokens=20)
@@ -212,30 +213,30 @@ def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, p
 
 def test_as_many_slots_as_fit_with_the_prompts_that_run_in_them() -> None:
     shape = KvShape(requests=40, prompts=4, prompt_bytes=10, slot_bytes=100)
-    slots = [Infinite(kv_budget=budget).fit(shape).slots for budget in (110, 219, 220, 440, 539, 540, 639, 640, 10**6)]
+    slots = [infinite(kv_budget=budget).fit(shape).slots for budget in (110, 219, 220, 440, 539, 540, 639, 640, 10**6)]
     assert slots == [1, 1, 2, 4, 4, 5, 5, 6, 40]
-    assert Infinite(kv_budget=10**6).fit(shape, most=7).slots == 7
-    assert Infinite(kv_budget=10**6, slots=3).fit(shape, most=7).slots == 3
+    assert infinite(kv_budget=10**6).fit(shape, most=7).slots == 7
+    assert infinite(kv_budget=10**6, slots=3).fit(shape, most=7).slots == 3
 
 
 def test_a_prefix_of_everybody_may_cost_half_of_the_slots_and_no_more() -> None:
     """6 prompts of 10 bytes and 12 rollouts that wait with 20 take 300 bytes, with 2 slots of 100 they take 500; as
     much holds 4 slots with a prompt each (440) and not 5 (550). With 499, one slot would be left of 4."""
     shape = KvShape(requests=12, prompts=6, prompt_bytes=10, slot_bytes=100, parked_bytes=20)
-    rooms = [Infinite(kv_budget=budget).fit(shape) for budget in (499, 500, 10**6)]
+    rooms = [infinite(kv_budget=budget).fit(shape) for budget in (499, 500, 10**6)]
     assert [(room.slots, room.probes, room.probes_with) for room in rooms] == [
         (4, False, 500),
         (2, True, 0),
         (12, False, 0),
     ]
     # With no more than 2 slots at any rate, one of them is half.
-    rooms = [Infinite(kv_budget=budget, slots=2).fit(shape) for budget in (399, 400, 500)]
+    rooms = [infinite(kv_budget=budget, slots=2).fit(shape) for budget in (399, 400, 500)]
     assert [(room.slots, room.probes, room.probes_with) for room in rooms] == [
         (2, False, 400),
         (1, True, 0),
         (2, True, 0),
     ]
-    for sampler in (Full(), Infinite(slots=12), Infinite(slots=3)):
+    for sampler in (full(), infinite(slots=12), infinite(slots=3)):
         room = sampler.fit(shape)
         assert (room.bounded, room.probes) == (False, room.slots == 3)
 
@@ -246,7 +247,7 @@ def test_without_room_for_a_prefix_it_is_said_once_with_the_bytes_that_would_do(
     wanted = contents(make_engine(MODEL).generate(requests))
     parts: dict[str, Any] = dict(scheduler=Lpt(), predictor=Forgetful(), warn=said.append)
     budget = slot_bytes(40) + prompt_bytes(requests)
-    engine = make_engine(MODEL, sampler=Infinite(kv_budget=budget), **parts)
+    engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), **parts)
     for _ in range(2):
         assert contents(engine.generate(requests)) == wanted
         assert "engine/probe_steps" not in engine.stats().details
@@ -254,7 +255,7 @@ def test_without_room_for_a_prefix_it_is_said_once_with_the_bytes_that_would_do(
     assert "12 rollouts of 3 prompts that wait after 2 tokens each" in text
     enough = int(text.partition(" bytes, or")[0].rpartition(" ")[2])
     for given_bytes, probes in ((enough - 1, False), (enough, True)):
-        made, engine, ledger = generate(requests, sampler=Infinite(kv_budget=given_bytes), **parts)
+        made, engine, ledger = generate(requests, sampler=infinite(kv_budget=given_bytes), **parts)
         assert made == wanted and ledger.peak <= given_bytes
         assert ("engine/probe_steps" in engine.stats().details) == probes
     assert len(said) == 2, "one of each engine that has no room"
@@ -264,7 +265,7 @@ def test_without_room_for_a_prefix_it_is_said_once_with_the_bytes_that_would_do(
 def test_no_slot_is_empty_while_somebody_waits_however_few_prompts_are_held(scheduler: Any) -> None:
     requests = some_requests(prompts=6, n=4, tokens=20)
     budget = 3 * (slot_bytes(20) + prompt_bytes(requests))
-    engine = make_engine(MODEL, sampler=Infinite(kv_budget=budget), scheduler=scheduler())
+    engine = make_engine(MODEL, sampler=infinite(kv_budget=budget), scheduler=scheduler())
     steps = sum(len(rollout) - 1 for rollout in engine.generate(requests))
     stats = engine.stats()
     assert stats.slots == 3
@@ -284,7 +285,7 @@ def test_prompts_that_are_held_are_those_that_somebody_needs() -> None:
 
     requests = some_requests(prompts=4, n=3, tokens=20)
     budget = 2 * (slot_bytes(20) + prompt_bytes(requests))
-    _, engine, ledger = generate(requests, sampler=Infinite(kv_budget=budget), scheduler=Watching())
+    _, engine, ledger = generate(requests, sampler=infinite(kv_budget=budget), scheduler=Watching())
     assert max(held) <= 2 and ledger.peak == budget
     assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::3]), "each once"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import made
 import pytest
 import torch
 from small import small_model
 
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
-from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, LossOutput, Totals
 
 
@@ -27,13 +28,9 @@ def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
 
 
 def make_learner(model: Any, loss: Any = steep, **optim: Any) -> Learner:
-    words: dict[str, Any] = dict(
-        lr=0.25, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, warmup_steps=0, schedule="constant", max_grad_norm=1.0
-    )
-    train = TrainSettings(4, 1, 10_000, 1, 1, 64, 3, 1, 1)
-    model_settings = ModelSettings("", "float32", "none", False, False, False)
-    sampling = Sampling(max_new_tokens=4)
-    return Learner(model, loss, model_settings, sampling, train, OptimSettings(**(words | optim)), NullMeter())
+    words: dict[str, Any] = dict(lr=0.25, warmup_steps=0)
+    train = made.train(micro_batch_tokens=10_000, logprob_chunk=64)
+    return Learner(model, loss, made.model(""), Sampling.plain(4), train, made.optim(**(words | optim)), NullMeter())
 
 
 @pytest.mark.parametrize(("words", "step", "rate"), [({}, 3, 0.25), ({"warmup_steps": 2}, 0, 0.125)], ids=str)

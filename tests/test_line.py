@@ -34,7 +34,7 @@ class InTurn:
 
 def line(prompts: str, scheduler: InTurn) -> Line:
     """A line of requests whose prompts are named by these letters."""
-    requests = [Request(Prompt(name, (1,), ""), i, 0, Sampling(max_new_tokens=9)) for i, name in enumerate(prompts)]
+    requests = [Request(Prompt(name, (1,), ""), i, 0, Sampling.plain(9)) for i, name in enumerate(prompts)]
     return Line([Rollout(index, request) for index, request in enumerate(requests)], scheduler, 2)
 
 

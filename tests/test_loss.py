@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import made
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli import loss
+from grpo_cli.config.choices import choices
 from grpo_cli.errors import UserError
 from grpo_cli.types import Batch, Totals
 
-LOSSES = {"grpo": loss.grpo, "dapo": loss.dapo, "gspo": loss.gspo, "cispo": loss.cispo}
+LOSSES = choices("loss")
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "aggregation": "sequence"}
 
 
@@ -51,10 +53,10 @@ def random_batch(seed: int, rows: int = 5, width: int = 6, spread: float = 0.4) 
     return logprobs, batch, Totals(rows, int(mask.sum()), 9)
 
 
-def run(function, logprobs: torch.Tensor, batch: Batch, totals: Totals, **settings):
+def run(name: str, logprobs: torch.Tensor, batch: Batch, totals: Totals, **settings):
     """Loss, its gradient with respect to the log-probabilities, and the metrics."""
     leaf = logprobs.clone().requires_grad_()
-    output = function(leaf, batch, totals, **(PLAIN | settings))
+    output = made.loss(name, **(PLAIN | settings))(leaf, batch, totals)
     output.loss.backward()
     return float(output.loss.detach()), leaf.grad, {name: float(value) for name, value in output.metrics.items()}
 
@@ -104,7 +106,7 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
 def test_loss_gradient_and_metrics_are_those_of_a_plain_loop(variant, aggregation, seed):
     logprobs, batch, totals = random_batch(seed, rows=12)
     chosen = {"clip_low": 0.1, "clip_high": 0.15, "kl_coef": 0.3, "aggregation": aggregation}
-    value, gradient, metrics = run(LOSSES[variant], logprobs, batch, totals, **chosen)
+    value, gradient, metrics = run(variant, logprobs, batch, totals, **chosen)
     expected, expected_gradient, expected_metrics = oracle(variant, logprobs, batch, totals, **chosen)
     assert value == pytest.approx(expected, abs=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-5, rtol=1e-4)
@@ -117,14 +119,14 @@ def test_grpo_by_hand():
     half, more = math.log(0.5), math.log(1.5)
     batch = make_batch([[1, 1], [1, 0]], [1.0, -2.0], policy_logprobs=torch.zeros(2, 2))
     logprobs = torch.tensor([[more, half], [half, 0.0]])
-    value, gradient, metrics = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2)
+    value, gradient, metrics = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2)
     # sequence 1: -(1.2 + 0.5) / 2 = -0.85; sequence 2: -min(0.5 * -2, 0.8 * -2) = 1.6; mean 0.375
     assert value == pytest.approx(0.375)
     assert gradient.flatten().tolist() == pytest.approx([0, -0.5 / 2 / 2, 0, 0])
     assert metrics["loss/clip_fraction"] == pytest.approx(2 / 3)
     assert metrics["loss/policy_ratio_mean"] == pytest.approx(2.5 / 3)
-    token = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="token")[0]
-    constant = run(loss.grpo, logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="constant")[0]
+    token = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="token")[0]
+    constant = run("grpo", logprobs, batch, Totals(2, 3, 4), clip_high=0.2, aggregation="constant")[0]
     assert token == pytest.approx((-1.7 + 1.6) / 3) and constant == pytest.approx((-1.7 + 1.6) / 8)
 
 
@@ -132,7 +134,7 @@ def test_gspo_by_hand():
     """Token ratios 4 and 1/4 are a sequence ratio of 1: nothing is clipped, each token pulls by 1 * A / 2."""
     batch = make_batch([[1, 1]], [3.0], policy_logprobs=torch.zeros(1, 2))
     logprobs = torch.tensor([[math.log(4), -math.log(4)]])
-    value, gradient, metrics = run(loss.gspo, logprobs, batch, Totals(1, 2, 2))
+    value, gradient, metrics = run("gspo", logprobs, batch, Totals(1, 2, 2))
     assert value == pytest.approx(-3) and gradient.flatten().tolist() == pytest.approx([-1.5, -1.5])
     assert metrics["loss/clip_fraction"] == 0 and metrics["loss/policy_ratio_mean"] == pytest.approx(1)
 
@@ -147,7 +149,7 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
         ratio = (leaf[row] - batch.policy_logprobs[row])[tokens].mean().exp()
         sequence_loss = sequence_loss - ratio * batch.advantages[row] / totals.sequences
     sequence_loss.backward()
-    value, gradient, _ = run(loss.gspo, logprobs, batch, totals, clip_low=0.9, clip_high=9.0)
+    value, gradient, _ = run("gspo", logprobs, batch, totals, clip_low=0.9, clip_high=9.0)
     assert value == pytest.approx(float(sequence_loss.detach()), abs=1e-6)
     torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
 
@@ -155,18 +157,18 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
 def test_cispo_keeps_a_bounded_gradient_where_grpo_drops_it():
     batch = make_batch([[1]], [1.0], policy_logprobs=torch.tensor([[-5.0]]))
     logprobs = torch.tensor([[-1.0]])  # ratio exp(4)
-    assert run(loss.grpo, logprobs, batch, Totals(1, 1, 1))[1].item() == 0
-    value, gradient, metrics = run(loss.cispo, logprobs, batch, Totals(1, 1, 1))
+    assert run("grpo", logprobs, batch, Totals(1, 1, 1))[1].item() == 0
+    value, gradient, metrics = run("cispo", logprobs, batch, Totals(1, 1, 1))
     assert gradient.item() == pytest.approx(-1.28) and value == pytest.approx(1.28)
     assert metrics["loss/clip_fraction"] == 1
 
 
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_without_policy_logprobs_the_learner_is_the_old_policy(function):
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_policy_logprobs_the_learner_is_the_old_policy(name):
     logprobs, batch, totals = random_batch(0)
     batch = replace(batch, ref_logprobs=None)
-    implied = run(function, logprobs, replace(batch, policy_logprobs=None), totals)
-    given_ones = run(function, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
+    implied = run(name, logprobs, replace(batch, policy_logprobs=None), totals)
+    given_ones = run(name, logprobs, replace(batch, policy_logprobs=logprobs.clone()), totals)
     assert implied[0] == given_ones[0] and torch.equal(implied[1], given_ones[1])
     assert implied[2]["loss/policy_ratio_mean"] == pytest.approx(1)
     # the policy-gradient estimate: -A w per token, whatever the variant
@@ -178,15 +180,15 @@ def test_without_policy_logprobs_the_learner_is_the_old_policy(function):
 @given(
     seed=st.integers(0, 1000),
     cuts=st.sets(st.integers(1, 4)),
-    name=st.sampled_from(sorted(LOSSES)),
+    name=st.sampled_from(LOSSES),
     aggregation=st.sampled_from(loss.AGGREGATIONS),
 )
 def test_shares_of_micro_batches_add_up(seed, cuts, name, aggregation):
     logprobs, batch, totals = random_batch(seed)
-    whole = run(LOSSES[name], logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
+    whole = run(name, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
     bounds = [0, *sorted(cuts), 5]
     parts = [
-        run(LOSSES[name], logprobs[a:b], rows_of(batch, slice(a, b)), totals, kl_coef=0.1, aggregation=aggregation)
+        run(name, logprobs[a:b], rows_of(batch, slice(a, b)), totals, kl_coef=0.1, aggregation=aggregation)
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
     assert sum(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-5)
@@ -203,8 +205,8 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 
 @pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_the_kept_rows_alone_have_the_loss_they_have_among_wider_padding(function, aggregation):
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_kept_rows_alone_have_the_loss_they_have_among_wider_padding(name, aggregation):
     """What lies in the padding, NaN and -inf included, must not leak into the loss or its gradient."""
     logprobs, batch, totals = random_batch(1)
     rubbish = torch.tensor([math.nan, -math.inf, math.inf, 1e30]).repeat(5, 1)
@@ -220,8 +222,8 @@ def test_the_kept_rows_alone_have_the_loss_they_have_among_wider_padding(functio
         policy_logprobs=torch.cat([batch.policy_logprobs, rubbish.flip(0)], dim=1),
         ref_logprobs=torch.cat([batch.ref_logprobs, rubbish], dim=1),
     )
-    narrow = run(function, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
-    among = run(function, wide, padded, totals, kl_coef=0.1, aggregation=aggregation)
+    narrow = run(name, logprobs, batch, totals, kl_coef=0.1, aggregation=aggregation)
+    among = run(name, wide, padded, totals, kl_coef=0.1, aggregation=aggregation)
     assert among[0] == pytest.approx(narrow[0]) and among[2] == pytest.approx(narrow[2])
     torch.testing.assert_close(among[1][:, :6], narrow[1])
     assert (among[1][:, 6:] == 0).all()
@@ -231,27 +233,27 @@ def test_a_sequence_with_nothing_to_train_on_adds_nothing_and_is_counted():
     one = make_batch([[1, 1]], [1.0])
     two = make_batch([[1, 1], [0, 0]], [1.0, 5.0])
     logprobs = torch.tensor([[-1.0, -2.0]])
-    alone = run(loss.grpo, logprobs, one, Totals(1, 2, 2))
-    beside = run(loss.grpo, logprobs.repeat(2, 1), two, Totals(2, 2, 2))
+    alone = run("grpo", logprobs, one, Totals(1, 2, 2))
+    beside = run("grpo", logprobs.repeat(2, 1), two, Totals(2, 2, 2))
     assert alone[0] == -1 and beside[0] == -0.5
     assert beside[1][1].tolist() == [0, 0]
-    per_token = run(loss.grpo, logprobs.repeat(2, 1), two, Totals(2, 2, 2), aggregation="token")
+    per_token = run("grpo", logprobs.repeat(2, 1), two, Totals(2, 2, 2), aggregation="token")
     assert per_token[0] == -1
 
 
 @pytest.mark.parametrize("aggregation", loss.AGGREGATIONS)
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_a_batch_with_nothing_to_train_on_has_zero_loss_and_gradient(function, aggregation):
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_with_nothing_to_train_on_has_zero_loss_and_gradient(name, aggregation):
     batch = make_batch([[0, 0]], [1.0])
-    value, gradient, _ = run(function, torch.tensor([[-1.0, -2.0]]), batch, Totals(0, 0, 2), aggregation=aggregation)
+    value, gradient, _ = run(name, torch.tensor([[-1.0, -2.0]]), batch, Totals(0, 0, 2), aggregation=aggregation)
     assert value == 0 and gradient.tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_mismatch_weights_scale_a_tokens_pull_and_neither_the_clip_nor_the_kl(function):
+@pytest.mark.parametrize("name", LOSSES)
+def test_mismatch_weights_scale_a_tokens_pull_and_neither_the_clip_nor_the_kl(name):
     logprobs, batch, totals = random_batch(2)
     doubled = replace(batch, weights=2 * batch.weights)
-    once, twice = (run(function, logprobs, each, totals) for each in (batch, doubled))
+    once, twice = (run(name, logprobs, each, totals) for each in (batch, doubled))
     torch.testing.assert_close(twice[1], 2 * once[1])
     assert twice[2]["loss/policy"] == pytest.approx(2 * once[2]["loss/policy"])
     for name in ("loss/kl", "loss/clip_fraction", "loss/policy_ratio_mean"):
@@ -262,74 +264,78 @@ def test_weights_have_no_gradient():
     logprobs, batch, totals = random_batch(2)
     weights = batch.weights.clone().requires_grad_()
     leaf = logprobs.clone().requires_grad_()
-    loss.grpo(leaf, replace(batch, weights=weights), totals, **PLAIN).loss.backward()
+    made.loss()(leaf, replace(batch, weights=weights), totals).loss.backward()
     assert weights.grad is None and leaf.grad is not None
 
 
 def test_kl_is_zero_at_the_reference_and_never_negative():
     logprobs, batch, totals = random_batch(4)
-    same = run(loss.grpo, logprobs, replace(batch, ref_logprobs=logprobs.clone()), totals, kl_coef=1.0)
+    same = run("grpo", logprobs, replace(batch, ref_logprobs=logprobs.clone()), totals, kl_coef=1.0)
     assert same[2]["loss/kl"] == pytest.approx(0, abs=1e-7)
-    apart = run(loss.grpo, logprobs, batch, totals, kl_coef=1.0)
+    apart = run("grpo", logprobs, batch, totals, kl_coef=1.0)
     assert apart[2]["loss/kl"] > 0
     assert apart[0] == pytest.approx(apart[2]["loss/policy"] + apart[2]["loss/kl"])
 
 
 def test_kl_is_measured_with_a_reference_even_when_it_is_not_part_of_the_loss():
     logprobs, batch, totals = random_batch(4)
-    value, _, metrics = run(loss.grpo, logprobs, batch, totals, kl_coef=0.0)
+    value, _, metrics = run("grpo", logprobs, batch, totals, kl_coef=0.0)
     assert value == metrics["loss/policy"] and metrics["loss/kl"] > 0
-    assert "loss/kl" not in run(loss.grpo, logprobs, replace(batch, ref_logprobs=None), totals)[2]
+    assert "loss/kl" not in run("grpo", logprobs, replace(batch, ref_logprobs=None), totals)[2]
 
 
 def test_a_kl_term_without_a_reference_is_our_own_mistake():
     logprobs, batch, totals = random_batch(4)
     with pytest.raises(AssertionError, match="without reference"):
-        loss.grpo(logprobs, replace(batch, ref_logprobs=None), totals, **(PLAIN | {"kl_coef": 0.1}))
+        made.loss(kl_coef=0.1)(logprobs, replace(batch, ref_logprobs=None), totals)
 
 
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_half_precision_inputs_are_computed_in_float32(function):
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_inputs_are_computed_in_float32(name):
     logprobs, batch, totals = random_batch(6)
     coarse = logprobs.bfloat16()
-    low = run(function, coarse, batch, totals, kl_coef=0.1)
-    high = run(function, coarse.float(), batch, totals, kl_coef=0.1)
+    low = run(name, coarse, batch, totals, kl_coef=0.1)
+    high = run(name, coarse.float(), batch, totals, kl_coef=0.1)
     assert low[0] == high[0] and low[2] == high[2]
     assert low[1].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("jump", [200.0, -200.0])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_a_policy_far_away_still_has_a_finite_loss_and_gradient(function, jump, advantage):
+def test_a_policy_far_away_still_has_a_finite_loss_and_gradient(name, jump, advantage):
     """exp(200) overflows float32, and a zero advantage times infinity is no number."""
     batch = make_batch([[1, 1]], [advantage], policy_logprobs=torch.full((1, 2), -300.0))
     batch = replace(batch, ref_logprobs=torch.full((1, 2), -300.0 - jump))
-    value, gradient, metrics = run(function, torch.full((1, 2), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
+    value, gradient, metrics = run(name, torch.full((1, 2), -300.0 + jump), batch, Totals(1, 2, 2), kl_coef=0.1)
     assert math.isfinite(value) and gradient.isfinite().all() and all(map(math.isfinite, metrics.values()))
 
 
 def test_dapo_is_grpo_by_other_settings():
-    logprobs, batch, totals = random_batch(7)
-    chosen = {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token"}
-    ours, plain = (run(function, logprobs, batch, totals, **chosen) for function in (loss.dapo, loss.grpo))
-    assert ours[0] == plain[0] and torch.equal(ours[1], plain[1])
+    assert made.loss("dapo") == made.loss("grpo", clip_high=0.28, aggregation="token")
 
 
-@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
-def test_settings_that_mean_nothing_are_all_named_at_once(function):
-    logprobs, batch, totals = random_batch(0)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_needs_a_reference_when_it_has_a_kl_term(name):
+    needs = [made.loss(name, kl_coef=weight).needs_reference for weight in (0, 0.0, 1e-9, 1)]
+    assert needs == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_settings_that_mean_nothing_are_all_named_at_once(name):
     with pytest.raises(UserError) as error:
-        function(logprobs, batch, totals, clip_low=-0.1, clip_high=-1.0, kl_coef=-1.0, aggregation="mean")
+        made.loss(name, clip_low=1.1, clip_high=-0.1, kl_coef=-1, aggregation="mean")
     message = str(error.value)
-    assert all(name in message for name in ("clip_low=-0.1", "clip_high=-1.0", "kl_coef=-1.0", "aggregation=mean"))
-    assert "sequence, token, constant" in message
+    assert "loss.clip_low=1.1 must be from 0 to 1" in message
+    assert "loss.clip_high=-0.1 must be at least 0" in message
+    assert "loss.kl_coef=-1.0 must be at least 0" in message
+    assert "loss.aggregation=mean is unknown: use sequence, token, constant" in message
 
 
 def test_nothing_is_written_to_the_arguments():
     logprobs, batch, totals = random_batch(8)
     before = [logprobs.clone()] + [getattr(batch, name).clone() for name in batch.__dataclass_fields__]
-    for function in LOSSES.values():
-        run(function, logprobs, batch, totals, kl_coef=0.1)
+    for name in LOSSES:
+        run(name, logprobs, batch, totals, kl_coef=0.1)
     after = [logprobs] + [getattr(batch, name) for name in batch.__dataclass_fields__]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

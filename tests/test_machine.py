@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
+from made import full, infinite, micro, prefix_head
 from safetensors.torch import load_file
 from small import contents, make_engine, require_bits, small_model, some_requests
 from typer.testing import CliRunner
@@ -23,12 +25,9 @@ from grpo_cli.cli.main import app
 from grpo_cli.engine.decoder import Decoder, _silu
 from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, Streaming
 from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.predict import PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.model.load import load_model
 from grpo_cli.processor import strict_branch
-from grpo_cli.settings import ModelSettings
 from grpo_cli.types import Request
 
 THREADS = (1, 2, 3, 8, 16)
@@ -58,7 +57,7 @@ def sized(name: str) -> Any:
 
 
 def embedded() -> Any:
-    return load_model(ModelSettings("tiny", "float32", "none", False, False, False), torch.device("cpu"))
+    return load_model(made.model(), torch.device("cpu"))
 
 
 def same_rollouts(model: Any, requests: list[Request], sparsity: Dense | Budget | None = None) -> None:
@@ -66,10 +65,10 @@ def same_rollouts(model: Any, requests: list[Request], sparsity: Dense | Budget 
     found = [
         contents(make_engine(model, sparsity=sparsity or Dense(), **parts).generate(requests))
         for parts in (
-            {"sampler": Full()},
-            {"sampler": Micro(slots=5)},
-            {"sampler": Infinite(slots=7)},
-            {"sampler": Infinite(slots=16), "scheduler": Lpt(), "predictor": PrefixHead(prefix_tokens=3)},
+            {"sampler": full()},
+            {"sampler": micro(slots=5)},
+            {"sampler": infinite(slots=7)},
+            {"sampler": infinite(slots=16), "scheduler": Lpt(), "predictor": prefix_head(prefix_tokens=3)},
         )
     ]
     assert all(other == found[0] for other in found[1:])

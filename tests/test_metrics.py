@@ -29,7 +29,7 @@ def group(*rewards: float, lengths: tuple[int, ...] = (), cut: tuple[int, ...] =
     lengths = lengths or (1,) * len(rewards)
     rollouts = tuple(
         Rollout(
-            request=Request(prompt, sample, 0, Sampling()),
+            request=Request(prompt, sample, 0, Sampling.plain(128)),
             token_ids=(5,) * length,
             sampler_logprobs=(-1.0,) * length,
             finish=Finish.LENGTH if sample in cut else Finish.EOS,

@@ -6,9 +6,11 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import made
 import pytest
 import torch
 from httpx import Request, Response
@@ -42,7 +44,7 @@ from grpo_cli.model.load import (
     supported_architectures,
 )
 from grpo_cli.settings import ModelSettings
-from grpo_cli.tasks.arithmetic import Arithmetic, final_answer
+from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.types import Prompt
 
 CPU = torch.device("cpu")
@@ -59,15 +61,7 @@ SMALL = {
 
 
 def settings(path: Path | str = "tiny", **changes: object) -> ModelSettings:
-    fields = {
-        "path": str(path),
-        "dtype": "float32",
-        "autocast": "none",
-        "random_init": False,
-        "trust_remote_code": False,
-        "gradient_checkpointing": False,
-    }
-    return ModelSettings(**(fields | changes))  # type: ignore[arg-type]
+    return replace(made.model(str(path)), **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -358,7 +352,7 @@ def test_the_shipped_model_is_a_mediocre_solver_of_held_out_problems(
     tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
     model, tokenizer = tiny
-    problems = Arithmetic(tokenizer, seed=0, eval_problems=140).prompts("eval")
+    problems = made.task("arithmetic", tokenizer, eval_problems=140).prompts("eval")
     assert 0.2 <= share_solved(model, tokenizer, problems, sampled=True) <= 0.6
     assert share_solved(model, tokenizer, problems, sampled=False) <= 0.6
 
@@ -367,7 +361,7 @@ def test_the_lengths_of_the_shipped_models_replies_vary_by_half_their_mean(
     tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
     model, tokenizer = tiny
-    problems = Arithmetic(tokenizer, seed=0, eval_problems=70).prompts("eval")
+    problems = made.task("arithmetic", tokenizer, eval_problems=70).prompts("eval")
     lengths = torch.tensor([float(len(reply)) for reply in replies_to(model, tokenizer, problems, sampled=True)])
     assert lengths.std() / lengths.mean() >= 0.5
 

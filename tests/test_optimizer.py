@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import made
 import pytest
 import torch
 from small import small_model
@@ -14,14 +15,12 @@ from test_learner import make_batch, make_learner
 from grpo_cli.errors import UserError
 from grpo_cli.learner.optimizer import load_state, make_optimizer
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.settings import OptimSettings
 
 OFFLOAD = pytest.mark.parametrize("offload", [False, True])
 
 
 def optimizer_of(model: Any, **words: Any) -> Any:
-    given: dict[str, Any] = dict(weight_decay=0.0, warmup_steps=0, schedule="constant", max_grad_norm=1.0)
-    optim = OptimSettings(lr=0.1, betas=(0.9, 0.99), eps=1e-8, **(given | words))
+    optim = made.optim(lr=0.1, **words)
     return make_optimizer([weight for weight in model.parameters() if weight.requires_grad], optim)
 
 

@@ -64,7 +64,7 @@ def test_every_step_has_the_logits_of_transformers(case: str, monkeypatch: pytes
 
     monkeypatch.setattr(Decoder, "logits", noted)
     prompt = torch.randint(2, VOCABULARY, (37,), generator=torch.Generator().manual_seed(0)).tolist()
-    request = Request(Prompt("p", tuple(prompt), ""), 0, seed_of(0), Sampling(max_new_tokens=40))
+    request = Request(Prompt("p", tuple(prompt), ""), 0, seed_of(0), Sampling.plain(40))
     (rollout,) = make_engine(model, eos_token_ids=()).generate([request])  # no end: all forty steps are made
     assert len(rollout) == 40
     expected = stepwise(model, prompt, rollout.token_ids)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 
-from grpo_cli import loss
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, Row, pack
@@ -23,13 +22,13 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
-from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch
 
-MODEL = ModelSettings("", "float32", "none", False, False, False)
+MODEL = made.model("")
 METER = NullMeter()
-SAMPLING = Sampling(max_new_tokens=9)
-OPTIM = OptimSettings(1e-3, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0)
+SAMPLING = Sampling.plain(9)
+OPTIM = made.optim(lr=1e-3, warmup_steps=0)
 
 
 def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
@@ -144,9 +143,8 @@ def _prompt_lengths(batch: Batch) -> torch.Tensor:
 
 
 def make_learner(model: Any, **train: Any) -> Learner:
-    rule: Any = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
-    settings = TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, **train)
-    return Learner(model, rule, MODEL, SAMPLING, settings, OPTIM, METER)
+    some = made.train(micro_batch_tokens=10_000, logprob_chunk=64, **train)
+    return Learner(model, made.loss(), MODEL, SAMPLING, some, OPTIM, METER)
 
 
 @pytest.mark.parametrize("train", [{"padding_free": True}, {"shared_prefix": True}], ids=str)
@@ -178,11 +176,10 @@ def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest
 
 def test_rounding_of_the_old_policy_is_no_difference_between_the_ways() -> None:
     """GSPO clips a sequence whole where it is 3e-4 from the old policy, and bfloat16 takes padded rows that far."""
-    gspo: Any = partial(loss.gspo, clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="sequence")
     model, batch = small_model(), make_batch(UNEVEN)
     half = replace(MODEL, autocast="bfloat16")
-    train = TrainSettings(1, 1, 10_000, 1, 1, 64, 3, 1, 1, shared_prefix=True)
-    learner = Learner(model, gspo, half, SAMPLING, train, OPTIM, METER)
+    train = made.train(micro_batch_tokens=10_000, logprob_chunk=64, shared_prefix=True)
+    learner = Learner(model, made.loss("gspo"), half, SAMPLING, train, OPTIM, METER)
     old = learner.logprobs(model, batch)
     assert learner.update(replace(batch, policy_logprobs=old), 0).fault is None
 

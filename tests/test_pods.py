@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pods
 import pytest
@@ -20,7 +20,7 @@ import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
-from grpo_cli import advantage, downsample, loss
+from grpo_cli import downsample
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
@@ -49,13 +49,15 @@ def scored_groups() -> list[ScoredGroup]:
         rollouts = []
         for sample, length in enumerate(rng.permutation(np.arange(2, 14, 2)).tolist()):
             ids = tuple(rng.integers(2, VOCABULARY, length).tolist())
-            rollouts.append(Rollout(Request(prompt, sample, 0, Sampling()), ids, (-1.0,) * length, Finish.EOS, 0))
+            rollouts.append(
+                Rollout(Request(prompt, sample, 0, Sampling.plain(128)), ids, (-1.0,) * length, Finish.EOS, 0)
+            )
         groups.append(ScoredGroup(prompt, tuple(rollouts), tuple(Reward(float(r)) for r in rewards)))
     return groups
 
 
 def chosen(groups: list[ScoredGroup], rule: str, keep: int, stats_over: str) -> list[Selection]:
-    divided = partial(advantage.grpo, stats_over=stats_over)
+    divided = made.advantage("grpo", stats_over=stats_over)
     return [
         select(g, [""] * len(g.rollouts), keep, getattr(downsample, rule), divided, np.random.default_rng(1), True)
         for g in groups
@@ -76,9 +78,7 @@ def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, lis
     for rows in micro_batches(batch, micro_batch_tokens):
         part = rows_of(batch, rows)
         logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)
-        output = loss.grpo(
-            logprobs, part, totals(batch, 16), clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence"
-        )
+        output = made.loss()(logprobs, part, totals(batch, 16))
         output.loss.backward()
         total += output.loss.item()
     return total, gradients(model)
@@ -307,7 +307,7 @@ if "broken" in given:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+def runs_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
     """Runs are only pretended; returns which were made since it was last asked."""
     listed, stub = tmp_path / "made.txt", tmp_path / "python"
     runs = [rows((0, 0.5), (5, 0.7), (10, 0.95)), rows((0, 0.5), (5, 0.7), (10, 0.9), seconds_per_step=2.0)]
@@ -327,24 +327,24 @@ def options(*words: str) -> argparse.Namespace:
     return study.study_parser("", steps=None).parse_args(words)
 
 
-def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(tmp_path, made):
+def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(tmp_path, runs_made):
     out, words = tmp_path / "out", {"a": ("n=2",), "b": ("broken=1",), "c": ("n=4",)}
     with pytest.raises(SystemExit, match="is not complete; go on with the same command\nb: it broke"):
         study.run_all("train", words, out, options("--jobs", "1"))
-    assert made() == {"a", "b", "c"}, "one that fails stops no other"
+    assert runs_made() == {"a", "b", "c"}, "one that fails stops no other"
     with pytest.raises(SystemExit, match="it broke"):
         study.run_all("train", words, out, options())
-    assert made() == {"b"}
+    assert runs_made() == {"b"}
     with pytest.raises(SystemExit, match="a holds a run with other settings: give another --out"):
         study.run_all("train", {"a": ("n=3",)}, out, options())
-    assert made() == set()
+    assert runs_made() == set()
 
 
-def test_what_an_interrupted_run_has_left_is_removed_since_its_clock_was_stopped(tmp_path, made):
+def test_what_an_interrupted_run_has_left_is_removed_since_its_clock_was_stopped(tmp_path, runs_made):
     (tmp_path / "out" / "a").mkdir(parents=True)
     (tmp_path / "out" / "a" / "half.txt").write_text("half")
     study.run_all("train", {"a": ("n=2",)}, tmp_path / "out", options())
-    assert made() == {"a"} and not (tmp_path / "out" / "a" / "half.txt").exists()
+    assert runs_made() == {"a"} and not (tmp_path / "out" / "a" / "half.txt").exists()
 
 
 def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts():
@@ -377,7 +377,7 @@ def test_a_study_refuses_what_is_no_positive_number(words, capsys):
     assert words.split()[0] in capsys.readouterr().err
 
 
-def test_the_report_says_what_the_runs_say(tmp_path, made, capsys):
+def test_the_report_says_what_the_runs_say(tmp_path, runs_made, capsys):
     pytest.importorskip("matplotlib")
     words = [
         "--seeds",

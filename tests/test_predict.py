@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import mean_length, prefix_head
 
 from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
-from grpo_cli.engine.predict import MeanLength, NoPredictor, Oracle, PrefixHead
+from grpo_cli.engine.predict import NoPredictor, Oracle, PrefixHead
 from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -21,7 +22,7 @@ from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 def request(prompt_id: str, sample: int = 0, limit: int = 100, prompt_tokens: int = 3) -> Request:
     prompt = Prompt(prompt_id, tuple(range(prompt_tokens)), "")
-    return Request(prompt, sample, seed=sample, sampling=Sampling(max_new_tokens=limit))
+    return Request(prompt, sample, seed=sample, sampling=Sampling.plain(limit))
 
 
 def rollout(asked: Request, length: int) -> Rollout:
@@ -63,7 +64,7 @@ def test_the_null_predictor_knows_and_learns_nothing():
 
 
 def test_the_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all():
-    predictor = MeanLength(decay=1.0)
+    predictor = mean_length(decay=1.0)
     assert predictor.predict([request("a")], None) is None
     assert (
         predictor.learn([rollout(request("a"), 10), rollout(request("a", 1), 20), rollout(request("b"), 60)], None)
@@ -74,14 +75,14 @@ def test_the_mean_is_of_the_prompt_if_it_was_seen_and_else_of_all():
 
 
 def test_each_generate_makes_the_older_ones_count_less():
-    predictor = MeanLength(decay=0.5)
+    predictor = mean_length(decay=0.5)
     predictor.learn([rollout(request("a"), 40)], None)
     predictor.learn([rollout(request("a"), 10)], None)
     assert predictor.predict([request("a")], None) == [pytest.approx((0.5 * 40 + 10) / 1.5)]
 
 
 def test_predictions_are_judged_before_they_are_learnt_from_and_only_once():
-    predictor = MeanLength(decay=1.0)
+    predictor = mean_length(decay=1.0)
     predictor.learn([rollout(request("a"), 10), rollout(request("b"), 20)], None)
     predictor.predict([request("a", 5), request("b", 5)], None)
     finished = [rollout(request("b", 5), 50), rollout(request("a", 5), 8)]  # in order of finishing, not of asking
@@ -102,7 +103,7 @@ def test_the_oracle_replays_a_mapping_for_ever():
 
 
 def test_means_are_kept_of_the_prompts_seen_last():
-    predictor = MeanLength(decay=1.0, max_prompts=2)
+    predictor = mean_length(decay=1.0, max_prompts=2)
     predictor.learn([rollout(request("a"), 10), rollout(request("b"), 20)], None)
     predictor.learn([rollout(request("a"), 30)], None)  # so that b is now the one not seen for longest
     predictor.learn([rollout(request("c"), 60)], None)
@@ -114,7 +115,7 @@ def test_means_are_kept_of_the_prompts_seen_last():
 
 
 def test_a_resumed_run_forgets_what_the_first_would_have_forgotten():
-    first, resumed = (MeanLength(decay=0.5, max_prompts=3) for _ in range(2))
+    first, resumed = (mean_length(decay=0.5, max_prompts=3) for _ in range(2))
     for name, length in (("a", 10), ("b", 20), ("c", 30), ("a", 40)):
         first.learn([rollout(request(name), length)], None)
     resumed.load_state(json.loads(json.dumps(first.state())))
@@ -132,7 +133,7 @@ def test_what_a_checkpoint_has_too_many_of_is_forgotten_from_its_beginning():
 
 
 def test_the_prefix_head_forgets_prompts_too():
-    predictor = PrefixHead(max_prompts=1)
+    predictor = prefix_head(max_prompts=1)
     for name in "ab":
         predictor.learn([rollout(request(name), 10)], torch.zeros(1, 3))
     assert list(predictor.state()["means"]["prompts"]) == ["b"]
@@ -186,7 +187,7 @@ def test_the_oracle_says_nothing_of_held_out_requests_whatever_they_are_called(t
 
 
 def test_what_was_said_of_an_evaluation_is_judged_never():
-    predictor = MeanLength()
+    predictor = mean_length()
     predictor.learn([rollout(request("a"), 10)], None)
     predictor.predict([replace(request("a"), held_out=True)], None)
     assert predictor.learn([], None) == {}
@@ -234,7 +235,7 @@ def generate(predictor: PrefixHead, seed: int, count: int = 64, width: int = 12,
 
 
 def test_the_prefix_head_learns_to_read_the_hidden_state():
-    predictor = PrefixHead(prefix_tokens=4)
+    predictor = prefix_head(prefix_tokens=4)
     first, _, metrics = generate(predictor, seed=0)
     assert first is None and metrics == {}
     predicted, remaining, metrics = generate(predictor, seed=1)
@@ -251,7 +252,7 @@ def test_a_state_that_says_nothing_is_shrunk_to_the_mean():
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 200, (64,), generator=random).tolist()
     asked = [request(f"p{i % 4}", i, limit=400) for i in range(64)]
-    predictor = PrefixHead(min_rollouts=64)
+    predictor = prefix_head(min_rollouts=64)
     finished = [rollout(one, length) for one, length in zip(asked, lengths, strict=True)]
     predictor.learn(finished, torch.randn(64, 60, generator=random))
     predicted = predictor.predict(asked, torch.randn(64, 60, generator=random))
@@ -259,7 +260,7 @@ def test_a_state_that_says_nothing_is_shrunk_to_the_mean():
 
 
 def test_it_has_no_idea_before_it_has_seen_enough():
-    predictor = PrefixHead(min_rollouts=65)
+    predictor = prefix_head(min_rollouts=65)
     generate(predictor, seed=0)
     assert predictor.predict([request("a")], torch.zeros(1, 12)) is None
     generate(predictor, seed=1)
@@ -268,20 +269,20 @@ def test_it_has_no_idea_before_it_has_seen_enough():
 
 
 def test_rollouts_that_end_within_the_prefix_teach_nothing():
-    predictor = PrefixHead(prefix_tokens=4, min_rollouts=2)
+    predictor = prefix_head(prefix_tokens=4, min_rollouts=2)
     predictor.learn([rollout(request("a", i), 4) for i in range(8)], torch.randn(8, 3))
     assert predictor.predict([request("a")], torch.zeros(1, 3)) is None
 
 
 def test_a_rollout_cut_off_at_its_limit_is_an_observation_and_no_prediction_exceeds_it():
-    predictor = PrefixHead(prefix_tokens=4, min_rollouts=8)
+    predictor = prefix_head(prefix_tokens=4, min_rollouts=8)
     predictor.learn([rollout(request("a", i, limit=50), 50) for i in range(8)], torch.randn(8, 3))
     assert predictor.predict([request("a", limit=50)], torch.zeros(1, 3)) == [pytest.approx(46.0)]
     assert predictor.predict([request("a", limit=20)], torch.zeros(1, 3)) == [16.0]
 
 
 def test_what_it_remembers_is_bounded_and_the_newest():
-    predictor = PrefixHead(min_rollouts=2, replay=16)
+    predictor = prefix_head(min_rollouts=2, replay=16)
     predictor.learn([rollout(request("a", i), 90) for i in range(64)], torch.zeros(64, 3))
     predictor.learn([rollout(request("a", i), 14) for i in range(16)], torch.ones(16, 3))
     assert predictor.state()["features"][:, :3].tolist() == [[1.0, 1.0, 1.0]] * 16
@@ -289,7 +290,7 @@ def test_what_it_remembers_is_bounded_and_the_newest():
 
 
 def test_wide_states_are_narrowed_and_still_read():
-    predictor = PrefixHead(min_rollouts=64)
+    predictor = prefix_head(min_rollouts=64)
     for seed in range(3):
         *_, metrics = generate(predictor, seed, count=300, width=300, noise=0.0)
     assert predictor.state()["features"].shape[1] == PrefixHead.WIDTH + 4
@@ -297,28 +298,28 @@ def test_wide_states_are_narrowed_and_still_read():
 
 
 def test_the_same_rollouts_give_the_same_predictions_and_a_resumed_one_goes_on_bit_for_bit():
-    first, second = PrefixHead(), PrefixHead()
+    first, second = prefix_head(), prefix_head()
     for predictor in (first, second):
         generate(predictor, seed=0)
     assert generate(first, seed=1)[0] == generate(second, seed=1)[0]
-    resumed = PrefixHead()
+    resumed = prefix_head()
     resumed.load_state(first.state())
     assert generate(resumed, seed=2) == generate(first, seed=2)
 
 
 def test_states_are_plain_values_and_tensors_that_later_learning_does_not_change():
-    predictor = PrefixHead()
+    predictor = prefix_head()
     generate(predictor, seed=0)
     state = predictor.state()
     before = {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
     generate(predictor, seed=1)
     assert all(torch.equal(state[name], value) for name, value in before.items())
-    for other in (NoPredictor(), MeanLength(), Oracle({("a", 0): 1})):
+    for other in (NoPredictor(), mean_length(), Oracle({("a", 0): 1})):
         other.learn([rollout(request("a"), 5)], None)
         assert json.loads(json.dumps(other.state())) == other.state()
 
 
-@pytest.mark.parametrize("make", [NoPredictor, MeanLength, lambda: Oracle({("a", 0): 1}), PrefixHead])
+@pytest.mark.parametrize("make", [NoPredictor, mean_length, lambda: Oracle({("a", 0): 1}), prefix_head])
 def test_a_fresh_state_can_be_loaded(make):
     predictor = make()
     predictor.load_state(make().state())
@@ -326,7 +327,7 @@ def test_a_fresh_state_can_be_loaded(make):
 
 
 def test_the_mean_goes_on_after_a_checkpoint():
-    predictor, resumed = MeanLength(), MeanLength()
+    predictor, resumed = mean_length(), mean_length()
     predictor.learn([rollout(request("a"), 40)], None)
     resumed.load_state(json.loads(json.dumps(predictor.state())))
     for one in (predictor, resumed):
@@ -337,11 +338,11 @@ def test_the_mean_goes_on_after_a_checkpoint():
 
 def test_another_predictor_s_state_is_refused():
     with pytest.raises(UserError, match="predictor=mean has learnt.*predictor=prefix"):
-        PrefixHead().load_state(MeanLength().state())
+        prefix_head().load_state(mean_length().state())
 
 
 def test_another_model_s_width_is_refused():
-    predictor = PrefixHead()
+    predictor = prefix_head()
     generate(predictor, seed=0, width=12)
     with pytest.raises(UserError, match="another width"):
         generate(predictor, seed=1, width=13)
@@ -350,12 +351,12 @@ def test_another_model_s_width_is_refused():
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: MeanLength(decay=0.0), "predictor.decay=0.0"),
-        (lambda: MeanLength(max_prompts=0), "predictor.max_prompts=0"),
-        (lambda: PrefixHead(max_prompts=-1), "predictor.max_prompts=-1"),
-        (lambda: PrefixHead(decay=1.5), "predictor.decay=1.5"),
-        (lambda: PrefixHead(prefix_tokens=0), "predictor.prefix_tokens=0"),
-        (lambda: PrefixHead(min_rollouts=10, replay=5), "predictor.min_rollouts=10"),
+        (lambda: mean_length(decay=0.0), "predictor.decay=0.0"),
+        (lambda: mean_length(max_prompts=0), "predictor.max_prompts=0"),
+        (lambda: prefix_head(max_prompts=-1), "predictor.max_prompts=-1"),
+        (lambda: prefix_head(decay=1.5), "predictor.decay=1.5"),
+        (lambda: prefix_head(prefix_tokens=0), "predictor.prefix_tokens=0"),
+        (lambda: prefix_head(min_rollouts=10, replay=5), "predictor.min_rollouts=10"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(make, named):

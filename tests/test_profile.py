@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made import full, infinite
 from small import contents, make_engine, small_model, some_requests
 from typer.testing import CliRunner
 
@@ -19,7 +20,6 @@ from grpo_cli.cli import main as cli
 from grpo_cli.engine.cache import KvStore
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.lengths import TraceRow
-from grpo_cli.engine.sampler import Full, Infinite
 from grpo_cli.errors import UserError
 from grpo_cli.memory import PhasePeaks, ResidentPeak, is_out_of_memory
 from grpo_cli.meter import WallMeter, spans_around
@@ -104,7 +104,7 @@ def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():
     told = forced("lognormal", 6.0, 0.8, 0, ())
     assert told is not None
     model = small_model()
-    inner = make_engine(model, sampler=Infinite(slots=3))
+    inner = make_engine(model, sampler=infinite(slots=3))
     inner._eos = (NEVER,)
     engine = ProfiledEngine(inner, told)
     made = list(engine.generate(requests))
@@ -210,7 +210,7 @@ def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest
     wanted = contents(make_engine(small_model()).generate(requests))
     short, said = Short(most=4), list[str]()
     monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
-    engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
+    engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=said.append)
     assert contents(engine.generate(requests)) == wanted
     assert engine.stats().slots == 3
     assert engine.stats().details["engine/oom_halvings"] == 2
@@ -224,12 +224,12 @@ def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest
 def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     requests, short, said = some_requests(prompts=1, n=12), Short(most=4), list[str]()
     monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
-    engine = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=lambda text: None)
+    engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=lambda text: None)
     fresh = engine.state_dict()
     list(engine.generate(requests))
     torch.save(dict(engine.state_dict()), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed = make_engine(small_model(), sampler=Full(on_oom="halve"), warn=said.append)
+    resumed = make_engine(small_model(), sampler=full(on_oom="halve"), warn=said.append)
     resumed.load_state_dict(state)
     short.asked.clear()
     list(resumed.generate(requests))
@@ -238,7 +238,7 @@ def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPa
     # Nothing was ever too much, it was not yet written down, or the run is no longer to make do with fewer.
     before = {name: value for name, value in state.items() if name != "most_slots"}
     for given, on_oom in ((fresh, "halve"), (before, "halve"), (state, "fail")):
-        other = make_engine(small_model(), sampler=Full(on_oom=on_oom), warn=said.append)
+        other = make_engine(small_model(), sampler=full(on_oom=on_oom), warn=said.append)
         other.load_state_dict(given)
         short.asked.clear()
         with pytest.raises(torch.OutOfMemoryError) if on_oom == "fail" else nullcontext():
@@ -250,7 +250,7 @@ def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPa
 def test_out_of_memory_half_way_keeps_what_was_made(monkeypatch: pytest.MonkeyPatch):
     requests = some_requests(prompts=2, n=6)
     wanted = contents(make_engine(small_model()).generate(requests))
-    engine = make_engine(small_model(), sampler=Infinite(slots=8, on_oom="halve"), warn=lambda text: None)
+    engine = make_engine(small_model(), sampler=infinite(slots=8, on_oom="halve"), warn=lambda text: None)
     draw, left = Decoder.logits, [25]
 
     def failing(decoder: Decoder, hidden: Any) -> Any:
@@ -273,7 +273,7 @@ from small import VOCABULARY, make_engine, small_model, some_requests
 from grpo_cli.engine.sampler import Full
 
 engine = make_engine(
-    small_model(max_position_embeddings=60_000), sampler=Full(on_oom="halve"), eos_token_ids=range(VOCABULARY)
+    small_model(max_position_embeddings=60_000), sampler=full(on_oom="halve"), eos_token_ids=range(VOCABULARY)
 )
 list(engine.generate(some_requests(prompts=1, n=1)))  # what is loaded and allocated once is
 held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -303,7 +303,7 @@ def test_out_of_memory_fails_where_it_is_not_told_to_halve_or_nothing_is_left_to
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(KvStore, "__init__", lambda *given: Short(most=0)(*given))
-    for sampler in (Full(), Infinite(slots=2, on_oom="halve")):
+    for sampler in (full(), infinite(slots=2, on_oom="halve")):
         with pytest.raises(torch.OutOfMemoryError):
             list(make_engine(small_model(), sampler=sampler, warn=lambda text: None).generate(some_requests(1, 2)))
 

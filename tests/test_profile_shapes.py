@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import made
 import pytest
 import torch
+from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
 from grpo_cli.engine.eviction import Dense, SnapKv
 from grpo_cli.engine.fullest import fullest
-from grpo_cli.engine.predict import PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.learner.forward import Padded, PaddingFree, Row
 from grpo_cli.learner.logprobs import logprobs_at
@@ -64,7 +64,7 @@ def test_gradients_are_what_parameters_hold_after_a_pass():
     assert held[GRADIENTS] == sum(p.numel() * 4 for p in model.parameters())
 
 
-@pytest.mark.parametrize("sampler", [Full(), Micro(slots=5), Infinite(slots=3), Infinite(kv_budget="200KiB")])
+@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3), infinite(kv_budget="200KiB")])
 @pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
 def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, sparsity: Any):
     requests = some_requests(prompts=3, n=4, tokens=30)
@@ -78,23 +78,25 @@ def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
     """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of the prefixes 11 of 12 wait
     with 5 tokens each: one has ended with the token that it was to wait with."""
     work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
-    sizes = [fake_model().rollouts(work, EngineShape(Infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
+    sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
     assert sizes[1] - sizes[0] == 11 * 5 * 256
 
 
 @pytest.mark.parametrize(
     ("sampler", "waits"),
     [
-        (Micro(slots=5), True),
-        (Infinite(slots=12), False),
-        (Infinite(kv_budget="60KiB"), True),
-        (Infinite(kv_budget="40KiB"), False),
+        (micro(slots=5), True),
+        (infinite(slots=12), False),
+        (infinite(kv_budget="60KiB"), True),
+        (infinite(kv_budget="40KiB"), False),
     ],
 )
 @pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
 def test_predicted_keys_and_values_of_those_who_wait_are_the_engines_too(sampler: Any, waits: bool, sparsity: Any):
     requests = some_requests(prompts=3, n=4, tokens=30)
-    parts: dict[str, Any] = dict(sampler=sampler, sparsity=sparsity, scheduler=Lpt(), predictor=PrefixHead(5))
+    parts: dict[str, Any] = dict(
+        sampler=sampler, sparsity=sparsity, scheduler=Lpt(), predictor=prefix_head(prefix_tokens=5)
+    )
     engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,), warn=lambda text: None, **parts)
     list(engine.generate(requests))
     _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 5))
@@ -136,7 +138,7 @@ def test_a_model_of_any_size_has_shapes_and_no_memory():
 
 
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:
-    sampler = Full() if slots is None else Infinite(slots=slots)
+    sampler = full() if slots is None else infinite(slots=slots)
     passes = Passes(policy_over_all=False, policy_over_kept=False, reference=False)
     engine, forward = EngineShape(sampler, Dense(), 0), Padded(tokens, 64, 1.0)
     return StepShape(work_of(requests, n, 30), m, engine, None, forward, 1, passes)
@@ -224,7 +226,7 @@ def test_of_another_engine_only_the_update_is_predicted():
 
 
 def _optim(**words: Any) -> OptimSettings:
-    return OptimSettings(1e-3, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0, **words)
+    return made.optim(lr=1e-3, warmup_steps=0, **words)
 
 
 def test_an_optimizer_is_predicted_to_hold_what_it_then_holds():

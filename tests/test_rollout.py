@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from made import infinite
 from small import contents, make_engine, small_model
 
-from grpo_cli.engine.sampler import Infinite
 from grpo_cli.errors import UserError
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.settings import Sampling
@@ -67,15 +67,15 @@ def test_a_step_may_take_all_prompts_but_no_more_than_there_are() -> None:
 
 
 def test_requests_differ_by_step_and_sample_alone() -> None:
-    requests = requests_for(PROMPTS, 3, Sampling(), seed=7, step=4)
+    requests = requests_for(PROMPTS, 3, Sampling.plain(128), seed=7, step=4)
     assert [(r.prompt.id, r.sample) for r in requests] == [(p, s) for p in "ab" for s in range(3)]
     assert len({r.seed for r in requests}) == 6
-    assert requests_for(PROMPTS[1:], 5, Sampling(), seed=7, step=4)[:3] == requests[3:]
+    assert requests_for(PROMPTS[1:], 5, Sampling.plain(128), seed=7, step=4)[:3] == requests[3:]
 
 
 def test_groups_are_whole_and_in_order_whatever_the_order_of_finishing() -> None:
-    requests = requests_for(PROMPTS, 4, Sampling(max_new_tokens=20), seed=0, step=0)
-    rollouts = list(make_engine(small_model(), sampler=Infinite(slots=2)).generate(requests))
+    requests = requests_for(PROMPTS, 4, Sampling.plain(20), seed=0, step=0)
+    rollouts = list(make_engine(small_model(), sampler=infinite(slots=2)).generate(requests))
     assert [r.request for r in rollouts] != requests
     groups = group_rollouts(PROMPTS, rollouts)
     assert [r.request for g in groups for r in g.rollouts] == requests
@@ -84,7 +84,7 @@ def test_groups_are_whole_and_in_order_whatever_the_order_of_finishing() -> None
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
-    requests = requests_for(PROMPTS, 2, Sampling(max_new_tokens=5), seed=0, step=0)
+    requests = requests_for(PROMPTS, 2, Sampling.plain(5), seed=0, step=0)
     groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))
     assert score_all(LengthTask(), groups)[0].totals.tolist() == [float(len(r)) for r in groups[0].rollouts]
     with pytest.raises(UserError, match="sample 1 of prompt a"):
@@ -99,7 +99,7 @@ def test_a_task_that_can_is_asked_once_about_all_rollouts() -> None:
             asked.append(len(pairs))
             return [self.reward(prompt, rollout) for prompt, rollout in pairs]
 
-    requests = requests_for(PROMPTS, 2, Sampling(max_new_tokens=9), seed=0, step=0)
+    requests = requests_for(PROMPTS, 2, Sampling.plain(9), seed=0, step=0)
     groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))
     one_by_one = [scored.totals.tolist() for scored in score_all(LengthTask(), groups)]
     assert [scored.totals.tolist() for scored in score_all(AllAtOnce(), groups)] == one_by_one

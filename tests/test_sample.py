@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def test_each_token_comes_out_for_its_own_share_of_the_unit_interval() -> None:
     """Probabilities 0.5, 0.25, 0, 0.25: the borders are at 0.5 and 0.75, and the third token never comes."""
     logits = torch.tensor([0.5, 0.25, 0.0, 0.25]).log().expand(6, 4)
     uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = table(*[Sampling()] * 6).draw(logits, uniform, slice(0, 6))
+    tokens, logprobs = table(*[Sampling.plain(128)] * 6).draw(logits, uniform, slice(0, 6))
     assert tokens.tolist() == [0, 0, 1, 1, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25]))
 
@@ -35,20 +37,22 @@ def test_a_number_on_a_border_belongs_to_the_token_above_it_and_none_to_a_token_
     nor is 0.5 one of token 1 or 2."""
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]).expand(4, 5)
     uniform = torch.tensor([0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = table(*[Sampling()] * 4).draw(logits, uniform, slice(0, 4))
+    tokens, logprobs = table(*[Sampling.plain(128)] * 4).draw(logits, uniform, slice(0, 4))
     assert tokens.tolist() == [1, 1, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
 
 
 def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:
     logits = torch.tensor([[0.0, 2.0]])
-    _, logprob = table(Sampling(temperature=2.0)).draw(logits, torch.tensor([0.9], dtype=torch.float64), slice(0, 1))
+    _, logprob = table(Sampling.plain(128, temperature=2.0)).draw(
+        logits, torch.tensor([0.9], dtype=torch.float64), slice(0, 1)
+    )
     assert float(logprob) == pytest.approx(-np.log1p(np.exp(-1.0)))
 
 
 def test_top_k_and_top_p_renormalise_what_is_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(3, 4)
-    words = Sampling(top_k=2), Sampling(top_p=0.6), Sampling(top_p=0.8, top_k=3)
+    words = [replace(Sampling.plain(128), **cut) for cut in ({"top_k": 2}, {"top_p": 0.6}, {"top_p": 0.8, "top_k": 3})]
     uniform = torch.tensor([0.99, 0.99, 0.99], dtype=torch.float64)
     tokens, logprobs = table(*words).draw(logits, uniform, slice(0, 3))
     # top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then 0.4 + 0.3 of 0.9 < 0.8
@@ -90,7 +94,7 @@ def test_what_is_drawn_has_the_probabilities_that_are_said() -> None:
     """Chi-square over 8 tokens and 20,000 draws at temperature 0.7: below 24.3 with probability 0.999."""
     logits = torch.randn(8, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    words = table(*[Sampling(temperature=0.7)] * 20_000)
+    words = table(*[Sampling.plain(128, temperature=0.7)] * 20_000)
     tokens, logprobs = words.draw(logits.expand(20_000, 8), uniform, slice(0, 20_000))
     expected = (logits / 0.7).softmax(-1) * 20_000
     found = torch.bincount(tokens, minlength=8)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made import fptas
 from schedules import Simulation, simulate, synthetic_trace
 
 from grpo_cli.engine.interfaces import Running, Waiting
@@ -23,10 +24,10 @@ from grpo_cli.engine.makespan import (
     resplit,
     trimmed_programme,
 )
-from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf, planned_steps
+from grpo_cli.engine.schedule import Fifo, Lpt, Sjf, planned_steps
 from grpo_cli.errors import UserError
 
-SCHEDULERS = [Fifo, Sjf, Lpt, Fptas, lambda: Fptas(refill="lpt")]
+SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt")]
 small_instances = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(1, 4))
 instances = settings(max_examples=60)
 
@@ -293,7 +294,7 @@ def test_shortest_first_ends_with_an_incomplete_round_of_the_longest():
 @instances
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=14), st.integers(1, 5))
 def test_with_true_lengths_the_plan_is_kept(refill, steps, slots):
-    scheduler = Fptas(refill=refill)
+    scheduler = fptas(refill=refill)
     ran = run_with_true_lengths(steps, scheduler, slots)
     assert scheduler.assignment is not None
     assert ran.decode_steps <= scheduler.assignment.makespan
@@ -302,13 +303,13 @@ def test_with_true_lengths_the_plan_is_kept(refill, steps, slots):
 
 def test_fptas_is_lpt_from_the_second_round_on():
     # Its lists are 36 7 5 and 18 16 13: followed to the end, their rounds would be 36 18 | 7 16 | 5 13, of 65 steps.
-    ran = run_with_true_lengths([36, 18, 16, 13, 7, 5], Fptas(), 2, rounds=True)
+    ran = run_with_true_lengths([36, 18, 16, 13, 7, 5], fptas(), 2, rounds=True)
     assert [index for index, _, _ in ran.admitted] == [0, 1, 2, 3, 4, 5]
     assert ran.decode_steps == 36 + 16 + 7
 
 
 def test_fptas_follows_its_lists_when_the_engine_moves_requests_between_slots():
-    scheduler = Fptas()
+    scheduler = fptas()
     scheduler.start(waiting([11.0, 8.0, 7.0, 4.0]), slots=2)
     assert scheduler.assignment is not None and scheduler.assignment.lists == ((0, 3), (1, 2))
     first = scheduler.plan(waiting([11.0, 8.0, 7.0, 4.0]), [], [0, 1])
@@ -322,7 +323,7 @@ def test_fptas_follows_its_lists_when_the_engine_moves_requests_between_slots():
 def test_an_empty_list_takes_from_another_by_the_refill_rule(refill, place):
     # Steps 9 9 3 2 4 1: one slot gets 9 4 1 and the other 9 3 2. The second 9 takes far longer than predicted.
     left = waiting([10.0, 10.0, 4.0, 3.0, 5.0, 2.0])
-    scheduler = Fptas(refill=refill)
+    scheduler = fptas(refill=refill)
     scheduler.start(left, slots=2)
     assert scheduler.assignment is not None
     first, second = sorted(scheduler.assignment.lists)
@@ -345,7 +346,7 @@ def test_a_plan_that_was_not_followed_is_made_anew(make):
 
 @pytest.mark.parametrize(
     ("make", "order"),
-    [(Fifo, [0, 1, 2, 3, 4]), (Sjf, [1, 3, 0, 2, 4]), (Lpt, [4, 0, 2, 1, 3]), (Fptas, [4, 0, 2, 1, 3])],
+    [(Fifo, [0, 1, 2, 3, 4]), (Sjf, [1, 3, 0, 2, 4]), (Lpt, [4, 0, 2, 1, 3]), (fptas, [4, 0, 2, 1, 3])],
 )
 def test_ties_go_by_request_index_whatever_the_order_they_are_shown_in(make, order):
     views = waiting([5.0, 3.0, 5.0, 3.0, 8.0])
@@ -376,7 +377,7 @@ def test_steps_are_one_less_than_tokens_and_within_the_limit():
 
 
 def test_a_plan_states_its_maker_and_its_bound():
-    scheduler = Fptas()
+    scheduler = fptas()
     run_with_true_lengths([5, 5, 4, 4, 3, 3, 3], scheduler, 3)
     assert scheduler.details["engine/plan_makespan"] == 9.0
     assert scheduler.details["engine/plan_lower_bound"] == 9.0
@@ -391,4 +392,4 @@ def test_only_fifo_needs_no_lengths():
 @pytest.mark.parametrize("wrong", [{"epsilon": 0.0}, {"epsilon": float("nan")}, {"max_states": 0}, {"refill": "fifo"}])
 def test_settings_that_make_no_sense_are_refused_by_name(wrong):
     with pytest.raises(UserError, match=f"scheduler.{next(iter(wrong))}"):
-        Fptas(**wrong)
+        fptas(**wrong)

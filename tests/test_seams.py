@@ -5,28 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
-from small import FakeEngine, a_correction, make_engine, small_model
+from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample, loss
+from grpo_cli import downsample
 from grpo_cli.correction import Correct
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
 
-TIS = a_correction(importance="token", is_threshold=2.0)
+TIS = made.correction(importance="token", is_threshold=2.0)
 
 
 def quiet(settings: RunSettings, **changes: Any) -> RunSettings:
     """Without evaluations."""
-    return replace(settings, eval=EvalSettings(0, 1, 1, 1.0), **changes)
+    return replace(settings, eval=EvalSettings(every=0, problems=1, k=1, temperature=1.0), **changes)
 
 
 class Spy:
@@ -58,7 +58,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("m", [2, 4])
-@pytest.mark.parametrize("correction", [a_correction(), TIS, SPARSE_RL], ids=["none", "tis", "sparse_rl"])
+@pytest.mark.parametrize("correction", [made.correction(), TIS, SPARSE_RL], ids=["none", "tis", "sparse_rl"])
 def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
     tmp_path: Path, correction: Correct, m: int
 ) -> None:
@@ -82,13 +82,12 @@ def test_an_update_that_was_skipped_has_not_moved_the_learner(tmp_path: Path) ->
     assert [batch.policy_logprobs is None for batch in spy.batches] == [True, True, False]
 
 
-@pytest.mark.parametrize("correction", [a_correction(), TIS], ids=["none", "tis"])
+@pytest.mark.parametrize("correction", [made.correction(), TIS], ids=["none", "tis"])
 def test_rounding_between_two_passes_clips_nothing(tmp_path: Path, correction: Correct) -> None:
     """GSPO's clip is narrower than bfloat16's rounding, by which the correction's pass and the learner's differ."""
-    gspo = partial(loss.gspo, clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="sequence")
     recorder = Recorder()
     trainer = make_trainer(
-        quiet(settings_for(tmp_path, steps=3)), loss=gspo, correction=correction, trackers=(recorder,)
+        quiet(settings_for(tmp_path, steps=3)), loss=made.loss("gspo"), correction=correction, trackers=(recorder,)
     )
     exact = trainer._learner.logprobs
     trainer._learner.logprobs = lambda *words: exact(*words).bfloat16().float()  # type: ignore[method-assign]
@@ -101,14 +100,14 @@ def reference() -> Any:
     return small_model(seed=1).requires_grad_(False)
 
 
-KL = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.1, aggregation="sequence")
+KL = made.loss(kl_coef=0.1)
 
 
 def test_every_pass_is_at_the_sampling_temperature(tmp_path: Path) -> None:
     """The learner's, the old policy's and the reference's, each under its own model."""
     spy, model = Spy(KL), small_model()
     before = copy.deepcopy(model)
-    settings = quiet(settings_for(tmp_path, steps=1, minibatches=2), sampling=Sampling(0.6, max_new_tokens=8))
+    settings = quiet(settings_for(tmp_path, steps=1, minibatches=2), sampling=Sampling.plain(8, temperature=0.6))
     make_trainer(settings, model=model, loss=spy, reference=reference()).fit()
     first, second = spy.batches
     assert close(spy.logprobs[0], said_by(before, first, 0.6))
@@ -143,7 +142,7 @@ def test_the_weights_and_the_mask_of_a_correction_reach_the_loss(tmp_path: Path)
     """The sampler is off by e^0.5 at the first token, so that xi is e^-0.5 there; for the third sample it is e^2."""
     spy, model = Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: -2.0 if rollout.request.sample == 2 else 0.5)
-    parts: dict[str, Any] = dict(correction=a_correction(importance="token", is_threshold=1.5, mask_high=3.0))
+    parts: dict[str, Any] = dict(correction=made.correction(importance="token", is_threshold=1.5, mask_high=3.0))
     parts |= dict(engine=engine, loss=spy, advantage=sample_numbers)
     make_trainer(quiet(settings_for(tmp_path, steps=1)), model=model, **parts).fit()
     (batch,) = spy.batches
@@ -174,8 +173,8 @@ class Counted:
 @pytest.mark.parametrize(
     ("inner", "m", "asked", "passes", "name", "lowest"),
     [
-        (a_correction(), 4, 12, [], "mismatch", -1.0),
-        (a_correction(), 2, 6, [], "mismatch_trained", -0.5),
+        (made.correction(), 4, 12, [], "mismatch", -1.0),
+        (made.correction(), 2, 6, [], "mismatch_trained", -0.5),
         (TIS, 4, 12, [12], "mismatch", -1.0),
         (TIS, 2, 6, [6], "mismatch_trained", -0.5),
         (SPARSE_RL, 4, 12, [12], "mismatch", -1.0),
@@ -263,7 +262,11 @@ def test_rollouts_and_evaluations_are_in_the_precision_of_the_updates(tmp_path: 
         engine = Asked(model)
         model.model.layers[0].mlp.register_forward_hook(lambda *words, seen=seen: seen.append(words[2].dtype))
         settings = settings_for(tmp_path / autocast, steps=1)
-        settings = replace(settings, model=replace(settings.model, autocast=autocast), eval=EvalSettings(1, 2, 1, 1.0))
+        settings = replace(
+            settings,
+            model=replace(settings.model, autocast=autocast),
+            eval=EvalSettings(every=1, problems=2, k=1, temperature=1.0),
+        )
         make_trainer(settings, model=model, engine=engine, correction=TIS).fit()
         assert engine.halved == [halved] * 3
         assert set(seen) == {torch.bfloat16 if halved else torch.float32}, (
@@ -388,7 +391,10 @@ class Forgets(CountTask):
 
 
 def test_the_best_accuracy_need_not_be_the_last_one(tmp_path: Path) -> None:
-    recorder, settings = Recorder(), replace(settings_for(tmp_path, steps=1), eval=EvalSettings(1, 3, 2, 1.0))
+    recorder, settings = (
+        Recorder(),
+        replace(settings_for(tmp_path, steps=1), eval=EvalSettings(every=1, problems=3, k=2, temperature=1.0)),
+    )
     summary = make_trainer(settings, task=Forgets(), trackers=(recorder,)).fit()
     assert (summary["best_accuracy"], summary["final_accuracy"]) == (1.0, 0.0)
     assert [len(record.examples) for record in recorder.records] == [0, 5], "record.rollouts of 12"

@@ -20,7 +20,7 @@ GRPO = partial(advantage.dr_grpo, stats_over="kept")
 
 def group(*rewards: float) -> ScoredGroup:
     prompt = Prompt("p", (1,), "")
-    requests = [Request(prompt, i, i, Sampling()) for i in range(len(rewards))]
+    requests = [Request(prompt, i, i, Sampling.plain(128)) for i in range(len(rewards))]
     rollouts = tuple(Rollout(request, (1,), (0.0,), Finish.EOS, 0) for request in requests)
     return ScoredGroup(prompt, rollouts, tuple(Reward(r) for r in rewards))
 

@@ -8,15 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from small import small_model
+from small import small_model, vllm_engine
 
 from grpo_cli.engine.admission import Work
-from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.served import Served
-from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
@@ -108,7 +104,7 @@ class Output:
 
 def work(refills: bool) -> Work:
     prompt = Prompt("p", (2, 3, 4), "")
-    made = Work([Request(prompt, i, i, Sampling(max_new_tokens=2)) for i in range(5)], 2, refills)
+    made = Work([Request(prompt, i, i, Sampling.plain(2)) for i in range(5)], 2, refills)
     made.start(Fifo(), None)
     return made
 
@@ -130,7 +126,7 @@ def test_continuous_work_refills_a_slot_and_rounds_wait():
 
 def test_cached_prompts_greedy_rows_and_idle_slots_are_counted_as_they_are():
     prompt = Prompt("p", (2, 3, 4), "")
-    made = Work([Request(prompt, 0, 0, Sampling(max_new_tokens=2, temperature=0.0))], 4, True)
+    made = Work([Request(prompt, 0, 0, Sampling.plain(2, temperature=0.0))], 4, True)
     made.start(Fifo(), None)
     assert made.admitted(started(made)) == [0]
     made.count_step()
@@ -150,4 +146,4 @@ def started(made: Work) -> Fifo:
 def test_without_vllm_the_choice_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh.*pip install grpo-cli 'vllm>=0"):
-        VllmEngine(small_model(), (1,), Full(), Fifo(), NoPredictor(), Dense())
+        vllm_engine(small_model())

@@ -7,13 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from made import fptas, infinite, micro
 from schedules import DISTRIBUTIONS, SCHEDULERS, compare, disturb, main, predict_trace, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
 from grpo_cli.engine.lengths import TraceRow, kendall_tau
 from grpo_cli.engine.predict import Oracle
-from grpo_cli.engine.sampler import Infinite, Micro
-from grpo_cli.engine.schedule import Fifo, Fptas, Lpt, Sjf
+from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():
@@ -88,10 +88,10 @@ def test_the_simulator_counts_what_the_engine_does():
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
     lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
     true = [lengths[request.prompt.id, request.sample] for request in requests]
-    for sampler, scheduler in itertools.product([Micro(slots=3), Infinite(slots=3)], [Sjf, Fptas]):
+    for sampler, scheduler in itertools.product([micro(slots=3), infinite(slots=3)], [Sjf, fptas]):
         engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(lengths))
         assert len(list(engine.generate(requests))) == len(requests)
-        ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=isinstance(sampler, Micro))
+        ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=not sampler.refills)
         assert engine.stats().decode_steps == ran.decode_steps
         assert engine.stats().slot_utilisation == pytest.approx(ran.slot_utilisation)
 

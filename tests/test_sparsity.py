@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from made import full, infinite, micro, prefix_head
 from slow_eviction import slow_scores
 from small import contents, make_engine, small_model, some_requests
 from torch import Tensor
@@ -17,12 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_cli.cli import arguments
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.engine.keeper import Keeper, Tally
-from grpo_cli.engine.predict import NoPredictor, PrefixHead
-from grpo_cli.engine.sampler import Full, Infinite, Micro
-from grpo_cli.engine.schedule import Fifo, Lpt
+from grpo_cli.engine.schedule import Lpt
 from grpo_cli.types import Request, Rollout
 
 HEADS, LAYERS = 2, 2  # of small_model, key-value heads
@@ -69,7 +67,7 @@ def generate(policy: Dense | Budget, requests: list[Request], **parts: Any) -> t
 
 def generate_to_the_limit(policy: Dense | Budget, requests: list[Request]) -> tuple[list[Rollout], Any]:
     """The same where no token ends a rollout."""
-    engine = TorchEngine(small_model(), (), Full(), Fifo(), NoPredictor(), policy)
+    engine = make_engine(small_model(), eos_token_ids=(), sparsity=policy)
     return list(engine.generate(requests)), engine
 
 
@@ -144,7 +142,7 @@ def test_a_replay_of_what_was_kept_gives_the_probabilities_and_the_choices(
     choice is the one of scores computed by slow loops from the replay's own queries, keys and weights."""
     recorder, budget = Recorder(), make(policy, **words)
     requests = some_requests(prompts=2, n=3, tokens=36)
-    rollouts, _ = generate(watched(budget, recorder), requests, sampler=Infinite(slots=4))
+    rollouts, _ = generate(watched(budget, recorder), requests, sampler=infinite(slots=4))
     differences = []
     for index, rollout in enumerate(rollouts):
         evictions = recorder.evictions.get(index, [])
@@ -181,7 +179,7 @@ def test_kept_keys_are_ordered_and_within_the_budget_with_window_and_sinks(
 ) -> None:
     recorder, budget = Recorder(), make(policy, **words, sinks=6)
     requests = some_requests(prompts=2, n=3, tokens=30)
-    generate(watched(budget, recorder), requests, sampler=Infinite(slots=4))
+    generate(watched(budget, recorder), requests, sampler=infinite(slots=4))
     for index, evictions in recorder.evictions.items():
         prompt = len(requests[index].prompt.token_ids)
         for number, (prompt_candidates, kept) in enumerate(evictions):
@@ -207,14 +205,14 @@ def test_no_slot_ever_holds_more_than_budget_and_buffer(protect_prompt: bool, mo
 
     monkeypatch.setattr(Keeper, "count", spy)
     requests = some_requests(prompts=2, n=3, tokens=40)
-    for sampler in (Full(), Infinite(slots=3)):
+    for sampler in (full(), infinite(slots=3)):
         rollouts, engine = generate(make(SnapKv, protect_prompt=protect_prompt), requests, sampler=sampler)
         assert max(seen) == 14 and engine.stats().details["engine/evictions"] > 6
         if protect_prompt:
             assert [r.kept_kv for r in rollouts] == [min(len(r) - 1, 14) for r in rollouts]
 
 
-@pytest.mark.parametrize("parts", [{}, {"sampler": Infinite(slots=2), "scheduler": Lpt()}], ids=["", "paused"])
+@pytest.mark.parametrize("parts", [{}, {"sampler": infinite(slots=2), "scheduler": Lpt()}], ids=["", "paused"])
 @pytest.mark.parametrize(("policy", "words"), KINDS)
 def test_kept_response_keys_are_those_of_the_fullest_layer_and_head(
     policy: type[Budget], words: dict[str, Any], parts: dict[str, Any]
@@ -222,7 +220,7 @@ def test_kept_response_keys_are_those_of_the_fullest_layer_and_head(
     """Prompt keys that an eviction had chosen were once counted among them."""
     requests, recorder, budget = some_requests(prompts=3, n=4, tokens=60), Recorder(), make(policy, **words)
     if parts:
-        parts = parts | {"predictor": PrefixHead(prefix_tokens=16)}
+        parts = parts | {"predictor": prefix_head(prefix_tokens=16)}
     found = set()
     for index, rollout in enumerate(generate(watched(budget, recorder), requests, **parts)[0]):
         start, most = len(rollout.request.prompt.token_ids), 0
@@ -254,11 +252,11 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
 def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget], words: dict[str, Any]) -> None:
     requests, budget = some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
     together, _ = generate(budget, requests)
-    for sampler in (Micro(slots=4), Infinite(slots=1)):
+    for sampler in (micro(slots=4), infinite(slots=1)):
         assert generate(budget, requests, sampler=sampler)[0] == together
     # With a pause after 17 tokens, which is after an eviction, and an order of its own.
-    predictor = PrefixHead(prefix_tokens=16, min_rollouts=2)
-    paused, engine = generate(budget, requests, sampler=Infinite(slots=2), scheduler=Lpt(), predictor=predictor)
+    predictor = prefix_head(prefix_tokens=16, min_rollouts=2)
+    paused, engine = generate(budget, requests, sampler=infinite(slots=2), scheduler=Lpt(), predictor=predictor)
     assert paused == together
     assert engine.stats().details["engine/probe_steps"] > 0
 
@@ -268,7 +266,7 @@ def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget]
 def test_heads_of_any_grouping_keep_keys_independently_of_neighbours(kv_heads: int) -> None:
     model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=2, n=2, tokens=30)
     for policy in (H2o, Rkv):  # one that adds up weights, and one that multiplies queries and keys
-        engine = make_engine(model, sparsity=make(policy), sampler=Infinite(slots=2))
+        engine = make_engine(model, sparsity=make(policy), sampler=infinite(slots=2))
         assert contents(engine.generate(requests)) == contents(
             make_engine(model, sparsity=make(policy)).generate(requests)
         )
@@ -279,14 +277,14 @@ def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() ->
     requests = some_requests(prompts=2, n=5, tokens=65)
     width = -(-max(len(r.prompt.token_ids) for r in requests) // 16) * 16
     for policy, slots in ((Streaming, 10), (H2o, 4)):
-        _, engine = generate(make(policy, budget=28), requests, sampler=Infinite(slots=slots))
+        _, engine = generate(make(policy, budget=28), requests, sampler=infinite(slots=slots))
         stats, pool = engine.stats(), 2 * width
         assert stats.kv_peak_bytes == 256 * (slots * 32 + pool)
         saved = 1 - (slots * 32 + pool) / (slots * 64 + pool)
         assert stats.details["engine/kv_saving_allocated"] == pytest.approx(saved)
     budget = 256 * (2 * width + 4 * 64)
     for sparsity, slots in ((Dense(), 4), (make(SnapKv, budget=28), 8)):
-        _, engine = generate(sparsity, requests, sampler=Infinite(kv_budget=budget))
+        _, engine = generate(sparsity, requests, sampler=infinite(kv_budget=budget))
         assert engine.stats().slots == slots and engine.stats().kv_peak_bytes <= budget
 
 

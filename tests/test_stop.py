@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from made import infinite, micro, prefix_head
 from small import contents, make_engine, small_model, some_requests
 
 from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.predict import PrefixHead
-from grpo_cli.engine.sampler import Infinite, Micro
 from grpo_cli.engine.schedule import Fifo, Sjf
 from grpo_cli.types import Finish, Request, Rollout
 
@@ -52,7 +51,7 @@ def stopping(requests: Sequence[Request], stop: tuple[str, ...]) -> list[Request
         ("longer than any of these texts",),
     ],
 )
-@pytest.mark.parametrize("parts", [{}, {"sampler": Infinite(slots=3)}, {"sampler": Micro(slots=4)}])
+@pytest.mark.parametrize("parts", [{}, {"sampler": infinite(slots=3)}, {"sampler": micro(slots=4)}])
 def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
     stop: tuple[str, ...], parts: dict[str, object]
 ) -> None:
@@ -72,7 +71,7 @@ def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
 def test_a_rollout_that_waited_with_its_keys_kept_is_cut_too() -> None:
     requests = stopping(some_requests(n=6), ("ab", "d"))
     alone = contents(engine().generate(requests))
-    parts = {"sampler": Infinite(slots=3), "scheduler": Sjf(), "predictor": PrefixHead(prefix_tokens=4)}
+    parts = {"sampler": infinite(slots=3), "scheduler": Sjf(), "predictor": prefix_head(prefix_tokens=4)}
     assert contents(engine(**parts).generate(requests)) == alone
 
 

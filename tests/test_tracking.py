@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -251,11 +252,16 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.M
     wandb.teardown()
 
 
+def wandb_tracker(run_dir: Path, config: dict[str, Any], **words: Any) -> WandbTracker:
+    say = {name: words.pop(name) for name in ("say", "warn") if name in words}
+    return made.ready("logger", "wandb", {"run_dir": run_dir, "config": config, **say}, **words)
+
+
 def test_w_and_b_offline_holds_everything(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     run = tmp_path / "run"
     run.mkdir()
-    tracker: Tracker = WandbTracker(run, {"n": 4, "api_key": "s3cr3t"}, project="p", table_every=2, say=said.append)
+    tracker: Tracker = wandb_tracker(run, {"n": 4, "api_key": "s3cr3t"}, project="p", table_every=2, say=said.append)
     for step in (1, 2, 3):
         tracker.log(Record(step, METRICS, (example(reply=f"reply {step}"),)))
     tracker.close({"status": "finished", "eval_accuracy": 0.75, "best": {"step": 2}})
@@ -314,7 +320,7 @@ def test_the_command_line_in_w_and_b_has_no_secrets(tmp_path: Path, lonely: pyte
     secret = "hf_" + "a1B2" * 8
     words = ["grpo", "n=4", f"task.token={secret}"]
     lonely.setattr(sys, "argv", words)
-    WandbTracker(tmp_path, {"task": {"token": secret}}, project="p", say=lambda text: None).close({})
+    wandb_tracker(tmp_path, {"task": {"token": secret}}, project="p", say=lambda text: None).close({})
     offline_records(tmp_path)  # waits until all is written
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"n=4" in written and secret.encode() not in written
@@ -333,7 +339,7 @@ def test_the_agent_of_a_w_and_b_sweep_names_the_run(tmp_path: Path, lonely: pyte
 
 def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     for first in (1, 2):  # the first life logged steps 1 to 3, but was resumed from a checkpoint at step 1
-        tracker = WandbTracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
+        tracker = wandb_tracker(tmp_path, {}, project="p", mode="offline", say=lambda text: None)
         for step in range(first, 4):
             tracker.log(Record(step, {"life": float(first)}))
         tracker.close({})
@@ -347,7 +353,7 @@ def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, l
 def test_with_a_key_but_no_network_auto_stays_offline_and_says_so(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     lonely.setenv("WANDB_API_KEY", "a" * 40)
-    tracker = WandbTracker(tmp_path, {}, project="p", say=said.append, warn=pytest.fail)
+    tracker = wandb_tracker(tmp_path, {}, project="p", say=said.append, warn=pytest.fail)
     tracker.log(Record(1, METRICS))
     tracker.close({})
     assert "not available online" in said[0] and "wandb sync" in said[1] and len(said) == 2
@@ -357,10 +363,10 @@ def test_with_a_key_but_no_network_auto_stays_offline_and_says_so(tmp_path: Path
 
 def test_asked_for_online_it_is_an_error_not_to_be(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no W&B API key is configured"):
-        WandbTracker(tmp_path, {}, mode="online")
+        wandb_tracker(tmp_path, {}, mode="online")
     lonely.setenv("WANDB_API_KEY", "a" * 40)
     with pytest.raises(UserError, match="logger.mode=online, but W&B did not start"):
-        WandbTracker(tmp_path, {}, mode="online")
+        wandb_tracker(tmp_path, {}, mode="online")
 
 
 def test_a_key_in_the_netrc_file_counts(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
@@ -372,7 +378,7 @@ def test_a_key_in_the_netrc_file_counts(tmp_path: Path, lonely: pytest.MonkeyPat
 
 def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    tracker = WandbTracker(tmp_path, {}, project="p", say=lambda text: None, warn=warnings.append)
+    tracker = wandb_tracker(tmp_path, {}, project="p", say=lambda text: None, warn=warnings.append)
     tracker.log(Record(1, METRICS))
     services = [thing for thing in gc.get_objects() if type(thing) is subprocess.Popen and "wandb" in thing.args[0]]
     for service in services:
@@ -402,7 +408,7 @@ def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.Mo
     import wandb
 
     warnings: list[str] = []
-    tracker = WandbTracker(tmp_path, {}, mode="disabled", warn=warnings.append)
+    tracker = wandb_tracker(tmp_path, {}, mode="disabled", warn=warnings.append)
     tracker._run = BrokenRun(wandb.errors.CommError("server said no\nat length"))
     tracker.log(Record(1, METRICS))
     tracker.log(Record(2, METRICS))
@@ -416,7 +422,7 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would raise
     for mode, variable in (("disabled", "online"), ("auto", "disabled")):
         monkeypatch.setenv("WANDB_MODE", variable)
-        tracker = WandbTracker(tmp_path, {}, mode=mode)
+        tracker = wandb_tracker(tmp_path, {}, mode=mode)
         tracker.log(Record(1, METRICS))
         tracker.close({})
     assert list(tmp_path.iterdir()) == []
@@ -424,4 +430,4 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
 
 def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="logger.mode=on must be one of auto, online, offline, disabled"):
-        WandbTracker(tmp_path, {}, mode="on")
+        wandb_tracker(tmp_path, {}, mode="on")

@@ -8,18 +8,18 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
-from small import FakeEngine, a_correction, make_engine, small_model
+from made import full, infinite, micro
+from small import FakeEngine, make_engine, small_model
 
-from grpo_cli import advantage, downsample, loss
+from grpo_cli import downsample
 from grpo_cli.correction import Correct
-from grpo_cli.engine.sampler import Full, Infinite, Micro
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Bench, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
@@ -27,12 +27,9 @@ from grpo_cli.meter import NullMeter
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import (
     EvalSettings,
-    ModelSettings,
-    OptimSettings,
     RecordSettings,
     RunSettings,
     Sampling,
-    TrainSettings,
 )
 from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
@@ -75,40 +72,37 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
         steps=4,
         prompts=3,
         micro_batch_tokens=10_000,
-        epochs=1,
-        minibatches=1,
         logprob_chunk=64,
         max_bad_steps=2,
         checkpoint_every=2,
         keep_checkpoints=2,
     )
-    return RunSettings(
+    return made.settings(
         n=4,
         m=4,
-        seed=0,
-        resume=None,
         device="cpu",
         run_dir=str(folder),
-        model=ModelSettings("", "float32", "none", False, False, False),
-        train=TrainSettings(**(numbers | train)),
-        sampling=Sampling(max_new_tokens=8),
-        optim=OptimSettings(1e-2, (0.9, 0.99), 1e-8, 0.0, 0, "constant", 1.0),
+        model=made.model(""),
+        train=made.train(**(numbers | train)),
+        sampling=Sampling.plain(8),
+        optim=made.optim(lr=1e-2, warmup_steps=0),
         eval=EvalSettings(every=2, problems=3, k=2, temperature=1.0),
         record=RecordSettings(rollouts=5),
         parts={},
     )
 
 
-GRPO = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="sequence")
+GRPO = made.loss()
+NO_EXAM = EvalSettings(every=0, problems=1, k=1, temperature=1.0)
 
 
 def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path | None = None, **parts: Any) -> Trainer:
     if checkpoint is not None:
         model = type(small_model()).from_pretrained(checkpoint)
     model = model or small_model()
-    engine = make_engine(model, sampler=parts.pop("sampler", Full()))
+    engine = make_engine(model, sampler=parts.pop("sampler", full()))
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
-    rules = Rules(downsample.all_rollouts, partial(advantage.grpo, stats_over="kept"), a_correction(), GRPO)
+    rules = Rules(downsample.all_rollouts, made.advantage("grpo"), made.correction(), GRPO)
     plain = Parts(bench, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
     for name, value in parts.items():
         if hasattr(rules, name):
@@ -154,7 +148,7 @@ def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("sampler", [Micro(slots=3), Infinite(slots=2)], ids=str)
+@pytest.mark.parametrize("sampler", [micro(slots=3), infinite(slots=2)], ids=str)
 def test_the_sampler_never_changes_what_is_learned(tmp_path: Path, sampler: Any) -> None:
     first = final_weights(settings_for(tmp_path / "a"))
     assert same(first, final_weights(settings_for(tmp_path / "b"), sampler=sampler))
@@ -189,7 +183,7 @@ def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path) -> N
 
 def test_with_several_updates_and_corrections_resuming_is_exact_too(tmp_path: Path) -> None:
     words: dict[str, Any] = dict(epochs=2, minibatches=2)
-    correct = a_correction(importance="token", is_threshold=2.0)
+    correct = made.correction(importance="token", is_threshold=2.0)
     whole = final_weights(settings_for(tmp_path / "a", **words), correction=correct)
     make_trainer(settings_for(tmp_path / "b", steps=2, **words), correction=correct).fit()
     checkpoint = find_checkpoint(tmp_path / "b").path
@@ -229,7 +223,7 @@ def test_a_checkpoint_follows_the_record_of_its_step(tmp_path: Path) -> None:
 
 
 def test_a_run_that_evaluates_nothing_claims_no_accuracy(tmp_path: Path) -> None:
-    settings = replace(settings_for(tmp_path, steps=1), eval=EvalSettings(0, 1, 1, 1.0))
+    settings = replace(settings_for(tmp_path, steps=1), eval=NO_EXAM)
     summary = make_trainer(settings).fit()
     assert (summary["best_accuracy"], summary["final_accuracy"]) == (None, None)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
@@ -284,7 +278,7 @@ def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
     return Shifted()
 
 
-SPARSE_RL = a_correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
+SPARSE_RL = made.correction(importance="token", is_threshold=1.5, rejection="veto", veto=1e-4)
 
 
 @pytest.mark.parametrize("m", [2, 4])
@@ -303,7 +297,7 @@ def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int
         assert not (e.kept and e.sample == 1)
 
 
-SEQUENCE_MASK = a_correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
+SEQUENCE_MASK = made.correction(importance="sequence", is_mode="mask", is_threshold_low=0.5, is_threshold=5.0)
 
 
 @pytest.mark.parametrize("correction", [SPARSE_RL, SEQUENCE_MASK], ids=["veto", "is"])
@@ -312,7 +306,7 @@ def test_a_step_in_which_all_are_rejected_updates_nothing_and_says_so(tmp_path: 
     model, warnings, recorder = small_model(), list[str](), Recorder()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     engine = with_sampler_off_by(model, lambda rollout: 20.0)
-    settings = replace(settings_for(tmp_path, steps=2), eval=EvalSettings(0, 1, 1, 1.0))
+    settings = replace(settings_for(tmp_path, steps=2), eval=NO_EXAM)
     settings = replace(settings, optim=replace(settings.optim, weight_decay=0.1))
     parts: dict[str, Any] = dict(engine=engine, correction=correction, warn=warnings.append, trackers=(recorder,))
     summary = make_trainer(settings, model=model, **parts).fit()
@@ -325,7 +319,7 @@ def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) ->
     """Of 3 prompts' 4 rollouts each, a minibatch each, the first ones alone are trained on."""
     model = small_model()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample else 0.0)
-    settings = replace(settings_for(tmp_path, steps=1, minibatches=12), eval=EvalSettings(0, 1, 1, 1.0))
+    settings = replace(settings_for(tmp_path, steps=1, minibatches=12), eval=NO_EXAM)
     summary = make_trainer(settings, model=model, engine=engine, correction=SEQUENCE_MASK).fit()
     assert (summary["updates"], summary["skipped_steps"], summary["empty_steps"]) == (3, 0, 0)
 
@@ -342,7 +336,7 @@ def test_the_reference_keeps_the_policy_near(tmp_path: Path) -> None:
     """With a heavy KL term the policy moves less; the first step's KL is exactly 0."""
     recorder = Recorder()
     model = small_model()
-    heavy = partial(loss.grpo, clip_low=0.2, clip_high=0.2, kl_coef=10.0, aggregation="sequence")
+    heavy = made.loss(kl_coef=10.0)
     reference = copy.deepcopy(model).requires_grad_(False)
     settings = settings_for(tmp_path, steps=8)
     make_trainer(settings, model=model, loss=heavy, reference=reference, trackers=(recorder,)).fit()
@@ -487,7 +481,7 @@ def test_evaluation_is_kept_out_of_the_training_clock(tmp_path: Path) -> None:
 
 
 def test_warm_up_and_schedules() -> None:
-    optim = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, 4, "cosine", 1.0)
+    optim = made.optim(lr=1.0, warmup_steps=4, schedule="cosine")
     rates = [learning_rate(optim, step, 12) for step in range(12)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[8] == pytest.approx(0.5) and rates[-1] < 0.05

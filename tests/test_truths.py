@@ -11,14 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
-from small import a_correction, small_model
+from small import small_model
 from typer.testing import CliRunner
 
-from grpo_cli import advantage, downsample, loss, metrics, rollout, select
+from grpo_cli import downsample, loss, metrics, rollout, select
 from grpo_cli.cli.main import app
+from grpo_cli.config.choices import choices
 from grpo_cli.learner import batch, logprobs
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
@@ -27,7 +29,7 @@ from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, Scor
 def a_group() -> ScoredGroup:
     prompt = Prompt("p", (5, 6, 7), "")
     rollouts = tuple(
-        Rollout(Request(prompt, i, i, Sampling()), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS, 2)
+        Rollout(Request(prompt, i, i, Sampling.plain(128)), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS, 2)
         for i in range(4)
     )
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 3), {"part": 1.0}) for i in range(4)))
@@ -50,10 +52,10 @@ def contents(value: Any) -> Any:
     return value
 
 
-WORDS: dict[str, Any] = dict(clip_low=0.2, clip_high=0.2, kl_coef=0.1)
 RNG = np.random.default_rng(0)
+REWARDS = [torch.tensor([0.0, 1.0]), torch.arange(4.0)]
 KEEP_TWO: dict[str, Any] = dict(keep=2, rng=RNG)
-GRPO = partial(advantage.grpo, stats_over="kept")
+GRPO = made.advantage("grpo")
 
 
 def new_logprobs() -> torch.Tensor:
@@ -62,24 +64,25 @@ def new_logprobs() -> torch.Tensor:
 
 CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     **{
-        f"downsample.{rule.__name__}": (partial(downsample.checked, rule, **KEEP_TWO), [a_group()])
-        for rule in (downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile)
+        f"downsample.{name}": (partial(downsample.checked, made.downsample(name), **KEEP_TWO), [a_group()])
+        for name in choices("downsample")
+        if name != "all"
     },
     **{
-        f"advantage.{rule.__name__}": (partial(rule, stats_over=over), [torch.tensor([0.0, 1.0]), torch.arange(4.0)])
-        for rule in (advantage.grpo, advantage.dr_grpo, advantage.rloo)
+        f"advantage.{rule}.{over}": (made.advantage(rule, stats_over=over), REWARDS)
+        for rule in choices("advantage")
         for over in ("kept", "group")
     },
     **{
-        f"loss.{rule.__name__}.{how}": (
-            partial(rule, **WORDS, aggregation=how),
+        f"loss.{rule}.{how}": (
+            made.loss(rule, kl_coef=0.1, aggregation=how),
             [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)],
         )
-        for rule in (loss.grpo, loss.dapo, loss.gspo, loss.cispo)
+        for rule in choices("loss")
         for how in loss.AGGREGATIONS
     },
     "correction": (
-        a_correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
+        made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
         [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],
     ),
     "select": (

@@ -14,29 +14,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
-from small import contents, small_model, some_requests
+from made import infinite, micro
+from small import contents, make_engine, small_model, some_requests
 from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm as vllm_engine
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Full, Infinite, Micro
-from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.rollout import requests_for
-from grpo_cli.settings import ModelSettings, Sampling
+from grpo_cli.settings import Sampling
 from grpo_cli.tasks.arithmetic import Arithmetic
 from grpo_cli.types import Prompt, Request, Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
-TINY = ModelSettings("tiny", "float32", "none", False, False, False)
+TINY = made.model()
 CLOSE = 1e-4
 
 
@@ -44,16 +41,9 @@ def tiny() -> PreTrainedModel:
     return load_model(TINY, torch.device("cpu"))
 
 
-def engine_of(model: Any, **words: Any) -> VllmEngine:
-    defaults: dict[str, Any] = dict(
-        eos_token_ids=(1,), sampler=Full(), scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense()
-    )
-    return VllmEngine(model, **(defaults | words))
-
-
 @pytest.fixture(scope="module")
 def task() -> Arithmetic:
-    return Arithmetic(tokenizer=load_tokenizer(TINY), seed=0)
+    return made.task("arithmetic", load_tokenizer(TINY))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +54,11 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
     """One engine of 64 slots for all tests that change nothing."""
-    yield engine_of(model, rollouts_per_step=64)
+    yield vllm_engine(model, rollouts_per_step=64)
 
 
 def requests_of(task: Arithmetic, prompts: int, n: int, **words: Any) -> list[Request]:
-    sampling = Sampling(**(dict(max_new_tokens=128) | words))
+    sampling = replace(Sampling.plain(128), **words)
     return requests_for([task.prompts("train")[i] for i in range(prompts)], n, sampling, 0, 0)
 
 
@@ -95,7 +85,7 @@ def test_sampler_logprobs_are_those_of_the_distribution_drawn_from(
 
 def test_greedy_replies_are_the_torch_engines(engine: VllmEngine, model: PreTrainedModel, task: Arithmetic):
     requests = requests_of(task, 16, 1, temperature=0.0)
-    torch_engine = TorchEngine(model, (1,), Full(), Fifo(), NoPredictor(), Dense())
+    torch_engine = make_engine(model)
     assert contents(engine.generate(requests)) == contents(torch_engine.generate(requests))
 
 
@@ -109,7 +99,7 @@ def test_a_seed_makes_the_same_rollout_again(engine: VllmEngine, task: Arithmeti
 def test_a_shared_prompt_is_run_once(engine: VllmEngine, model: PreTrainedModel):
     rng = np.random.default_rng(0)
     prompt = Prompt("long", tuple(rng.integers(2, 20, 100).tolist()), "")
-    requests = [Request(prompt, i, i + 7, Sampling(max_new_tokens=8)) for i in range(8)]
+    requests = [Request(prompt, i, i + 7, Sampling.plain(8)) for i in range(8)]
     list(engine.generate(requests[:1]))
     rollouts = list(engine.generate(requests))
     assert engine.stats().prefill_tokens <= 8 * (100 - 96), "whole blocks of 32 come from the cache"
@@ -134,7 +124,7 @@ def test_rollouts_are_those_of_the_torch_engine_in_distribution(
     1.95 sqrt(2 / n) in 0.1 % of cases. Rewards are 0 or 1: the shares' difference against 3.3 standard errors.
     """
     requests = requests_of(task, 32, 64)
-    torch_engine = TorchEngine(model, (1,), Full(), Fifo(), NoPredictor(), Dense())
+    torch_engine = make_engine(model)
     lengths, rewards = [], []
     for rollouts in (list(engine.generate(requests)), list(torch_engine.generate(requests))):
         lengths.append(np.sort([len(rollout) for rollout in rollouts]))
@@ -156,7 +146,7 @@ def test_what_vllm_would_change_silently_is_refused(engine: VllmEngine, task: Ar
 
 def test_weights_follow_the_policy_when_told_and_not_before(task: Arithmetic):
     model = tiny()
-    engine = engine_of(model)
+    engine = vllm_engine(model)
     requests = requests_of(task, 3, 4)
     assert worst(model, list(engine.generate(requests))) < CLOSE
     with torch.no_grad():
@@ -185,7 +175,7 @@ def test_seeds_fit_into_vllms_signed_numbers(
 
 def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dtype is the autocast's; but under it adapters would be merged, and kernels recorded, in bfloat16 twice."""
-    engine = engine_of(small_model("qwen2", hidden_size=64, head_dim=16))
+    engine = vllm_engine(small_model("qwen2", hidden_size=64, head_dim=16))
     seen: dict[str, bool] = {}
 
     def noting(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,7 +197,7 @@ def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch
 
 def test_a_closed_engine_lets_vllm_go(model: PreTrainedModel, task: Arithmetic) -> None:
     """What was to be called at the engine's own end held vLLM, with weights and cache, until then."""
-    engine = engine_of(model)
+    engine = vllm_engine(model)
     requests = requests_of(task, 1, 2, max_new_tokens=4)
     list(engine.generate(requests))
     core = weakref.ref(engine._llm.llm_engine.engine_core)
@@ -222,27 +212,27 @@ def test_what_would_end_the_process_is_refused(model: PreTrainedModel, task: Ari
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(UserError, match="on a CPU cannot compute heads of 24 numbers in bfloat16"),
     ):
-        list(engine_of(model).generate(requests_of(task, 1, 1)))
+        list(vllm_engine(model).generate(requests_of(task, 1, 1)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str):
     # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only
     model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=32)
-    rollouts = list(engine_of(model).generate(some_requests(2, 3)))
+    rollouts = list(vllm_engine(model).generate(some_requests(2, 3)))
     assert worst(model, rollouts) < CLOSE
 
 
 def test_a_size_that_vllm_has_is_served_as_it_is():
     model = small_model("qwen2", hidden_size=128)
-    assert worst(model, list(engine_of(model).generate(some_requests(2, 3)))) < CLOSE
+    assert worst(model, list(vllm_engine(model).generate(some_requests(2, 3)))) < CLOSE
 
 
-@pytest.mark.parametrize(("sampler", "slots"), [(Micro(slots=3), 3), (Infinite(slots=5), 5)], ids=str)
+@pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=3), 3), (infinite(slots=5), 5)], ids=str)
 def test_every_request_comes_back_once_from_few_slots(
     model: PreTrainedModel, task: Arithmetic, sampler: Any, slots: int
 ):
-    engine = engine_of(model, sampler=sampler)
+    engine = vllm_engine(model, sampler=sampler)
     requests = requests_of(task, 2, 4, max_new_tokens=12)
     made = contents(engine.generate(requests))
     assert set(made) == {(r.prompt.id, r.sample) for r in requests}
@@ -256,13 +246,13 @@ def test_every_request_comes_back_once_from_few_slots(
 
 
 def test_too_little_memory_says_what_would_do(model: PreTrainedModel, task: Arithmetic):
-    engine = engine_of(model, sampler=Infinite(kv_budget="100KB"))
+    engine = vllm_engine(model, sampler=infinite(kv_budget="100KB"))
     with pytest.raises(UserError, match=r"kv_budget=100KB \(100000 bytes\) holds not even one sequence.* \d+ bytes"):
         list(engine.generate(requests_of(task, 1, 2)))
 
 
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
-    engine = engine_of(model, sampler=Infinite(kv_budget="2MB"))
+    engine = vllm_engine(model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
     assert engine.stats().kv_peak_bytes <= 2_000_000
 
@@ -277,12 +267,12 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
 )
 def test_words_for_vllm_are_checked(model: PreTrainedModel, options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        engine_of(model, options=options)
+        vllm_engine(model, options=options)
 
 
 def test_norms_of_keys_forbid_larger_heads():
     with pytest.raises(UserError, match=r"cannot serve Qwen3ForCausalLM with heads of 8 numbers.* use engine=torch"):
-        engine_of(small_model("qwen3"))
+        vllm_engine(small_model("qwen3"))
 
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
@@ -332,7 +322,7 @@ def test_the_policy_learns_and_a_failure_leaves_what_was_learned(tmp_path: Path)
 @pytest.mark.gpu
 def test_a_gpus_memory_is_given_back_between_rollouts(task: Arithmetic):
     model = tiny().to("cuda", torch.bfloat16)
-    engine = engine_of(model, memory=0.2)
+    engine = vllm_engine(model, memory=0.2)
     for _ in range(2):
         rollouts = list(engine.generate(requests_of(task, 2, 4)))
         details = engine.stats().details

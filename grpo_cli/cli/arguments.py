@@ -27,10 +27,10 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     said = typed.keys() & {"task.eval_path", "task.eval_fraction", "task._target_"}
     if path == "null" or said or unquoted(path) == of_the_run.get("task.path"):
         return list(arguments)
-    from grpo_cli.config.choices import choices, keys_of
+    from grpo_cli.config.choices import choices, shipped
 
     task = typed.get("task", "arithmetic")
-    if task not in choices("task") or "eval_fraction" not in keys_of("task", task):
+    if task not in choices("task") or "eval_fraction" not in shipped("task", task):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
 

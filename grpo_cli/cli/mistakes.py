@@ -38,9 +38,10 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        known = ", ".join(error.options)
+        options = [option for option in error.options if not option.startswith("_")]  # no choices by themselves
+        known = ", ".join(options)
         extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-        return f"{group}={choice} is not one of the choices {known}{closest(choice, error.options)}{extras}"
+        return f"{group}={choice} is not one of the choices {known}{closest(choice, options)}{extras}"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read: write key=value or group=choice, "
@@ -57,14 +58,14 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
-    from grpo_cli.config.choices import choices, keys_of
+    from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.overrides import RENAMED
     from grpo_cli.errors import closest
 
     if key in RENAMED:
         return f"; it is called {RENAMED[key]}"
     group, _, word = key.partition(".")
-    having = [choice for choice in choices(group) if group and word in _keys(keys_of(group, choice), "")]
+    having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
     if having:
         return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
     return closest(key, _known_keys(command, arguments))

@@ -1,18 +1,18 @@
 """Every range of a setting, and every rule that relates two of them: what is broken is said all at once.
 
-Nothing here touches a model: a run that cannot work is refused in the first second.
+What a part refuses it says itself; the parts are asked here too. Nothing here touches a model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-from grpo_cli.config.choices import choices
-from grpo_cli.config.read import is_a, shown
-from grpo_cli.errors import UserError, closest, refuse
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.config.choices import choice_of
+from grpo_cli.errors import UserError, closest, gathered, refuse
+from grpo_cli.formatting import parse_bytes, shown
 from grpo_cli.settings import (
     EvalRunSettings,
     EvalSettings,
@@ -21,12 +21,11 @@ from grpo_cli.settings import (
     ProfileRunSettings,
     ProfileSettings,
     RunSettings,
+    SampleSettings,
     Sampling,
     TrainSettings,
 )
 
-# By the class that `_target_` ends with. A scheduler from outside says so itself, when it is built.
-_NEEDS_LENGTHS = {"Sjf": "sjf", "Lpt": "lpt", "Fptas": "fptas"}
 _SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("float32", "bfloat16")
 _QUANTISED = ("none", "8bit", "4bit")
@@ -47,9 +46,9 @@ def check(settings: RunSettings) -> None:
             *_optim_problems(settings.optim),
             *_eval_problems(settings.eval),
             *_model_problems(settings.model, settings.device),
-            *_engine_problems(settings.parts),
-            *_loss_problems(settings.parts["loss"]),
             *_at_least("record.rollouts", settings.record.rollouts, -1),
+            *_engine_problems(settings),
+            *_rule_problems(settings),
         ]
     )
 
@@ -82,8 +81,6 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
 def check_eval(settings: EvalRunSettings) -> None:
     """The same for `grpo eval`."""
     problems = settings.eval.problems
-    drawn = settings.sampling
-    sampling = Sampling(1.0, drawn.top_p, drawn.top_k, drawn.max_new_tokens, drawn.stop)
     refuse(
         [
             *(
@@ -92,16 +89,12 @@ def check_eval(settings: EvalRunSettings) -> None:
                 else []
             ),
             *_seed_problems(settings.seed),
-            *_range_problems(sampling),
+            *_range_problems(settings.sampling),
             *_exam_problems(settings.eval.k, settings.eval.temperature),
             *_model_problems(settings.model, settings.device),
-            *_engine_problems(settings.parts),
+            *_engine_problems(settings),
         ]
     )
-
-
-def _target(part: Mapping[str, Any]) -> str:
-    return str(part["_target_"]).rsplit(".", 1)[-1]
 
 
 def _at_least(key: str, value: int | float, least: int) -> Iterator[str]:
@@ -136,14 +129,9 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
     elif m == 1 and parts["advantage"].get("stats_over") == "kept":
         yield (
-            f"m=1 leaves advantage={_target(parts['advantage'])} nothing to compare with: take m of 2 or more, or "
-            "advantage.stats_over=group"
+            f"m=1 leaves advantage={choice_of('advantage', parts['advantage'])} nothing to compare with: take m of 2 "
+            "or more, or advantage.stats_over=group"
         )
-    if m == 1 and _target(parts["downsample"]) == "maxvar":
-        yield "m=1 cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more"
-    if 1 <= m < n and _target(parts["downsample"]) == "all_rollouts":
-        rules = ", ".join(rule for rule in choices("downsample") if rule != "all")
-        yield f"m={m} is less than n={n}, but downsample=all keeps all; choose downsample={rules} or m={n}"
 
 
 def _seed_problems(seed: int) -> Iterator[str]:
@@ -164,7 +152,7 @@ def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
         )
 
 
-def _range_problems(sampling: Sampling) -> Iterator[str]:
+def _range_problems(sampling: SampleSettings) -> Iterator[str]:
     yield from _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
     yield from _at_least("sampling.top_k", sampling.top_k, 0)
     if not 0 < sampling.top_p <= 1:
@@ -238,28 +226,24 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
         yield f"model.quantize={model.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, not device=cpu"
 
 
-def _engine_problems(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    scheduler = _NEEDS_LENGTHS.get(_target(parts["scheduler"]))
-    if scheduler and _target(parts["predictor"]) == "NoPredictor":
-        others = ", ".join(name for name in choices("predictor") if name != "none")
-        yield f"scheduler={scheduler} orders by predicted length, but predictor=none; choose predictor={others}"
-    if _target(parts["engine"]) == "VllmEngine" and _target(parts["sparsity"]) != "Dense":
-        yield (
-            f"sparsity={_target(parts['sparsity']).lower()} cannot be had with engine=vllm: its cache is in blocks "
-            "that rollouts share, from which no policy can evict single keys; choose engine=torch or sparsity=dense"
-        )
-    slots = parts["sampler"].get("slots")
-    if slots is not None and not (is_a(int, slots) and slots >= 1):
-        yield f"sampler.slots={shown(slots)} must be a whole number of at least 1"
-    budget = parts["sampler"].get("kv_budget")
-    if budget is not None:
-        yield from _size_problems("sampler.kv_budget", budget)
+def _engine_problems(settings: RunSettings | EvalRunSettings) -> list[str]:
+    from grpo_cli.config.instantiate import engine_parts  # loads torch, which the run does next in any case
+
+    return _refused(lambda: engine_parts(settings.parts, {"seed": settings.seed}, early=True))
 
 
-def _loss_problems(loss: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("clip_low", "clip_high", "kl_coef"):
-        value = loss.get(key, 0.0)
-        if not is_a(float, value):
-            yield f"loss.{key}={shown(value)} must be a number"
-        elif not value >= 0:
-            yield f"loss.{key}={value} must be at least 0"
+def _rule_problems(settings: RunSettings) -> list[str]:
+    """What rules say of their settings and, where there can be a group to try them on, of `n` and `m`."""
+    from grpo_cli.config.instantiate import build_rules, rules_of
+
+    n, m = settings.n, settings.m
+    tried = n >= 2 and 1 <= m <= n
+    return _refused(lambda: build_rules(settings.parts, n, m) if tried else rules_of(settings.parts))
+
+
+def _refused(make: Callable[[], Any]) -> list[str]:
+    """The problems that parts have when they are made. What crashes does so again in its run, where it is seen."""
+    problems: list[str] = []
+    with suppress(Exception), gathered(problems):
+        make()
+    return problems

@@ -1,4 +1,4 @@
-"""The groups that a run is composed of, and the choices that `conf/` offers for each."""
+"""The groups that a run is composed of, and what `conf/` says of them. Asks for neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_dir() -> Path:
     raise FileNotFoundError(f"neither {package / 'conf'} nor {package.parent / 'conf'} holds train.yaml")
 
 
-def keys_of(group: str, choice: str) -> Mapping[str, Any]:
+def shipped(group: str, choice: str) -> dict[str, Any]:
     """A choice's keys and values as its file says them, with those of the files that it is based on."""
     return {key: value for values in _files(f"{group}/{choice}") for key, value in values.items() if key != "defaults"}
 
@@ -46,3 +46,9 @@ def _files(name: str) -> Iterator[dict[str, Any]]:
 def choices(group: str) -> list[str]:
     """The choices that `conf/` offers for a group. A file whose name begins with `_` is what several are based on."""
     return sorted(file.stem for file in (config_dir() / group).glob("*.yaml") if not file.stem.startswith("_"))
+
+
+def choice_of(group: str, part: Mapping[str, Any]) -> str:
+    """What a person would choose to get this part; for one of their own its target."""
+    target = part["_target_"]
+    return next((choice for choice in choices(group) if shipped(group, choice).get("_target_") == target), target)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices
+from grpo_cli.config.choices import EVAL_PARTS, TRAIN_PARTS, choices, config_dir, shipped
 from grpo_cli.config.read import missing, read
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.settings import (
-    EvalRunSettings,
-    ProfileRunSettings,
-    RunSettings,
-)
+from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 
 Settings = TypeVar("Settings")
 
@@ -37,6 +35,21 @@ def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
     return replace(settings, device=settings.profile.device)
 
 
+def settings_of(*words: str) -> RunSettings:
+    """The settings of `grpo train` with these words, not checked: for tests, scripts and notebooks."""
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return parse(hydra.compose("train", ["run_dir=.", *words]))
+
+
+def model_of(choice: str, **changed: Any) -> ModelSettings:
+    """The settings of `model=<choice>`, with some of them changed."""
+    problems: list[str] = []
+    settings = read(ModelSettings, shipped("model", choice) | changed, problems)
+    refuse(problems)
+    assert settings is not None, "without a problem there are settings"
+    return settings
+
+
 def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Settings:
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
@@ -50,7 +63,21 @@ def _parse(cfg: DictConfig, kind: type[Settings], parts: Sequence[str]) -> Setti
         problems += missing(name, group)
         if not isinstance(group, dict) or "_target_" not in group:
             problems.append(f"{name} says nowhere what to build: choose one of {', '.join(choices(name))}")
-    settings = read(kind, values | {"parts": groups}, problems)
+    settings: Any = read(kind, values | {"parts": groups}, problems)
+    stop = () if settings is None else _with_escapes_read(settings.sampling.stop, problems)
     refuse(problems)
-    assert settings is not None, "without a problem there are settings"
-    return settings
+    return replace(settings, sampling=replace(settings.sampling, stop=stop))
+
+
+_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
+
+
+def _with_escapes_read(stop: Sequence[str], problems: list[str]) -> tuple[str, ...]:
+    r"""Stop strings as they are meant: a line break is typed as \n, which Hydra leaves as it is."""
+    for i, text in enumerate(stop):
+        for unknown in set(re.findall(r"\\.?", text, re.DOTALL)) - _ESCAPES.keys():
+            problems.append(
+                f"sampling.stop[{i}]={text} holds {unknown}, which stands for nothing: write two backslashes for one, "
+                r"\n for a line break, \t for a tab"
+            )
+    return tuple(re.sub(r"\\.", lambda found: _ESCAPES.get(found[0], ""), text) for text in stop)

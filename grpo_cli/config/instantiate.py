@@ -2,13 +2,14 @@
 
 A part gets the arguments of its YAML and, of the objects that are to be had (model, tokenizer, seed, ...), those that
 its signature names. A misspelt argument is a UserError, and a rule that does not answer as it must is found on a
-made-up group.
+made-up group. What parts refuse, each for itself and of each other, is their own to say.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,54 +18,84 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
+from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import RENAMED
+from grpo_cli.config.read import read_words
 from grpo_cli.downsample import choose
-from grpo_cli.errors import UserError, closest
-from grpo_cli.interfaces import Rules
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.predict import NoPredictor
+from grpo_cli.engine.sampler import Sampler
+from grpo_cli.errors import UserError, closest, gathered, refuse
+from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import Batch, Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
+
+# The most rollouts of the made-up group: a larger one would teach nothing more, and take its time.
+MOST_REHEARSED = 4096
+_PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """What the group `name` describes. `_partial_` parts are functions with their settings filled in, called later."""
-    words = {key: value for key, value in part.items() if not key.startswith("_")}
-    factory = _factory(name, part)
-    signature = inspect.signature(factory.func)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
-    for word in words:
-        if word not in signature.parameters and not takes_any:
-            known = [key for key in signature.parameters if key not in offered]
-            now = RENAMED.get(f"{name}.{word}")
-            meant = f"; it is called {now}" if now else closest(word, known)
-            raise UserError(f"{name}.{word}: {part['_target_']} takes no {word}{meant}")
-    if part.get("_partial_"):
-        return factory
-    given = {key: value for key, value in offered.items() if key in signature.parameters and key not in words}
-    try:
-        signature.bind(**words, **given)
-    except TypeError as error:
-        raise UserError(
-            f"{name}: {part['_target_']} cannot be made: {error}; give it as {name}.<argument>=..."
-        ) from error
+    """What the group `name` describes."""
+    factory = _factory(name, part, offered)
+    missing, given = _fits(factory, offered)
+    if missing:
+        raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as {name}.<argument>=...")
     return factory(**given)
 
 
-def _factory(name: str, part: Mapping[str, Any]) -> Any:
+def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **changed: Any) -> Any:
+    """What `name=choice` makes, with some of its settings changed: for tests, scripts and notebooks."""
+    return make(name, shipped(name, choice) | changed, offered or {})
+
+
+def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+    """The class or function with its settings filled in, once it is known to take them."""
     try:
-        return hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
+        factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
     except InstantiationException as error:
         reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
         raise UserError(
             f"{name}._target_={part['_target_']} cannot be had: {reason}; "
             "write it as module.name, with the module in the current folder or installed"
         ) from error
+    parameters = inspect.signature(factory.func).parameters
+    problems: list[str] = []
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        known = [key for key in parameters if key not in offered]
+        problems += [
+            f"{name}.{word}: {part['_target_']} takes no {word}{_meant(f'{name}.{word}', word, known)}"
+            for word in factory.keywords
+            if word not in parameters
+        ]
+    words = factory.keywords
+    if factory.func.__module__.startswith("grpo_cli."):  # how others annotate is their own business
+        words = read_words(factory.func, name, words, problems)
+    refuse(problems)
+    return partial(factory.func, **words)  # Hydra's own partial checks every call again
+
+
+def _meant(key: str, word: str, known: list[str]) -> str:
+    return f"; it is called {RENAMED[key]}" if key in RENAMED else closest(word, known)
+
+
+def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What it still lacks, in Python's words, and what it takes of the objects that are to be had."""
+    signature = inspect.signature(factory.func)
+    given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
+    try:
+        signature.bind(**factory.keywords, **given)
+    except TypeError as error:
+        return str(error), given
+    return "", given
 
 
 def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -> Any:
-    """A part that is a function with its settings filled in, once it is known to take the arguments it will get."""
-    factory = make(name, {**part, "_partial_": True}, {})
-    rule = partial(factory.func, *factory.args, **factory.keywords)  # Hydra's own partial checks every call again
+    """A part that is called: an object of a class, or a function with its settings filled in, once it is known to take
+    the arguments it will get."""
+    factory = _factory(name, part, {})
+    rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     try:
         inspect.signature(rule).bind(*called_with)
     except TypeError as error:
@@ -75,14 +106,97 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     return rule
 
 
+def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
+    """Sampler, scheduler, predictor and sparsity, once they are known to go together, and with the engine.
+
+    `early`: before there is a model. What has to wait for an object that is not offered yet is then left out.
+    """
+    built: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in ENGINE_PARTS[1:]:
+        with gathered(problems):
+            if not (early and _fits(_factory(name, parts[name], offered), offered)[0]):
+                made = make(name, parts[name], offered)
+                refuse([*_unspoken(name, parts[name], made)])
+                built[name] = made
+    with gathered(problems):
+        problems += _not_together(parts, built)
+    refuse(problems)
+    return built
+
+
+def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
+    """What the engine will ask of it, and it has not."""
+    protocol = _PROTOCOLS.get(name, object)
+    lacking = [asked for asked in vars(protocol) if not asked.startswith("_") and not hasattr(made, asked)]
+    if lacking:
+        yield f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol.__module__}.{protocol.__name__}"
+
+
+def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+    """Of those that could be built."""
+    if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
+        scheduler, predictor = (choice_of(name, parts[name]) for name in ("scheduler", "predictor"))
+        others = ", ".join(name for name in choices("predictor") if name != predictor)
+        yield (
+            f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
+        )
+    engine = _factory("engine", parts["engine"], {})
+    if hasattr(engine.func, "refuses"):  # an engine may say early what it cannot do
+        asked = inspect.signature(engine.func.refuses).parameters
+        known = {**engine.keywords, **built}
+        if asked.keys() <= known.keys():
+            yield from engine.func.refuses(**{word: known[word] for word in asked})
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss that is not `Loss`, which a plain function cannot be: whether it needs a reference is an attribute of
+    the function or class, and where there is none it needs none."""
+
+    inner: Callable[..., LossOutput]
+
+    @property
+    def needs_reference(self) -> bool:
+        said = self.inner.func if isinstance(self.inner, partial) else self.inner
+        return bool(getattr(said, "needs_reference", False))
+
+    def __call__(self, logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        return self.inner(logprobs, batch, totals)
+
+
+def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
+    """The rules of a run, untried. UserError lists all that cannot be had."""
+    made: dict[str, Any] = {}
+    problems: list[str] = []
+    with gathered(problems):
+        made["downsample"] = function("downsample", parts["downsample"], ("group", "keep", "rng"))
+    with gathered(problems):
+        made["advantage"] = function("advantage", parts["advantage"], ("kept_rewards", "group_rewards"))
+    with gathered(problems):
+        made["correction"] = make("correction", parts["correction"], {})
+    with gathered(problems):
+        loss = function("loss", parts["loss"], ("logprobs", "batch", "totals"))
+        made["loss"] = loss if isinstance(loss, Loss) else OwnLoss(loss)
+    refuse(problems)
+    return Rules(**made)
+
+
 def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
     """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
-    rules = Rules(
-        downsample=function("downsample", parts["downsample"], ("group", "keep", "rng")),
-        advantage=function("advantage", parts["advantage"], ("kept_rewards", "group_rewards")),
-        correction=make("correction", parts["correction"], {}),
-        loss=function("loss", parts["loss"], ("logprobs", "batch", "totals")),
-    )
+    rules = rules_of(parts)
+    size = min(n, MOST_REHEARSED)
+    keep = min(m, size if m == n else size - 1)
+    try:
+        _rehearse(rules, size, keep)
+    except UserError as error:
+        if size == n:
+            raise
+        raise UserError(f"{error} (tried on a made-up group of n={size} with m={keep})") from error
+    return rules
+
+
+def _rehearse(rules: Rules, n: int, m: int) -> None:
     group = _made_up_group(n)
     kept = group.take(choose(rules.downsample, group, m, np.random.default_rng(0)))
     rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
@@ -95,16 +209,34 @@ def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules
         raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
     _expect("correction", verdict.weights, (m, 4))
     _expect("correction", verdict.mask, (m, 4))
-    output = rules.loss(logprobs, corrected(batch, verdict), Totals(m, 3 * m, 3))
+    output = _rehearsed_loss(rules.loss, logprobs, corrected(batch, verdict))
     _expect("loss", output.loss, ())
     if not output.loss.requires_grad:
         raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")
-    return rules
+
+
+def _rehearsed_loss(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> LossOutput:
+    """With a reference only if the loss says that it needs one, since the run gives none otherwise."""
+    totals, compared = Totals(len(batch), 3 * len(batch), 3), replace(batch, ref_logprobs=batch.sampler_logprobs)
+    if loss.needs_reference:
+        return loss(logprobs, compared, totals)
+    try:
+        return loss(logprobs, batch, totals)
+    except (TypeError, AttributeError, AssertionError) as error:  # what comes of None in the place of a tensor
+        try:
+            loss(logprobs, compared, totals)
+        except (TypeError, AttributeError, AssertionError):
+            raise error from None
+        raise UserError(
+            f"loss: without batch.ref_logprobs it ends with {type(error).__name__}: {error}. A loss that compares with "
+            "the model as it was at the start says needs_reference = True, as an attribute of the function or class; "
+            "then they are given"
+        ) from error
 
 
 def _made_up_group(n: int) -> ScoredGroup:
     prompt = Prompt("rehearsal", (0,), "0")
-    requests = [Request(prompt, sample, sample, Sampling(max_new_tokens=3)) for sample in range(n)]
+    requests = [Request(prompt, sample, sample, Sampling.plain(3)) for sample in range(n)]
     rollouts = tuple(Rollout(request, (0, 0, 0), (-1.0, -1.0, -1.0), Finish.EOS, 2) for request in requests)
     return ScoredGroup(prompt, rollouts, tuple(Reward(float(sample % 2)) for sample in range(n)))
 
@@ -119,7 +251,7 @@ def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         weights=response.float(),
         sampler_logprobs=logprobs * response,
         policy_logprobs=None,
-        ref_logprobs=logprobs * response,
+        ref_logprobs=None,
         advantages=advantages,
         lengths=torch.full((rows,), 4),
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from grpo_cli.errors import closest
+from grpo_cli.formatting import is_a, shown
 
 T = TypeVar("T")
 
@@ -27,6 +28,20 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
     return None if found else typing.cast(T, result)
 
 
+def read_words(target: Any, group: str, words: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """A part's settings as its constructor declares them, where that is a plain type; the rest as it is."""
+    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    return {
+        name: _read(kind, value, f"{group}.{name}", problems) if _is_plain(kind := hints.get(name)) else value
+        for name, value in words.items()
+    }
+
+
+def _is_plain(kind: Any) -> bool:
+    members = set(typing.get_args(kind)) - {types.NoneType} if isinstance(kind, types.UnionType) else {kind}
+    return len(members) == 1 and members <= _NAMES.keys()
+
+
 def missing(key: str, value: Any) -> Iterator[str]:
     """A line for each value under `key` that has yet to be given."""
     if value == _MISSING:
@@ -34,18 +49,6 @@ def missing(key: str, value: Any) -> Iterator[str]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from missing(f"{key}.{name}", item)
-
-
-def is_a(kind: Any, value: Any) -> bool:
-    """Whether YAML would call the value that: true is no number, but a whole number is a number."""
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def shown(value: Any) -> str:
-    """The value as a person would type it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:

@@ -51,6 +51,10 @@ class Scheduler(Protocol):
     def needs_lengths(self) -> bool:
         """Whether it can do nothing sensible without predicted lengths (refused with `predictor=none`)."""
 
+    @property
+    def details(self) -> Mapping[str, float]:
+        """Figures of the plan that was followed, for the log; empty when there are none."""
+
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         """A new `generate` begins: forget the last one, and make the global plan if there is one."""
 

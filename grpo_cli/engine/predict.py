@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.lengths import MAX_PROMPTS, LengthMeans, TraceRow, kendall_tau, read_trace
-from grpo_cli.errors import UserError
+from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.types import Request, Rollout
 
 
@@ -90,7 +90,7 @@ class MeanLength:
 
     prefix_tokens = 0
 
-    def __init__(self, decay: float = 0.9, max_prompts: int = MAX_PROMPTS) -> None:
+    def __init__(self, *, decay: float, max_prompts: int) -> None:
         self._means = LengthMeans(decay, max_prompts)
         self._answers = _Answers()
 
@@ -188,24 +188,19 @@ class PrefixHead:
     WIDTH = 256
     SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
 
-    def __init__(
-        self,
-        prefix_tokens: int = 4,
-        min_rollouts: int = 64,
-        replay: int = 4096,
-        decay: float = 0.9,
-        max_prompts: int = MAX_PROMPTS,
-    ) -> None:
+    def __init__(self, *, prefix_tokens: int, min_rollouts: int, replay: int, decay: float, max_prompts: int) -> None:
+        problems = []
         if prefix_tokens < 1:
-            raise UserError(
+            problems.append(
                 f"predictor.prefix_tokens={prefix_tokens} must be at least 1: before its first token, all samples of a "
                 "prompt look alike (predictor=mean says as much)"
             )
         if not 2 <= min_rollouts <= replay:
-            raise UserError(
+            problems.append(
                 f"predictor.min_rollouts={min_rollouts} must be from 2 to predictor.replay={replay}, the most rollouts "
                 "that are kept to learn from"
             )
+        refuse(problems)
         self.prefix_tokens = prefix_tokens
         self._min_rollouts = min_rollouts
         self._replay = replay

@@ -35,7 +35,7 @@ class SamplingTable:
     """The sampling words of each slot as tensors, and as much as the host must know to skip what no row asks for."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._words: list[Sampling] = [Sampling()] * slots
+        self._words: list[Sampling] = [Sampling.plain(1)] * slots
         self.temperature = torch.ones(slots, device=device)
         self.top_p = torch.ones(slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, runtime_checkable
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.errors import UserError, gathered, refuse
+from grpo_cli.formatting import parse_bytes, shown
 
 DEFAULT_SLOTS = 16
 
@@ -61,24 +61,25 @@ class Room:
 ON_OOM = ("fail", "halve")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Fit:
     """What all samplers share: `on_oom` says what to do when the device has no room for the slots that were wanted."""
 
-    on_oom: str = field(default="fail", kw_only=True)
+    on_oom: str
 
     def __post_init__(self) -> None:
         if self.on_oom not in ON_OOM:
             raise UserError(f"sampler.on_oom={self.on_oom} must be one of {', '.join(ON_OOM)}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Full(_Fit):
     """All requests at once: as many slots as requests."""
 
     refills = False
     all_at_once = True
     slots = None
+    kv_budget = None
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
         """What to allocate for requests of this shape, never more than `most` slots."""
@@ -89,7 +90,7 @@ class Full(_Fit):
         return Infinite(slots=slots, kv_budget=None, on_oom=self.on_oom)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Slots(_Fit):
     """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16.
 
@@ -98,18 +99,22 @@ class _Slots(_Fit):
     (`engine/eviction_note_bytes`) lie beside it.
     """
 
-    slots: int | None = None
-    kv_budget: str | int | None = None
+    slots: int | None
+    kv_budget: str | int | None
 
     all_at_once: ClassVar[bool] = False
     refills: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        problems: list[str] = []
         if self.slots is not None and self.slots < 1:
-            raise UserError(f"sampler.slots={self.slots} must be at least 1")
+            problems.append(f"sampler.slots={self.slots} must be at least 1")
+        with gathered(problems):
+            super().__post_init__()
         if self.kv_budget is not None:
-            parse_bytes(self.kv_budget)
+            with gathered(problems):
+                parse_bytes(shown(self.kv_budget))
+        refuse(problems)
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
         """What to allocate: never more slots than requests, nor than `most`, nor than the budget holds.
@@ -152,14 +157,14 @@ def _unbounded(slots: int, shape: KvShape, most: int | None) -> Room:
     return Room(slots, bounded=False, probes=shape.parked_bytes > 0 and slots < shape.requests)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Micro(_Slots):
     """Micro sampling groups (section 3.1): rounds of at most `slots` requests, each round decoded to its end."""
 
     refills = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Infinite(_Slots):
     """Continuous sampling: a slot that falls free is refilled in the same step, across prompts too.
 
@@ -175,7 +180,9 @@ class Sampler(Protocol):
     """Any of the three."""
 
     @property
-    def refills(self) -> bool: ...
+    def refills(self) -> bool:
+        """Whether a slot that falls free is given to the next request at once."""
+
     @property
     def all_at_once(self) -> bool:
         """Whether no request ever waits for a slot."""
@@ -185,7 +192,12 @@ class Sampler(Protocol):
         """How many slots are asked for; None: as many as requests, or as there is room for."""
 
     @property
-    def on_oom(self) -> str: ...
+    def kv_budget(self) -> str | int | None:
+        """Most bytes of keys and values; None: no limit."""
+
+    @property
+    def on_oom(self) -> str:
+        """fail, or halve: what is left is served with half the slots."""
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room: ...
 

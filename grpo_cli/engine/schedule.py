@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.makespan import ALGORITHMS, Assignment, assign
-from grpo_cli.errors import UserError
+from grpo_cli.errors import refuse
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
@@ -44,6 +44,8 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
 
 class InOrder(ABC):
     """Takes the waiting requests in one order, fixed at the start. It is all the same which slot they get."""
+
+    details: Mapping[str, float] = {}
 
     def __init__(self) -> None:
         self._queue: deque[int] = deque()
@@ -111,13 +113,15 @@ class Fptas:
     ratio, a proven bound on makespan / optimum, states of the programme, and the place in `ALGORITHMS` of what made it.
     """
 
-    def __init__(self, epsilon: float = 0.1, max_states: int = 20_000, refill: str = "sjf") -> None:
+    def __init__(self, *, epsilon: float, max_states: int, refill: str) -> None:
+        problems = []
         if not epsilon > 0:
-            raise UserError(f"scheduler.epsilon={epsilon} must be above 0: a guarantee of 1 + epsilon (try 0.1)")
+            problems.append(f"scheduler.epsilon={epsilon} must be above 0: a guarantee of 1 + epsilon (try 0.1)")
         if max_states < 1:
-            raise UserError(f"scheduler.max_states={max_states} must be at least 1 (20000 takes a few hundred ms)")
+            problems.append(f"scheduler.max_states={max_states} must be at least 1 (20000 takes a few hundred ms)")
         if refill not in ("sjf", "lpt"):
-            raise UserError(f"scheduler.refill={refill} must be sjf (shortest first) or lpt (longest first)")
+            problems.append(f"scheduler.refill={refill} must be sjf (shortest first) or lpt (longest first)")
+        refuse(problems)
         self._epsilon = epsilon
         self._max_states = max_states
         self._refill = refill

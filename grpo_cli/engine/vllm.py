@@ -22,11 +22,11 @@ import torch
 from grpo_cli.engine.admission import Work
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.sampler import Full, Infinite, KvShape, Micro
+from grpo_cli.engine.sampler import KvShape, Sampler
 from grpo_cli.engine.served import Served
 from grpo_cli.engine.vllm_options import check_options
 from grpo_cli.engine.vllm_process import guest, head_sizes, require_vllm
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.formatting import parse_bytes
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
@@ -44,19 +44,20 @@ class VllmEngine:
         self,
         model: Any,
         eos_token_ids: Sequence[int],
-        sampler: Full | Micro | Infinite,
+        sampler: Sampler,
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
         rollouts_per_step: int | None = None,
         seed: int = 0,
-        memory: float = 0.4,
-        max_model_len: int | None = None,
-        prefix_caching: bool = True,
-        eager: bool | None = None,
-        sleep: bool | None = None,
-        options: Mapping[str, Any] | None = None,
         meter: Meter | None = None,
+        *,
+        memory: float,
+        max_model_len: int | None,
+        prefix_caching: bool,
+        eager: bool | None,
+        sleep: bool | None,
+        options: Mapping[str, Any] | None,
     ) -> None:
         self._span = (meter or NullMeter()).span
         self._model, self._eos = model, tuple(eos_token_ids)
@@ -68,30 +69,34 @@ class VllmEngine:
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._prefix_caching = prefix_caching
-        self._check_words(sparsity)
+        problems = [*self.refuses(scheduler, predictor, sparsity, memory)]
+        if self._sleeps and not on_gpu:
+            problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
+        refuse(problems)
+        require_vllm()
+        check_options(self._options)
         self._served = Served.of(model, head_sizes(self._device))
         self._llm: Any = None
         self._slots = self._kv_bytes = self._block_bytes = 0
         self._stale, self._asleep, self._dead = True, False, ""
         self._stats = EngineStats()
 
-    def _check_words(self, sparsity: Dense | Budget) -> None:
+    @staticmethod
+    def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float) -> Iterator[str]:
+        """What can be told without a model."""
         if isinstance(sparsity, Budget):
-            raise UserError(
-                "sparsity other than dense cannot be had with engine=vllm: its cache is in blocks that rollouts share, "
-                "from which no policy can evict single keys; use engine=torch or sparsity=dense"
+            yield (
+                f"sparsity={type(sparsity).__name__.lower()} cannot be had with engine=vllm: its cache is in blocks "
+                "that rollouts share, from which no policy can evict single keys; choose engine=torch or "
+                "sparsity=dense"
             )
-        if self._scheduler.needs_lengths and self._predictor.prefix_tokens > 0:
-            raise UserError(
+        if scheduler.needs_lengths and predictor.prefix_tokens > 0:
+            yield (
                 "engine=vllm shows nobody its hidden states, which predictor=prefix reads; choose predictor=mean or "
                 "oracle, or scheduler=fifo"
             )
-        if not 0 < self._memory < 1:
-            raise UserError(f"engine.memory={self._memory} is the share of a GPU's memory and must be between 0 and 1")
-        if self._sleeps and self._device.type != "cuda":
-            raise UserError("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
-        require_vllm()
-        check_options(self._options)
+        if not 0 < memory < 1:
+            yield f"engine.memory={memory} is the share of a GPU's memory and must be between 0 and 1"
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing."""
@@ -103,7 +108,7 @@ class VllmEngine:
         seconds = self._wake(requests)
         edges["engine/memory_awake_bytes"] = self._held()
         details = {"engine/weight_update_seconds": seconds}
-        work = Work(requests, self._slots, self._sampler.refills or isinstance(self._sampler, Full))
+        work = Work(requests, self._slots, self._sampler.refills or self._sampler.all_at_once)
         predicting = self._predictor.prefix_tokens == 0
         predicted = self._predictor.predict(requests, None) if predicting else None
         finished: list[Rollout] = []
@@ -116,7 +121,7 @@ class VllmEngine:
             edges["engine/memory_after_bytes"] = self._held()
             if predicting and len(finished) == len(requests):
                 details |= self._predictor.learn([r for r in finished if not r.request.held_out], None)
-            self._stats = work.stats(self._kv_bytes, details | edges | dict(getattr(self._scheduler, "details", {})))
+            self._stats = work.stats(self._kv_bytes, details | edges | dict(self._scheduler.details))
 
     def _serve(self, work: Work, predicted: Sequence[float] | None) -> Iterator[Rollout]:
         work.start(self._scheduler, predicted)
@@ -279,7 +284,7 @@ class VllmEngine:
 
     def _budget(self, rows: int) -> int | None:
         """Blocks of the cache: what sampler.kv_budget holds, or on a CPU what all slots need; None: as vLLM finds."""
-        if isinstance(self._sampler, Micro | Infinite) and self._sampler.kv_budget is not None:
+        if self._sampler.kv_budget is not None:
             return parse_bytes(self._sampler.kv_budget) // self._block_bytes
         if self._device.type == "cuda":
             return None

@@ -155,7 +155,8 @@ class Learner:
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
-    >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0)
+    >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
+    ...     name="adamw", offload=False)
     >>> [learning_rate(half, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

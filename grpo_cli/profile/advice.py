@@ -104,7 +104,7 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
         shapes = shapes_of(settings.model)
-        sampler, step = step_of(settings, rules.correction, has_dropout(shapes.model))
+        sampler, step = step_of(settings, rules, has_dropout(shapes.model))
         predicted = estimator_of(settings, shapes, experiment.pick_device(settings.device), 0).predict(step)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from grpo_cli import __version__, experiment
+from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
@@ -29,7 +30,7 @@ from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
 from grpo_cli.profile.from_settings import estimator_of, is_ours, not_predicted, shapes_of, step_of
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
-from grpo_cli.settings import ModelSettings, ProfileRunSettings
+from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
 from grpo_cli.types import Record
 
@@ -50,7 +51,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     say("predicting from shapes")
     shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
-    sampler, step = step_of(settings, rules.correction, has_dropout(shapes.model), lengths, seen)
+    sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, device, other)
     room = _room(settings, device)
     predicted = estimator.predict(step)
@@ -84,8 +85,8 @@ def _lengths(settings: ProfileRunSettings) -> Lengths | None:
 def _process_alone(device: torch.device) -> int:
     """Baseline memory of the process, in bytes: on a CPU the program and its libraries, which the embedded model
     has used once so that they are loaded; on a GPU what the allocator keeps for them."""
-    model = load_model(ModelSettings(TINY, "float32", "none", False, False, False), device)
-    load_tokenizer(ModelSettings(TINY, "float32", "none", False, False, False))
+    model = load_model(model_of(TINY), device)
+    load_tokenizer(model_of(TINY))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
     logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()

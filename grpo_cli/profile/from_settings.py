@@ -9,12 +9,10 @@ from typing import Any
 import hydra.utils
 import torch
 
-from grpo_cli import experiment
-from grpo_cli.config.choices import ENGINE_PARTS
-from grpo_cli.config.instantiate import make
+from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.sampler import Sampler
-from grpo_cli.interfaces import Correction
+from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.model.load import load_model, load_tokenizer
@@ -65,7 +63,7 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
 
 def step_of(
     settings: RunSettings,
-    correction: Correction,
+    rules: Rules,
     dropout: bool,
     lengths: Lengths | None = None,
     seen: tuple[Workload, Workload | None] | None = None,
@@ -73,7 +71,7 @@ def step_of(
     """The sampler, and what a step is made of: as it was seen, else with lengths as they are forced, else with all
     rollouts as long as may be."""
     offered = {"seed": settings.seed}
-    built = {name: make(name, settings.parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
+    built = engine_parts(settings.parts, offered)
     rollouts, evaluation = seen or _workloads(settings, lengths)
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     several = settings.train.epochs * settings.train.minibatches > 1
@@ -85,9 +83,10 @@ def step_of(
         forward=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,
         passes=Passes(
-            policy_over_all=correction.rejects,
-            policy_over_kept=not correction.rejects and (correction.needs_policy_logprobs or several or dropout),
-            reference=experiment.wants_reference(settings),
+            policy_over_all=rules.correction.rejects,
+            policy_over_kept=not rules.correction.rejects
+            and (rules.correction.needs_policy_logprobs or several or dropout),
+            reference=rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),
     )

@@ -132,7 +132,7 @@ class ShapeModel:
 
     def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
-        sampling = Sampling(max_new_tokens=work.max_new_tokens)
+        sampling = Sampling.plain(work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations:
             generation = Generation(

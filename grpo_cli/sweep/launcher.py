@@ -23,8 +23,8 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from grpo_cli.config.overrides import overrides
-from grpo_cli.config.read import is_a, shown
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import is_a, shown
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object

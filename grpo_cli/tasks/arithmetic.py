@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
@@ -89,12 +89,13 @@ class Arithmetic:
         self,
         tokenizer: Tokenizer,
         seed: int,
-        min_terms: int = 2,
-        max_terms: int = 8,
-        max_operand: int = 9,
-        max_value: int = 99,
-        train_problems: int = 1_000_000,
-        eval_problems: int = 448,
+        *,
+        min_terms: int,
+        max_terms: int,
+        max_operand: int,
+        max_value: int,
+        train_problems: int,
+        eval_problems: int,
     ) -> None:
         _check_sizes(min_terms, max_terms, max_operand, max_value, train_problems, eval_problems)
         self._tokenizer = tokenizer
@@ -174,5 +175,4 @@ def _check_sizes(
         problems.append(f"task.train_problems={train_problems} must be at least 1")
     if eval_problems < 1:
         problems.append(f"task.eval_problems={eval_problems} must be at least 1")
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)

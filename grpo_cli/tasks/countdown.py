@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
@@ -184,13 +184,14 @@ class Countdown:
         self,
         tokenizer: Tokenizer,
         seed: int,
-        min_numbers: int = 3,
-        max_numbers: int = 4,
-        max_number: int = 20,
-        max_target: int = 99,
-        use_all: bool = True,
-        train_problems: int = 1_000_000,
-        eval_problems: int = 256,
+        *,
+        min_numbers: int,
+        max_numbers: int,
+        max_number: int,
+        max_target: int,
+        use_all: bool,
+        train_problems: int,
+        eval_problems: int,
     ) -> None:
         _check_sizes(min_numbers, max_numbers, max_number, max_target, train_problems, eval_problems)
         self._tokenizer = tokenizer
@@ -281,5 +282,4 @@ def _check_sizes(
         problems.append(f"task.train_problems={train_problems} must be at least 1")
     if eval_problems < 1:
         problems.append(f"task.eval_problems={eval_problems} must be at least 1")
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)

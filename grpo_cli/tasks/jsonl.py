@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.judges import GRADINGS, Judge, Numbers, Reply, weighing
 from grpo_cli.tasks.math_judge import MathJudge
 from grpo_cli.tasks.own import OwnReward
@@ -33,27 +33,27 @@ class Jsonl:
         tokenizer: Tokenizer,
         seed: int,
         *,
-        path: str | None = None,
-        eval_path: str | None = None,
-        default_path: str | None = None,
-        default_eval_path: str | None = None,
-        question_field: str = "question",
-        answer_field: str = "answer",
-        system_prompt: str | None = None,
-        template: str = "Question: {question}\nAnswer:",
-        use_chat_template: bool = True,
-        few_shot: int = 0,
-        few_shot_path: str | None = None,
-        long_prompts: str = "refuse",
-        eval_fraction: float = 0.05,
-        max_unreadable: float = 0.01,
-        reward: str = "numbers",
-        grading: str = "lenient",
-        weights: Mapping[str, Any] | None = None,
-        formats_on: str = "all",
-        judge_seconds: float = 5.0,
-        judge_workers: int = 2,
-        on_crash: str = "stop",
+        path: str | None,
+        eval_path: str | None,
+        default_path: str | None,
+        default_eval_path: str | None,
+        question_field: str,
+        answer_field: str,
+        system_prompt: str | None,
+        template: str,
+        use_chat_template: bool,
+        few_shot: int,
+        few_shot_path: str | None,
+        long_prompts: str,
+        eval_fraction: float,
+        max_unreadable: float,
+        reward: str,
+        grading: str,
+        weights: Mapping[str, Any] | None,
+        formats_on: str,
+        judge_seconds: float,
+        judge_workers: int,
+        on_crash: str,
         max_prompt_tokens: int | None = None,
         warn: Callable[[str], None],
     ) -> None:
@@ -197,5 +197,4 @@ def _check(
         problems.append(f"task.long_prompts={long_prompts} must be one of {', '.join(LONG_PROMPTS)}")
     if few_shot < 0:
         problems.append(f"task.few_shot={few_shot} must be at least 0")
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.tasks.problems import Problem
@@ -123,6 +123,5 @@ def weighing(weights: Mapping[str, Any], formats_on: str, main: str | None) -> W
             problems.append(f"task.weights.{name} is none of the parts {', '.join(known)}")
     if formats_on not in FORMATS_ON:
         problems.append(f"task.formats_on={formats_on} must be one of {', '.join(FORMATS_ON)}")
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)
     return Weighing(given, formats_on, main)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
 from grpo_cli.tasks.judges import Reply
 from grpo_cli.tasks.workers import WorkerDied, Workers
@@ -120,5 +120,4 @@ def _check(seconds: float, workers: int, on_crash: str) -> None:
             "task.reward=math judges with the package `math-verify`, which is not installed: "
             "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
         )
-    if problems:
-        raise UserError("\n".join(problems))
+    refuse(problems)

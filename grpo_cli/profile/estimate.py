@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_cli.engine.sampler import DEFAULT_SLOTS, Full, Infinite
+from grpo_cli.engine.sampler import DEFAULT_SLOTS, Infinite
 from grpo_cli.learner.forward import Pass, Row
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Work
@@ -150,7 +150,8 @@ class Predictor:
         def with_slots(slots: int) -> Plan:
             assert plan.engine is not None, "asked only where the engine is ours"
             sampler = plan.engine.sampler
-            some = Infinite(slots=slots) if isinstance(sampler, Full) else replace(sampler, slots=slots)  # type: ignore
+            infinite = Infinite(slots=slots, kv_budget=None, on_oom=sampler.on_oom)
+            some = infinite if sampler.all_at_once else replace(sampler, slots=slots)  # type: ignore[type-var]
             return replace(plan, engine=replace(plan.engine, sampler=some))
 
         def with_tokens(count: int) -> Plan:

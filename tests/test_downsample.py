@@ -233,13 +233,13 @@ def test_kept_rollouts_stay_in_the_order_of_the_group_with_their_own_rewards():
 
 
 def test_all_refuses_to_choose_and_says_what_can():
-    with pytest.raises(UserError, match=r"m=2 .*the 3 of prompt p7.*maxvar"):
+    with pytest.raises(UserError, match=r"m=2 is less than n=3.*maxvar"):
         downsample.all_rollouts(scored([1.0, 0.0, 0.5]), 2, stream())
     assert downsample.all_rollouts(scored([1.0, 0.0]), 2, stream()) == [0, 1]
 
 
 def test_maxvar_of_a_single_rollout_is_refused():
-    with pytest.raises(UserError, match="m of at least 2"):
+    with pytest.raises(UserError, match="m=1 cannot be chosen by downsample=maxvar"):
         downsample.maxvar(scored([1.0, 0.0, 0.5]), 1, stream())
 
 

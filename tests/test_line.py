@@ -17,6 +17,7 @@ class InTurn:
     """The given order, at most so many at a time; notes what it was shown."""
 
     needs_lengths = False
+    details: dict[str, float] = {}
 
     def __init__(self, order: Sequence[int], at_once: int = 99) -> None:
         self._order, self._at_once = order, at_once

@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,6 @@ import yaml
 from common import Check, Figures, bench_parser, clocked, finish, in_turns, medians, over, parsed, settings_of, show
 
 from grpo_cli import experiment
-from grpo_cli.cli.main import main as grpo
 from grpo_cli.config.instantiate import build_rules
 from grpo_cli.downsample import max_reward_indices, max_variance_indices, percentile_indices
 from grpo_cli.interfaces import Meter
@@ -53,6 +51,13 @@ from grpo_cli.profile.measure import Probe
 from grpo_cli.progress import Progress
 from grpo_cli.step import Step
 
+# `grpo train -m` whose jobs are started as ever, but do nothing: their Python is `true`.
+SWEEP = """
+import shutil, sys
+from grpo_cli.cli.main import main
+sys.executable, sys.argv = shutil.which("true"), ["grpo", "train", "-m", *sys.argv[1:]]
+main()
+"""
 Found = tuple[dict[str, Any], list[Check]]
 RULES = {"maxvar": max_variance_indices, "maxreward": max_reward_indices, "percentile": percentile_indices}
 
@@ -104,9 +109,8 @@ def _cost(way: Callable[[int, Path], None], jobs: int) -> Figures:
 
 
 def _by_launcher(jobs: int, cwd: Path) -> None:
-    subprocess.run(
-        [sys.executable, Path(__file__).resolve(), "--sweep", str(jobs)], cwd=cwd, check=True, stdout=subprocess.DEVNULL
-    )
+    words = [f"seed=range({jobs})", "hydra.sweep.dir=sweep"]
+    subprocess.run([sys.executable, "-c", SWEEP, *words], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
     done = [json.loads(path.read_text())["state"] for path in cwd.rglob("status.json")]
     assert done == ["done"] * jobs, f"{len(done)} of {jobs} jobs ran: {done}"
 
@@ -114,13 +118,6 @@ def _by_launcher(jobs: int, cwd: Path) -> None:
 def _by_hand(jobs: int, cwd: Path) -> None:
     for _ in range(jobs):
         subprocess.run(["true"], check=True)
-
-
-def _sweep(jobs: str) -> None:
-    """`grpo train -m` with so many jobs, which are started as ever, but do nothing: their Python is `true`."""
-    sys.executable = shutil.which("true") or "/bin/true"
-    sys.argv = ["grpo", "train", "-m", f"seed=range({jobs})", "hydra.sweep.dir=sweep"]
-    grpo()
 
 
 class Switch:
@@ -234,4 +231,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _sweep(sys.argv[2]) if sys.argv[1:2] == ["--sweep"] else sys.exit(main())
+    sys.exit(main())

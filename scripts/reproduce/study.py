@@ -242,7 +242,7 @@ def plot(
 
     `targets` are accuracies by setting, drawn as dashed lines.
     """
-    lines = {setting: [plots.Line(arm, found) for arm, found in arms.items()] for setting, arms in panels.items()}
+    lines = {setting: [plots.ArmLine(arm, found) for arm, found in arms.items()] for setting, arms in panels.items()}
     with plots.paper_style():
         figure = plots.accuracy_figure(lines, AXES, targets, "held-out accuracy, sampled", title)
         path.write_bytes(plots.png(figure))

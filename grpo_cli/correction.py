@@ -1,9 +1,10 @@
 """Sampler/policy mismatch. Importance weights and rejected tokens by xi = dense old policy / sampler, always measured.
 
-xi, the sparsity ratio, is 1 when the sampler drew from the dense policy. Evicted KV entries (Sparse-RL, arXiv 2601.10079) or
-a foreign engine make it differ. Two orthogonal parts answer: reweighting (`importance` sampling) multiplies a token's
-loss, `rejection` (and the mask band) takes tokens out of the loss and out of its divisors. This module never looks at
-the learner's own ratio, which the loss clips. Presets, with their sources, are the YAML files of `conf/correction`.
+xi, the sparsity ratio, is 1 when the sampler drew from the dense policy. Evicted KV entries (Sparse-RL, arXiv
+2601.10079) or a foreign engine make it differ. Two orthogonal parts answer: reweighting (`importance` sampling)
+multiplies a token's loss, `rejection` (and the mask band) takes tokens out of the loss and out of its divisors. This
+module never looks at the learner's own ratio, which the loss clips. Presets, with their sources, are the YAML files of
+`conf/correction`.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Rollout:
     """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
-    from (temperature, truncation and evicted KV entries included). `kept_kv` is the most response tokens whose KV the engine held for
-    this rollout in any layer.
+    from (temperature, truncation and evicted KV entries included). `kept_kv` is the most response
+    tokens whose KV the engine held for this rollout in any layer.
     """
 
     request: Request

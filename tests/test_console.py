@@ -167,7 +167,7 @@ def test_the_live_view_leaves_out_what_has_no_room_and_cuts_nothing(width) -> No
     now += 5.0
     lines = drawn(view, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width
-    first = "step 100/1000", "reward         1.000  ▁", "eval accuracy  0.710", "replies        length 38"
+    first = "step 100/1000", "reward         1.000  ▁", "eval accuracy  0.710", "completions    length 38"
     then = "speed          5.3k", "time           update 0.70 s", "memory         811 MiB peak"
     starts = [start[:width] for start in (*first, *then)]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts

@@ -15,7 +15,7 @@ from words import GSM8K, rollout_of, task_of
 
 from grpo_cli.errors import UserError
 from grpo_cli.tasks import math_judge
-from grpo_cli.tasks.judges import Reply
+from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge
 
 TOKENIZER = make_tokenizer()
@@ -30,8 +30,8 @@ def judge() -> Iterator[MathJudge]:
     judge.close()
 
 
-def reply(text: str, gold: str) -> Reply:
-    return Reply("sample 0 of prompt p", text, gold, True, 1, None)
+def reply(text: str, gold: str) -> Completion:
+    return Completion("sample 0 of prompt p", text, gold, True, 1, None)
 
 
 def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:

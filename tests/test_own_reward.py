@@ -134,7 +134,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     [
         ("raises", ["ok", "abc"], "raised ZeroDivisionError: division by zero ("),
         ("raises", ["ok", "abc"], "rewards_of_mine.py, line 20) for sample 1 of prompt train-"),
-        ("raises", ["abc"], "whose reply is 'abc'"),
+        ("raises", ["abc"], "whose completion is 'abc'"),
         ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),
         ("no_number", ["none"], "returned None as no_number"),
         ("no_number", ["text"], "returned '1' as no_number"),

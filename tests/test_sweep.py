@@ -312,7 +312,7 @@ def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
 def test_optuna_looks_for_accuracy_or_for_a_low_peak_unless_told_otherwise(
     sweeper: str, command: str, direction: str
 ) -> None:
-    words = resume.sweeper_words(command, [f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=mine"])
+    words = resume.for_the_sweeper(command, [f"hydra/sweeper={sweeper}", "hydra.sweeper.direction=mine"])
     assert words[-1] == "hydra.sweeper.direction=mine", "the last one counts"
     assert (f"hydra.sweeper.direction={direction}" in words) == (sweeper == "optuna")
 

@@ -27,7 +27,7 @@ from grpo_cli.interfaces import Tracker
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.tracking import wandb as tracking
 from grpo_cli.tracking.jsonl import JsonlTracker, NoTracker
-from grpo_cli.tracking.redact import HIDDEN, without_secrets, words_without_secrets
+from grpo_cli.tracking.redact import HIDDEN, arguments_without_secrets, without_secrets
 from grpo_cli.tracking.wandb import WandbTracker
 from grpo_cli.types import Example, Record
 
@@ -191,7 +191,7 @@ def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.Mo
 def test_secrets_on_the_command_line_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2", "-m", "token"]
-    assert words_without_secrets(words) == [
+    assert arguments_without_secrets(words) == [
         "grpo",
         "n=4",
         f"++task.api_key={HIDDEN}",

@@ -303,7 +303,8 @@ def _check_window(config: PreTrainedConfig) -> None:
     if slides and window < config.max_position_embeddings:
         raise UserError(
             f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
-            f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} tokens"
+            f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} "
+            "tokens"
         )
 
 

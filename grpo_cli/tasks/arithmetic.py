@@ -1,8 +1,8 @@
 """Sums and differences of a few small numbers, worked out on paper: the embedded task.
 
-A prompt is `12+7-5+30=` and a completion rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that last
-number is judged, so a completion may do several operations at once; doing one at a time is longer and safer. The length of a
-careful completion grows with the square of the number of terms. Nothing a model writes is ever evaluated.
+A prompt is `12+7-5+30=` and a completion rewrites what is left until one number remains: `19-5+30=14+30=44`. Only that
+last number is judged, so a completion may do several operations at once; doing one at a time is longer and safer. The
+length of a careful completion grows with the square of the number of terms. Nothing a model writes is ever evaluated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def worked_solution(problem: Sum, operations: Sequence[int] | None = None) -> st
 
 
 def final_answer(completion: str) -> str | None:
-    """The number after the last `=` (or the whole completion), None when it is no plain number without leading zeros."""
+    """The number after the last `=` (or all there is), None when it is no plain number without leading zeros."""
     last = completion.rsplit("=", 1)[-1]
     return last if _NUMBER.fullmatch(last) else None
 
@@ -81,8 +81,8 @@ class Arithmetic:
     """The task. `train` has `train_problems` problems, each made when asked for; their number of terms is uniform.
 
     `eval` is the same for every seed and goes through the numbers of terms in turn, so that every beginning of it
-    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a completion that ended
-    by itself with the right number, else 0.
+    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a completion that
+    ended by itself with the right number, else 0.
     """
 
     def __init__(

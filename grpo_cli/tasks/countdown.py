@@ -1,7 +1,7 @@
 """Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a completion is `25+7*3`.
 
-A completion is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed to
-`eval`, and what is no expression earns nothing.
+A completion is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed
+to `eval`, and what is no expression earns nothing.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class Countdown:
     """The task. Every problem can be solved with all of its numbers; how many there are is uniform in `train`.
 
     `eval` is the same for every seed and goes through the counts in turn. No problem is in both splits, in no order of
-    its numbers. The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`: each
-    exactly once, else each at most once) and equals the target, else 0.
+    its numbers. The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`:
+    each exactly once, else each at most once) and equals the target, else 0.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def strict_format(text: str) -> float:
-    """1 if the whole completion is the four tags in order, each on a line of its own, with text between each pair; else 0.
+    """1 if the completion is the four tags in order, each on a line of its own, with text between the pairs; else 0.
 
     The format reward of open-r1.
     """

@@ -22,8 +22,8 @@ _REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's completi
 class MathJudge:
     """The parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each 1 or 0.
 
-    A comparison gets at most `seconds`. `on_crash` says what becomes of a completion that makes the judge itself fail: the
-    run stops with its text, or it is wrong and counted as incomparable.
+    A comparison gets at most `seconds`. `on_crash` says what becomes of a completion that makes the judge itself fail:
+    the run stops with its text, or it is wrong and counted as incomparable.
     """
 
     advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"

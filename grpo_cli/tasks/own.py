@@ -98,7 +98,8 @@ class OwnReward:
     def _part_name(self, name: Any, completion: Completion) -> str:
         if not isinstance(name, str) or not name or "/" in name:
             raise UserError(
-                f"task.reward={self._name} called a part {name!r} for {completion.place}; a part's name is text without /"
+                f"task.reward={self._name} called a part {name!r} for {completion.place}; a part's name is text "
+                "without /"
             )
         return name
 
@@ -106,8 +107,8 @@ class OwnReward:
         value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
         if not isinstance(value, Real) or not math.isfinite(value):
             raise UserError(
-                f"task.reward={self._name} returned {_short(value)} as {name} for {completion.place}, whose completion is "
-                f"{_short(completion.text)}; return a finite number, or a dictionary of them"
+                f"task.reward={self._name} returned {_short(value)} as {name} for {completion.place}, whose completion "
+                f"is {_short(completion.text)}; return a finite number, or a dictionary of them"
             )
         return float(value)
 

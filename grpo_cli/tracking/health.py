@@ -45,9 +45,9 @@ class HealthCheck:
             return ""
         return (
             f"every reward of the last {self._equal_steps} steps was {metrics.get('reward/mean', float('nan')):g}, so "
-            "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers or its "
-            "judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a higher "
-            "sampling.temperature."
+            "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers or "
+            "its judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a "
+            "higher sampling.temperature."
         )
 
 

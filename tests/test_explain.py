@@ -155,8 +155,8 @@ def test_a_setting_is_explained_with_its_value_wherever_it_has_one():
     assert any(line.startswith("  0.2 ") and "loss=grpo (the default): conf/loss/" in line for line in clip)
     assert any(line.startswith("  4.0 ") and "loss=cispo: conf/loss/cispo.yaml:" in line for line in clip)
     both = said("explain", "eval.problems")
-    assert "Held-out problems per evaluation." in both and "Held-out problems; -1 for all there are." in both
-    assert "grpo train: conf/train.yaml:" in both and "grpo eval: conf/eval.yaml:" in both
+    assert "Held-out problems per evaluation; for grpo eval, -1 is all there are." in both
+    assert "grpo train, grpo eval, grpo profile: conf/_run.yaml:" in both
     assert "Named by: m, train.prompts\n" in said("explain", "n")
 
 

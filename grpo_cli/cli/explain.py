@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from grpo_cli.cli.help import Row, say, say_rows
-from grpo_cli.config.choices import choices, config_dir
+from grpo_cli.config.choices import choices, config_dir, defaults_of
 from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.errors import UserError, closest
 
@@ -57,7 +57,7 @@ def _known() -> Iterator[Known]:
     """All settings of the commands, then those of each choice. What a named experiment sets is explained there."""
     for command in COMMANDS:
         for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
-            if said.place.startswith(f"conf/{command}.yaml"):  # and not taken over from another command
+            if not said.place.startswith("conf/train.yaml") or command == "train":  # which a profile takes over whole
                 yield Known(key, f"grpo {command}", said)
     for group in _groups():
         for choice in choices(group) if group != "experiment" else ():
@@ -84,9 +84,7 @@ def _say_settings(settings: Sequence[Known]) -> None:
 
 def _default_choices() -> set[str]:
     """What `grpo train` is composed of if nothing is said."""
-    text = (config_dir() / "train.yaml").read_text(encoding="utf-8")
-    chosen = re.findall(r"^  - (?:override )?([\w/]+): (\w+)$", text, flags=re.MULTILINE)
-    return {f"{group}={choice}" for group, choice in chosen}
+    return {f"{group}={choice}" for group, choice in defaults_of("train").items()}
 
 
 def _say_group(group: str) -> None:

@@ -26,10 +26,15 @@ def shipped(group: str, choice: str) -> dict[str, Any]:
     return {key: value for values in _files(f"{group}/{choice}") for key, value in values.items() if key != "defaults"}
 
 
+def defaults_of(command: str) -> dict[str, str]:
+    """What a command's configuration chooses of each group if nothing is said, those of Hydra's own included."""
+    entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
+    return {group.removeprefix("override "): choice for entry in entries for group, choice in entry.items()}
+
+
 def groups_of(command: str) -> list[str]:
     """The groups that a command's configuration chooses from."""
-    entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
-    return [group for entry in entries for group in entry if " " not in group]  # no `override hydra/launcher`
+    return [group for group in defaults_of(command) if not group.startswith("hydra/")]
 
 
 def parts_of(command: str) -> tuple[str, ...]:

@@ -74,6 +74,21 @@ def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, spa
     assert decode[KV] == engine.stats().kv_peak_bytes
 
 
+@pytest.mark.parametrize("sampler", [full(), infinite(slots=4)])
+def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(sampler: Any):
+    """With so many words to choose from, no moment is as full as that at which a token is drawn."""
+    model, requests = small_model(vocab_size=2000), some_requests(prompts=2, n=8, tokens=30)
+    engine = make_engine(model, sampler=sampler, eos_token_ids=(2000,))
+    list(engine.generate(requests[:1]))  # what is tried once about the model is not looked at
+    with Allocations(model) as allocations:
+        list(engine.generate(requests))
+        held = allocations.take_peak()
+    work = work_of(requests, 8, 30)
+    _, decode = fake_model(vocab_size=2000).rollouts(work, EngineShape(sampler, Dense(), 0))
+    assert decode[LOGITS] == held[LOGITS]
+    assert total(decode) == pytest.approx(total(held), rel=0.001)
+
+
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
     """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of the prefixes 11 of 12 wait
     with 5 tokens each: one has ended with the token that it was to wait with."""

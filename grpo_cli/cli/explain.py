@@ -118,7 +118,7 @@ def _say_mentions(names: Collection[str], known: Sequence[Known]) -> None:
     naming: dict[str, None] = {}  # in their order
     for name in names:
         group, _, last = name.rpartition(".")
-        whole, short = (re.compile(rf"(?<![\w.=]){re.escape(word)}(?![\w=])") for word in (name, last))
+        whole, short = (re.compile(rf"(?<![\w.=\\]){re.escape(word)}(?![\w=])") for word in (name, last))
         for key, _, said in known:
             if whole.search(said.comment) or (key.rpartition(".")[0] == group and short.search(said.comment)):
                 naming[key] = None

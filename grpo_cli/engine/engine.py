@@ -143,7 +143,7 @@ class TorchEngine:
                 yield sequence.index, rollout
             if predicting:
                 generation.details |= self._learn(served)
-            generation.details |= getattr(self._scheduler, "details", {})
+            generation.details |= self._scheduler.details
         finally:
             self._stats = generation.stats()
 

@@ -14,7 +14,6 @@ from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
 
 BASE = """# What the base is for.
-
 # How far.
 far: 1
 # Both ends.
@@ -62,14 +61,15 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert found.settings == {
         "far": Setting("2", "Farther.", "choice.yaml:10"),
         "low": Setting("1.0e-3", "Both ends.", "choice.yaml:11"),
-        "high": Setting("0.9", "Both ends.", "_base.yaml:7"),
-        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:9"),
+        "high": Setting("0.9", "Both ends.", "_base.yaml:6"),
+        "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:8"),
         "parts": Setting("", "", "choice.yaml:12"),
         "parts.first": Setting('"a: b"', "Of the whole.", "choice.yaml:14"),
         "parts.second": Setting("~", "Of the whole.", "choice.yaml:15"),
         "parts.lines": Setting("[x, y]", "Of the whole.", "choice.yaml:16"),
     }
-    assert read_conf(tmp_path / "_base.yaml").about == "What the base is for."
+    base = read_conf(tmp_path / "_base.yaml")
+    assert (base.about, base.settings["far"].comment) == ("What the base is for.", "How far.")
 
 
 @pytest.mark.parametrize("group", ["model", *parts_of("train")])

@@ -44,7 +44,7 @@ def read_conf(file: Path) -> ConfFile:
     """One file of `conf/` and its bases. A key without a comment keeps that of the base, or else shares that of the key
     above it."""
     text = file.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines, root = text.splitlines(), yaml.compose(text)
     values: dict[str, Any] = yaml.safe_load(text) or {}
     builds: str | None = values.get("_target_")
     settings: dict[str, Setting] = {}
@@ -52,13 +52,14 @@ def read_conf(file: Path) -> ConfFile:
         told = read_conf(base)
         builds, settings = builds or told.builds, {**settings, **told.settings}
     above: dict[str, str] = {}
-    for key, setting in _settings(yaml.compose(text), lines, _name(file)):
+    head = _head(root, lines)
+    for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):
         group = key.rpartition(".")[0]
         shared = above.get(group, "") if setting.value else ""
         comment = setting.comment or (settings[key].comment if key in settings else shared)
         above[group] = comment if setting.value else ""
         settings[key] = replace(setting, comment=comment)
-    return ConfFile(_head(lines), builds, settings)
+    return ConfFile(_above(lines, head), builds, settings)
 
 
 def read_choice(group: str, choice: str) -> ConfFile:
@@ -97,9 +98,12 @@ def _written(node: Any) -> str:
     return flow(yaml.constructor.SafeConstructor().construct_document(node)) if "\n" in text.strip() else text.strip()
 
 
-def _head(lines: Sequence[str]) -> str:
-    ends = (i for i, line in enumerate(lines) if not line.startswith("#"))
-    return _above(lines, next(ends, len(lines)))
+def _head(root: Any, lines: Sequence[str]) -> int:
+    """How many lines of comment are the file's: one, if the rest stands right above a setting and is its own."""
+    end = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    first = root.value[0][0] if root is not None else None
+    bare = first is not None and first.start_mark.line == end and first.value not in _NO_SETTINGS
+    return min(1, end) if bare else end
 
 
 def _above(lines: Sequence[str], row: int) -> str:

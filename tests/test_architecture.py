@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import grpo_cli
 
@@ -117,3 +119,21 @@ def test_the_trainer_knows_no_concrete_part():
     allowed = {"tracking/health"}
     known = (own_imports(PACKAGE / "train.py") | own_imports(PACKAGE / "step.py")) - allowed
     assert [module for module in known if module.startswith(concrete)] == []
+
+
+def definitions(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    for module, file in modules().items():
+        yield from ((module, node) for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, kind))
+
+
+def test_a_class_s_name_means_one_thing():
+    modules_of: dict[str, list[str]] = {}
+    for module, node in definitions(ast.ClassDef):
+        modules_of.setdefault(node.name, []).append(module)
+    assert {name: places for name, places in modules_of.items() if len(places) > 1} == {}
+
+
+def test_functions_are_short():
+    lengths = {f"{module}.{f.name}": f.end_lineno - f.lineno + 1 for module, f in definitions(ast.FunctionDef)}
+    assert median(lengths.values()) <= 8
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.tasks.countdown import Countdown, NotAnExpression, Problem, draw_problem, evaluate, uses_allowed
+from grpo_cli.tasks.countdown import Countdown, CountdownProblem, NotAnExpression, draw_problem, evaluate, uses_allowed
 from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
@@ -180,12 +180,14 @@ def test_the_splits_share_no_problem_in_any_order_of_its_numbers() -> None:
     assert len(set(keys)) == len(keys) == 256
     assert all(is_held_out(key) for key in keys)
     assert not any(is_held_out(as_problem(prompt).key) for prompt in train)
-    assert Problem((3, 1, 2), 9).key == Problem((2, 3, 1), 9).key != Problem((2, 3, 1), 8).key
+    assert (
+        CountdownProblem((3, 1, 2), 9).key == CountdownProblem((2, 3, 1), 9).key != CountdownProblem((2, 3, 1), 8).key
+    )
 
 
-def as_problem(prompt: Prompt) -> Problem:
+def as_problem(prompt: Prompt) -> CountdownProblem:
     numbers, target = TOKENIZER.decode(list(prompt.token_ids)).removesuffix("=").split(":")
-    return Problem(tuple(map(int, numbers.split(","))), int(target))
+    return CountdownProblem(tuple(map(int, numbers.split(","))), int(target))
 
 
 def test_problems_are_a_function_of_seed_and_index() -> None:

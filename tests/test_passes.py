@@ -17,7 +17,7 @@ from tiny_hf import FAMILIES
 
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import rows_of
-from grpo_cli.learner.forward import Padded, PaddingFree, Row, pack
+from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
@@ -129,7 +129,7 @@ def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(group
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.
     prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]
-    rows = [Row(len(p), int(r), p) for p, r in zip(prompts, batch.response_mask.sum(1), strict=True)]
+    rows = [RowShape(len(p), int(r), p) for p, r in zip(prompts, batch.response_mask.sum(1), strict=True)]
     parts = [part.tolist() for part in way.micro_batches(batch)]
     assert way.cut(rows) == parts
     for part in parts:

@@ -15,7 +15,7 @@ from test_passes import make_batch
 from grpo_cli.engine.eviction import Dense, SnapKv
 from grpo_cli.engine.fullest import fullest
 from grpo_cli.engine.schedule import Lpt
-from grpo_cli.learner.forward import Padded, PaddingFree, Row
+from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
@@ -134,7 +134,7 @@ WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFre
 @pytest.mark.parametrize("groups", [[(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]], ids=str)
 def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any):
     model, batch = small_model(), make_batch(groups)
-    rows = tuple(Row(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
+    rows = tuple(RowShape(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
     way.prepare(model)
     with Allocations(model) as allocations:
         values = way.logprobs(model.train(), batch)
@@ -225,7 +225,7 @@ def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_bes
         len(requests[0].prompt.token_ids) + 30, 64, 1.0, False
     )  # two rows at most, or the longest by itself
     given = replace(plan(requests, 6, 6), rollouts=work, forward=way)
-    rows = [Row(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
+    rows = [RowShape(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]
     model, parts = fake_model(), [tuple(rows[i] for i in part) for part in way.cut(rows)]
     assert len({way.size(part) for part in parts[1:]}) > 1
     passes = [model.train_pass(way, part, place > 0) for place, part in enumerate(parts)]

@@ -20,7 +20,7 @@ from grpo_cli.settings import TrainSettings
 from grpo_cli.types import Batch
 
 
-class Row(NamedTuple):
+class RowShape(NamedTuple):
     """All of a row that its shape in a forward depends on: its tokens, and with whom it has its prompt in common."""
 
     prompt: int
@@ -52,13 +52,13 @@ class ShapeOnly(Forward, Protocol):
     def tokens(self) -> int:
         """The most that a micro-batch may have, unless a single row has more."""
 
-    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
+    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         """As `micro_batches`, for rows of these lengths."""
 
-    def size(self, rows: Sequence[Row]) -> int:
+    def size(self, rows: Sequence[RowShape]) -> int:
         """Tokens that go through the model for these rows, padding included."""
 
-    def blank(self, model: Any, rows: Sequence[Row]) -> Float[Tensor, "N"]:
+    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
         """The computation of a micro-batch of these lengths, all of whose tokens are token 0."""
 
 
@@ -83,13 +83,13 @@ class Padded:
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         return micro_batches(batch, self.tokens)
 
-    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
+    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         return micro_batch_rows([row.prompt + row.completion for row in rows], self.tokens)
 
-    def size(self, rows: Sequence[Row]) -> int:
+    def size(self, rows: Sequence[RowShape]) -> int:
         return len(rows) * max(row.prompt + row.completion for row in rows)
 
-    def blank(self, model: Any, rows: Sequence[Row]) -> Float[Tensor, "N"]:
+    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
         ids = torch.zeros(len(rows), self.size(rows) // len(rows), dtype=torch.long)
         places = torch.ones(sum(row.completion for row in rows), dtype=torch.long)
         return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk)
@@ -115,7 +115,7 @@ class PaddingFree:
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         return [torch.tensor(rows) for rows in self.cut(row_shapes(batch, self.share))]
 
-    def cut(self, rows: Sequence[Row]) -> list[list[int]]:
+    def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         """At most `tokens` tokens each, but at least one row. A group that is too large is cut between its rows."""
         parts: list[list[int]] = []
         used = 0
@@ -133,10 +133,10 @@ class PaddingFree:
                 opened = True
         return parts
 
-    def size(self, rows: Sequence[Row]) -> int:
+    def size(self, rows: Sequence[RowShape]) -> int:
         return sum(map(len, _trees(rows, prompt_groups(rows, self.share))))
 
-    def blank(self, model: Any, rows: Sequence[Row]) -> Float[Tensor, "N"]:
+    def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
         trees = _trees(rows, prompt_groups(rows, self.share))
         ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
         places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
@@ -194,19 +194,20 @@ def pack(batch: Batch, share: bool) -> Packed:
     return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets, all_predicting)
 
 
-def row_shapes(batch: Batch, share: bool) -> list[Row]:
+def row_shapes(batch: Batch, share: bool) -> list[RowShape]:
     """The rows' lengths; with `share` also which have the same prompt."""
     completions = batch.response_mask.sum(dim=1)
     lengths = zip((batch.lengths - completions).tolist(), completions.tolist(), strict=True)
     if not share:
-        return [Row(prompt, completion) for prompt, completion in lengths]
+        return [RowShape(prompt, completion) for prompt, completion in lengths]
     ids = batch.input_ids.cpu()
     return [
-        Row(prompt, completion, tuple(ids[row, :prompt].tolist())) for row, (prompt, completion) in enumerate(lengths)
+        RowShape(prompt, completion, tuple(ids[row, :prompt].tolist()))
+        for row, (prompt, completion) in enumerate(lengths)
     ]
 
 
-def prompt_groups(rows: Sequence[Row], share: bool) -> list[list[int]]:
+def prompt_groups(rows: Sequence[RowShape], share: bool) -> list[list[int]]:
     """Rows with the same prompt, in the order in which prompts first come; without `share` each row by itself."""
     if not share:
         return [[row] for row in range(len(rows))]
@@ -216,7 +217,7 @@ def prompt_groups(rows: Sequence[Row], share: bool) -> list[list[int]]:
     return list(groups.values())
 
 
-def _trees(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> list[Tree]:
+def _trees(rows: Sequence[RowShape], groups: Sequence[Sequence[int]]) -> list[Tree]:
     """A tree for each group; a row that shares its prompt with none is a plain sequence."""
     trees = []
     for group in groups:

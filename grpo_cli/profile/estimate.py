@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_cli.engine.sampler import DEFAULT_SLOTS
-from grpo_cli.learner.forward import Row, ShapeOnly
+from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload
 
@@ -121,10 +121,10 @@ class Estimator:
             OTHER: self._other,
         }
 
-    def _quiet(self, step: StepShape, rows: Sequence[Row]) -> Sizes:
+    def _quiet(self, step: StepShape, rows: Sequence[RowShape]) -> Sizes:
         return self._model.quiet_pass(step.forward, max(_parts(step.forward, rows), key=step.forward.size))
 
-    def _update(self, step: StepShape, kept: Sequence[Row]) -> dict[str, Sizes]:
+    def _update(self, step: StepShape, kept: Sequence[RowShape]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
         first, *others = _parts(step.forward, kept[: -(-len(kept) // step.minibatches)])
         passes = [self._model.train_pass(step.forward, first, False)]
@@ -190,14 +190,14 @@ class Estimator:
         return good
 
 
-def _rows(work: Workload, take: int) -> list[Row]:
+def _rows(work: Workload, take: int) -> list[RowShape]:
     """The first `take` rollouts of each prompt as rows of a batch."""
     return [
-        Row(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
+        RowShape(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
         for place, prompt in enumerate(work.prompts)
         for sample in range(take)
     ]
 
 
-def _parts(forward: ShapeOnly, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+def _parts(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
     return [tuple(rows[i] for i in part) for part in forward.cut(rows)]

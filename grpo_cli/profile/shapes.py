@@ -22,7 +22,7 @@ from grpo_cli.engine.fullest import fullest_moments, parked_bytes
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.engine.stop import NeverStop
-from grpo_cli.learner.forward import Row, ShapeOnly
+from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -109,7 +109,7 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _train_pass(self, forward: ShapeOnly, rows: tuple[Row, ...], later: bool) -> tuple[Sizes, Sizes]:
+    def _train_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
         forward.prepare(self.model)
         with self._watched(training=True) as allocations:
@@ -123,7 +123,7 @@ class ShapeModel:
             values.sum().backward()
             return without_backward, allocations.take_peak()
 
-    def _quiet_pass(self, forward: ShapeOnly, rows: tuple[Row, ...]) -> Sizes:
+    def _quiet_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...]) -> Sizes:
         """The same pass forward without gradients."""
         forward.prepare(self.model)
         with self._watched(training=False) as allocations:

@@ -46,7 +46,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Problem:
+class CountdownProblem:
     """Numbers in the order they are shown, and the target."""
 
     numbers: tuple[int, ...]
@@ -58,7 +58,7 @@ class Problem:
     @property
     def key(self) -> str:
         """The same for all orders of the numbers, so that no split sees another's problem rearranged."""
-        return str(Problem(tuple(sorted(self.numbers)), self.target))
+        return str(CountdownProblem(tuple(sorted(self.numbers)), self.target))
 
 
 def evaluate(text: str) -> Evaluated:
@@ -147,13 +147,13 @@ def uses_allowed(used: Sequence[int], given: Sequence[int], use_all: bool) -> bo
     return counts == allowed if use_all else counts <= allowed
 
 
-def draw_problem(rng: Random, count: int, max_number: int, max_target: int) -> tuple[Problem, str]:
+def draw_problem(rng: Random, count: int, max_number: int, max_target: int) -> tuple[CountdownProblem, str]:
     """A problem and one of its solutions, which uses every number once and whose results are all positive integers."""
     while True:
         numbers = tuple(rng.randint(1, max_number) for _ in range(count))
         target, solution = _combine(rng, numbers)
         if target <= max_target and target not in numbers:
-            return Problem(numbers, target), solution
+            return CountdownProblem(numbers, target), solution
 
 
 def _combine(rng: Random, numbers: Sequence[int]) -> tuple[int, str]:
@@ -243,10 +243,10 @@ class Countdown:
             if not is_held_out(problem.key):
                 return self._prompt(f"train-{index}", problem)
 
-    def _eval_problems(self, size: int) -> list[Problem]:
+    def _eval_problems(self, size: int) -> list[CountdownProblem]:
         """Held-out problems, no two alike in any order of their numbers."""
         rng = Random("countdown/eval")
-        seen: dict[str, Problem] = {}
+        seen: dict[str, CountdownProblem] = {}
         for i in range(size):
             count = self._counts[i % len(self._counts)]
             for _ in range(10_000):
@@ -261,7 +261,7 @@ class Countdown:
                 )
         return list(seen.values())
 
-    def _prompt(self, prompt_id: str, problem: Problem) -> Prompt:
+    def _prompt(self, prompt_id: str, problem: CountdownProblem) -> Prompt:
         token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
         return Prompt(prompt_id, tuple(token_ids), answer=str(problem))
 

@@ -89,6 +89,9 @@ class Mute:
 def broken(logprobs, batch, totals):
     return logprobs + None
 
+def crash(group, keep, rng):
+    return [][1]
+
 sizes = []
 
 def watched(group, keep, rng):
@@ -215,8 +218,8 @@ def test_the_rehearsal_s_group_is_the_run_s_as_long_as_that_is_small(user_module
     assert sys.modules[user_module].sizes == [(4, 2), (4096, 4095), (4096, 7), (4096, 4095)]
 
 
-def checked(**changed: dict[str, Any]) -> None:
-    check(replace(made.settings(), parts={**made.settings().parts, **changed}))
+def checked(m: int = 16, **changed: dict[str, Any]) -> None:
+    check(replace(made.settings(), m=m, parts={**made.settings().parts, **changed}))
 
 
 def test_a_part_that_lacks_what_the_engine_asks_of_it_is_told(user_module):
@@ -228,9 +231,16 @@ def test_a_part_that_asks_for_the_model_waits_for_it(user_module):
     checked(predictor={"_target_": f"{user_module}.NeedsModel"})
 
 
+def test_before_a_run_down_sampling_alone_is_tried(user_module):
+    """In a sweep all jobs are checked in one process; what a rule of one's own does there is done for each of them."""
+    checked(advantage={"_target_": f"{user_module}.infinite"})
+    with pytest.raises(UserError, match="returned 1 of them"):
+        checked(m=2, downsample={"_target_": f"{user_module}.too_few"})
+
+
 def test_a_rule_that_crashes_is_left_to_its_run(user_module):
     """In a sweep the other jobs go on."""
-    checked(loss={"_target_": f"{user_module}.broken"})
+    checked(m=2, downsample={"_target_": f"{user_module}.crash"})
 
 
 def test_an_engine_s_own_refusals_reach_the_user():

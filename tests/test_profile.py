@@ -270,7 +270,7 @@ SHORT_OF_MEMORY = """
 import resource
 from pathlib import Path
 from small import VOCABULARY, make_engine, small_model, some_requests
-from grpo_cli.engine.sampler import Full
+from made import full
 
 engine = make_engine(
     small_model(max_position_embeddings=60_000), sampler=full(on_oom="halve"), eos_token_ids=range(VOCABULARY)

@@ -233,12 +233,17 @@ def _engine_problems(settings: RunSettings | EvalRunSettings) -> list[str]:
 
 
 def _rule_problems(settings: RunSettings) -> list[str]:
-    """What rules say of their settings and, where there can be a group to try them on, of `n` and `m`."""
-    from grpo_cli.config.instantiate import build_rules, rules_of
+    """What rules say of their settings, and down-sampling of `n` and `m`; the others are tried by the run itself."""
+    from grpo_cli.config.instantiate import rules_of, try_choice
 
     n, m = settings.n, settings.m
-    tried = n >= 2 and 1 <= m <= n
-    return _refused(lambda: build_rules(settings.parts, n, m) if tried else rules_of(settings.parts))
+
+    def ask() -> None:
+        rules = rules_of(settings.parts)
+        if n >= 2 and 1 <= m <= n:
+            try_choice(rules, n, m)
+
+    return _refused(ask)
 
 
 def _refused(make: Callable[[], Any]) -> list[str]:

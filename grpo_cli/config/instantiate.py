@@ -185,20 +185,24 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
 def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
     """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
     rules = rules_of(parts)
+    _rehearse(rules, *try_choice(rules, n, m))
+    return rules
+
+
+def try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
+    """A made-up group of `n` rollouts (or of as many as are worth it), and those of it that are kept for `m`."""
     size = min(n, MOST_REHEARSED)
-    keep = min(m, size if m == n else size - 1)
+    group, keep = _made_up_group(size), min(m, size if m == n else size - 1)
     try:
-        _rehearse(rules, size, keep)
+        return group, group.take(choose(rules.downsample, group, keep, np.random.default_rng(0)))
     except UserError as error:
         if size == n:
             raise
         raise UserError(f"{error} (tried on a made-up group of n={size} with m={keep})") from error
-    return rules
 
 
-def _rehearse(rules: Rules, n: int, m: int) -> None:
-    group = _made_up_group(n)
-    kept = group.take(choose(rules.downsample, group, m, np.random.default_rng(0)))
+def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
+    m = len(kept.rollouts)
     rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
     advantages = rules.advantage(*rewards)
     _expect("advantage", advantages, (m,))

@@ -122,7 +122,7 @@ def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("optim.name=adamw8bit",), "adamw8bit needs a CUDA GPU"),
-        (("optim.name=adamw8bit", "optim.offload=true"), "keeps its averages on the GPU; use optim.offload=false"),
+        (("optim.name=adamw8bit", "optim.offload=true"), "keeps its state on the GPU; use optim.offload=false"),
         (("optim.name=sgd",), "optim.name=sgd must be one of adamw, adamw8bit"),
         (("model.quantize=4bit",), "freezes the weights, so that there is nothing to train"),
         (("model.quantize=4bit", *LORA), "model.quantize=4bit needs a CUDA GPU"),

@@ -134,7 +134,7 @@ def test_the_script_reads_a_recorded_run_and_writes_its_figures(tmp_path, capsys
     found = json.loads(out.read_text())
     assert found["settings"]["slots"] == 2
     assert {name.split()[2] for name in found["results"][str(trace)]} == set(SCHEDULERS)
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "16 rollouts" in printed and "infinite oracle fptas" in printed
 
 

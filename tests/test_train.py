@@ -19,9 +19,10 @@ from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
 from grpo_cli import downsample
+from grpo_cli.config.instantiate import OwnLoss
 from grpo_cli.correction import Correct
 from grpo_cli.errors import UserError
-from grpo_cli.interfaces import Bench, Parts, Rules, Task
+from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
 from grpo_cli.runs.find import find_checkpoint
@@ -104,6 +105,8 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     rules = Rules(downsample.all_rollouts, made.advantage("grpo"), made.correction(), GRPO)
     plain = Parts(bench, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
+    if "loss" in parts and not isinstance(parts["loss"], Loss):
+        parts["loss"] = OwnLoss(parts["loss"])
     for name, value in parts.items():
         if hasattr(rules, name):
             plain = replace(plain, rules=replace(plain.rules, **{name: value}))

@@ -21,7 +21,7 @@ from typing import Any
 from common import Check, Figures, finish, parsed, parser, show
 
 from grpo_cli.tasks.answers import gold_answer
-from grpo_cli.tasks.judges import Judge, Numbers, Reply
+from grpo_cli.tasks.judges import Completion, Judge, Numbers
 from grpo_cli.tasks.math_judge import MathJudge
 
 AGREEMENT, PER_SECOND, HOSTILE = 0.995, 2000, 100
@@ -79,7 +79,7 @@ def hostile_expressions() -> list[str]:
     return [*some, *(f"-{text}" for text in some)][:HOSTILE]
 
 
-def replies_of(folder: Path) -> tuple[list[Reply], list[Reply]]:
+def replies_of(folder: Path) -> tuple[list[Completion], list[Completion]]:
     """Every solution of GSM8K with its own answer, and with another number, each in one of the forms in turn."""
     right, wrong = [], []
     lines = [line for name in ("train", "test") for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
@@ -92,17 +92,17 @@ def replies_of(folder: Path) -> tuple[list[Reply], list[Reply]]:
             other = "7"
         form = FORMS[i % len(FORMS)]
         for answer, replies in ((shown, right), (other, wrong)):
-            replies.append(Reply(str(i), worked + form.format(answer), str(gold), True, 1, None))
+            replies.append(Completion(str(i), worked + form.format(answer), str(gold), True, 1, None))
     return right, wrong
 
 
-def agreement(judge: Judge, right: Sequence[Reply], wrong: Sequence[Reply]) -> Figures:
+def agreement(judge: Judge, right: Sequence[Completion], wrong: Sequence[Completion]) -> Figures:
     found = [parts["correct"] for parts in judge(right)], [parts["correct"] for parts in judge(wrong)]
     agreed = [value == 1.0 for value in found[0]] + [value == 0.0 for value in found[1]]
     return {"replies": len(agreed), "agreement": sum(agreed) / len(agreed)}
 
 
-def per_second(make: Callable[[], Judge], replies: Sequence[Reply], processes: int) -> float:
+def per_second(make: Callable[[], Judge], replies: Sequence[Completion], processes: int) -> float:
     """Replies judged a second by so many processes, each with its share; the starts are left out."""
     shares = [replies[i::processes] for i in range(processes)]
     context = get_context("fork")
@@ -119,7 +119,7 @@ def per_second(make: Callable[[], Judge], replies: Sequence[Reply], processes: i
     return len(replies) / seconds
 
 
-def _judge_share(make: Callable[[], Judge], replies: Sequence[Reply], barrier: Any) -> None:
+def _judge_share(make: Callable[[], Judge], replies: Sequence[Completion], barrier: Any) -> None:
     judge = make()
     judge(replies[:1])
     barrier.wait()
@@ -133,10 +133,10 @@ def held_up(limit: float, expressions: Sequence[str]) -> Figures:
     seconds, over, right = [], 0, 0
     questions = count()
     for expression in expressions:
-        while judge([Reply("", "\\boxed{y}", f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
+        while judge([Completion("", "\\boxed{y}", f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
             pass  # until a worker has started and answers
         start = time.perf_counter()
-        (parts,) = judge([Reply("", f"\\boxed{{{expression}}}", HOSTILE_GOLD, True, 1, None)])
+        (parts,) = judge([Completion("", f"\\boxed{{{expression}}}", HOSTILE_GOLD, True, 1, None)])
         seconds.append(time.perf_counter() - start)
         over += int(parts["over_limit"])
         right += int(parts["correct"])

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from made import infinite, micro
-from small import contents, make_engine, small_model, some_requests
+from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
-import grpo_cli.engine.vllm as vllm_engine
+import grpo_cli.engine.vllm as engine_module
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_model, load_tokenizer
@@ -186,7 +186,7 @@ def test_vllm_runs_outside_the_learners_autocast(monkeypatch: pytest.MonkeyPatch
         return noted
 
     monkeypatch.setattr(engine, "_started", noting("start", engine._started))
-    monkeypatch.setattr(vllm_engine, "merged_weights", noting("weights", vllm_engine.merged_weights))
+    monkeypatch.setattr(engine_module, "merged_weights", noting("weights", engine_module.merged_weights))
     with torch.autocast("cpu", torch.bfloat16):
         rollouts = list(engine.generate(some_requests(1, 2, tokens=4)))
         assert torch.is_autocast_enabled("cpu")

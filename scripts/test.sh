@@ -11,7 +11,8 @@ ruff check .
 ruff format --check .
 mypy
 (($#)) && exec pytest "$@"
-pytest --durations=15
+# As many processes as cores, one thread each: tests of other numbers of threads start programs of their own.
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" pytest -n logical --maxprocesses 8 --dist worksteal --durations=15
 # The default run to its end as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"
 MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl hydra.run.dir="$(mktemp -d)/run" | tail -n 2

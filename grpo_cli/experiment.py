@@ -110,10 +110,19 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
     return engine
 
 
-def build(settings: RunSettings) -> Trainer:
-    """A training run, ready to go. Rules are tried first, since that is quick; then the model is loaded."""
+def tried_rules(settings: RunSettings) -> Rules:
+    """The rules of a run, each tried once, and its optimizer looked at: what can be refused before a model is read."""
     rules = build_rules(settings.parts, settings.n, settings.m)
     check_optimizer(settings.optim, pick_device(settings.device))
+    return rules
+
+
+def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
+    """A training run, ready to go: its model loaded, and its checkpoint, if there is one to go on from.
+
+    `rules` are those of `tried_rules`, if they have been tried before.
+    """
+    rules = rules or tried_rules(settings)
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
@@ -150,17 +159,19 @@ def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Pa
     found = find_checkpoint(folder)
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
-    if found.path is None:
+    if found.path is None and found.skipped:
         raise UserError(
-            f"resume={resume} holds no complete checkpoint; start anew without resume=, or name another run"
+            f"resume={resume} holds no complete checkpoint; start the run anew in another folder, or name another run"
         )
+    if found.path is None:
+        warn(f"{folder} holds no checkpoint yet: the run begins anew, as it was started")
     return found.path
 
 
 def _trackers(
     settings: RunSettings, run_dir: Path, checkpoint: Path | None, console: ConsoleTracker
 ) -> tuple[Tracker, ...]:
-    first_step = None
+    first_step = None if settings.resume is None else 0
     if checkpoint is not None:
         done = step_of(checkpoint.name)
         first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step

@@ -159,6 +159,7 @@ class RunSettings:
     m: int
     seed: int
     resume: str | None
+    resume_wait: float
     device: str
     run_dir: str
     model: ModelSettings

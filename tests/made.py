@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.compose import model_of, settings_of
 from grpo_cli.config.instantiate import function, ready
+from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
 
 
@@ -69,3 +72,18 @@ def model(path: str = "tiny", **changed: Any) -> ModelSettings:
 
 def lora(**changed: Any) -> LoraSettings:
     return replace(_defaults().model.lora, **changed)
+
+
+def record(
+    folder: Path,
+    config: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    choices: Mapping[str, str] | None = None,
+    command: str = "train",
+) -> RunRecord:
+    """The `run.json` that a run in this folder would have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder, RunRecord(command, tuple(overrides), choices or {}, config, {}))
+    made = read_record(folder)
+    assert made is not None, "it was written a line ago"
+    return made

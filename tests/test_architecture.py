@@ -15,8 +15,8 @@ PACKAGE = Path(grpo_cli.__file__).parent
 # A room is a module of the package's top level, or a folder (a wing), whose modules may also import each other.
 ROWS = """
 errors settings meter memory
-formatting types processor runs/
-interfaces
+formatting types processor
+interfaces runs/
 advantage downsample correction loss metrics model/ tasks/ tracking/
 learner/ engine/ rollout select report/
 config/ examples progress

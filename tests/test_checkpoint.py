@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from grpo_cli.errors import UserError
 from grpo_cli.runs import files
 from grpo_cli.runs.checkpoint import CheckpointError, load_state, rng_state, save_checkpoint, set_rng_state
-from grpo_cli.runs.find import find_checkpoint, require_checkpoint, resolve_run
+from grpo_cli.runs.find import find_checkpoint, resolve_run
 from grpo_cli.runs.summary import write_summary
 
 
@@ -71,8 +72,6 @@ def test_the_newest_is_found_by_number_and_not_by_spelling(root: Path) -> None:
 
 def test_without_any_checkpoint_nothing_is_found(root: Path) -> None:
     assert find_checkpoint(root).path is None and find_checkpoint(root).skipped == ()
-    with pytest.raises(UserError, match="none was ever saved"):
-        require_checkpoint(root.parent)
 
 
 def test_only_the_last_few_are_kept_and_never_fewer_than_the_one_just_written(root: Path) -> None:
@@ -125,8 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name_and_reason(
     assert found.path == root / "step_000001"
     (skipped,) = found.skipped
     assert skipped.startswith("step_000002: ")
-    with pytest.raises(UserError, match=reason):
-        require_checkpoint(root / "step_000002")
+    assert re.search(reason, skipped), skipped
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()])
@@ -173,7 +171,7 @@ def test_a_disk_that_fails_at_any_write_of_ours_costs_nothing(
     monkeypatch.undo()
     assert next(calls) > 2 * call, "the save never got that far"
     assert names(root) == ["step_000002"]
-    assert load_state(require_checkpoint(root).path)["mark"] == "old"  # type: ignore[arg-type]
+    assert load_state(find_checkpoint(root).path)["mark"] == "old"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("writer", ["torch", "safetensors"])
@@ -244,7 +242,7 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
     marks = []
     for moment in range(moments):
         root = tmp_path / str(moment)
-        path = require_checkpoint(root).path
+        path = find_checkpoint(root).path
         assert path is not None
         marks.append(load_state(path)["mark"])
         save(root, 3, keep=1)  # which clears up what the killed save left
@@ -329,7 +327,7 @@ def test_a_run_or_a_checkpoint_can_be_named(tmp_path: Path, root: Path, monkeypa
 
 def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"resume=.*empty is no run folder: it has no checkpoints/"):
+    with pytest.raises(UserError, match=r"resume=.*empty is no run folder: it has neither run.json nor checkpoints/"):
         resolve_run(str(tmp_path / "empty"), tmp_path)
     with pytest.raises(UserError, match="resume=nowhere does not exist"):
         resolve_run("nowhere", tmp_path)

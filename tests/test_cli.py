@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from typer.testing import CliRunner, Result
 
 from grpo_cli import __version__
@@ -20,6 +21,7 @@ from grpo_cli.cli.completion import offered as offers
 from grpo_cli.config.choices import groups_of, shipped
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
+from grpo_cli.runs.record import read_record
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
 
@@ -178,7 +180,7 @@ def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
     calls: list[Any] = []
 
     def job(cfg: Any) -> Any:
-        calls.append(cfg)
+        calls.append(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -201,9 +203,7 @@ def test_an_error_of_ours_inside_a_run_keeps_its_traceback(monkeypatch):
 def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewhere):
     calls = fake_job(monkeypatch, None)
     assert grpo("train").exit_code == grpo("train").exit_code == 0
-    folders = [cfg for cfg in (elsewhere / "outputs" / "train").iterdir()]
-    assert len(folders) == len(calls) == 2
-    assert all((folder / ".hydra" / "overrides.yaml").is_file() for folder in folders)
+    assert len({cfg.run_dir for cfg in calls}) == len(calls) == 2
     assert not list(elsewhere.rglob("*.log"))
 
 
@@ -218,8 +218,8 @@ def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere)
         (2, "grpo"),
         (2, "rloo"),
     ]
-    (sweep,) = (elsewhere / "outputs" / "multirun").iterdir()
-    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    assert [Path(cfg.run_dir).name for cfg in calls] == ["0", "1", "2", "3"]
+    assert len({Path(cfg.run_dir).parent for cfg in calls}) == 1
 
 
 @pytest.mark.parametrize("launcher", ["processes", "basic"])
@@ -333,13 +333,16 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert grpo("train", *SMALL, "train.steps=1", "seed=7").exit_code == 0
     (run,) = (elsewhere / "outputs" / "train").iterdir()
 
-    assert "raise train.steps to go on" in refusal_after_words("train", "resume=auto")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = grpo("train", "resume=auto")
+    assert (done.exit_code, done.stdout) == (0, f"{run} has done its 1 steps; train.steps=... asks for more\n")
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     assert [row["step"] for row in metrics_of(run)] == [0, 1, 2]
-    config = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())
+    config = read_record(run).config
     assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)
 
     evaluated = grpo("eval", f"checkpoint={run}")
@@ -350,13 +353,6 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     in_training = {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("eval/")}
     assert in_training == {name: value for name, value in summary.items() if name.startswith("eval/")}
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3 + 3 * 2
-
-
-def refusal_after_words(*arguments: str) -> str:
-    """A refusal that comes once the run has begun to speak."""
-    result = grpo(*arguments)
-    assert result.exit_code == 2
-    return result.stderr
 
 
 def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
@@ -399,7 +395,9 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
     monkeypatch.delitem(sys.modules, "task_for_this_test")
     before = (elsewhere / "out" / "summary.json").read_text()
     for words in (["train", "resume=out", "train.steps=2"], ["eval", "checkpoint=out"]):
-        (line,) = refusal_after_words(*words).splitlines()
+        result = grpo(*words)
+        (line,) = result.stderr.splitlines()
+        assert result.exit_code == 2
         assert line.startswith("error: task._target_=task_for_this_test.Mine cannot be had: ")
     assert (elsewhere / "out" / "summary.json").read_text() == before
 

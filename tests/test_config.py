@@ -10,8 +10,8 @@ from pathlib import Path
 
 import hydra
 import hydra.utils
+import made
 import pytest
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -310,15 +310,12 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "logger=jsonl")
     run.task.template = hostile.replace("${", "\\${")
     run.model.random_init = True
-    hidden = tmp_path / ".hydra"
-    hidden.mkdir()
-    OmegaConf.save(run, hidden / "config.yaml")
     names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
     names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
     names["logger"] = "jsonl"
-    OmegaConf.save({"hydra": {"runtime": {"choices": names}}}, hidden / "hydra.yaml")
+    left = made.record(tmp_path, OmegaConf.to_container(run, resolve=False), choices=names)
 
-    again = compose(*overrides_of_run(tmp_path), command="eval")
+    again = compose(*overrides_of_run(left), command="eval")
     assert again.task.template == hostile
     assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
     assert (again.model.path, again.model.random_init) == ("x", True)
@@ -326,28 +323,19 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
 
 
 def test_a_run_is_resumed_with_what_it_was_started_with_however_often(tmp_path: Path):
-    hidden = tmp_path / ".hydra"
-    hidden.mkdir()
     first = ["n=4", "task.template='a b'", "train.steps=3"]
-    (hidden / "overrides.yaml").write_text(yaml.safe_dump(first))
-    again = overrides_to_resume(tmp_path)
+    again = overrides_to_resume(made.record(tmp_path, {}, first), tmp_path)
     assert again == [*first, f"++hydra.run.dir='{tmp_path}'"]
-    (hidden / "overrides.yaml").write_text(yaml.safe_dump([*first, "resume=auto", f"++resume='{tmp_path}'"]))
-    assert overrides_to_resume(tmp_path) == again
+    later = made.record(tmp_path, {}, [*first, "resume=auto", f"++resume='{tmp_path}'", "++resume_wait=3"])
+    assert overrides_to_resume(later, tmp_path) == again
 
 
 def test_a_run_that_was_started_with_words_of_another_name_is_resumed_with_those_of_now(tmp_path: Path):
-    (tmp_path / ".hydra").mkdir()
     first = ["correction=mis", "correction.is=sequence", "++correction.rs=veto", "correction.is_mode=mask"]
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(first))
-    *again, _ = overrides_to_resume(tmp_path)
+    *again, _ = overrides_to_resume(made.record(tmp_path, {}, first), tmp_path)
     now = ["correction.importance=sequence", "++correction.rejection=veto"]
     assert again == [first[0], *now, first[3]]
     assert settings(*again).parts["correction"]["importance"] == "sequence"
-
-
-def test_a_run_without_kept_overrides_is_resumed_in_its_folder(tmp_path: Path):
-    assert overrides_to_resume(tmp_path) == [f"++hydra.run.dir='{tmp_path}'"]
 
 
 def test_the_choices_of_every_group_are_those_of_its_folder():

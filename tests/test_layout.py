@@ -19,7 +19,7 @@ NAMES = {value for value in vars(layout).values() if isinstance(value, str)} - {
 
 
 def test_no_other_module_says_a_name_of_a_run_s_folder() -> None:
-    assert {"metrics.jsonl", "COMPLETE", "checkpoints", ".hydra/config.yaml"} <= NAMES
+    assert {"metrics.jsonl", "COMPLETE", "checkpoints", "run.json"} <= NAMES
     said = [
         f"{file.relative_to(PACKAGE)}, line {node.lineno}: {node.value}"
         for file in sorted(PACKAGE.rglob("*.py"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import made
 import pytest
 from test_report import launched, leave
 from typer.testing import CliRunner, Result
@@ -76,11 +78,7 @@ def test_the_jobs_of_a_sweep_are_listed_also_those_that_have_not_begun(elsewhere
 def test_an_evaluation_is_listed_with_its_accuracy_and_a_profile_is_no_run(elsewhere):
     for command in ("eval", "profile"):
         folder = elsewhere / "outputs" / command
-        (folder / ".hydra").mkdir(parents=True)
-        (folder / ".hydra/config.yaml").write_text("seed: 0\n")
-        (folder / ".hydra/hydra.yaml").write_text(
-            f"hydra: {{job: {{config_name: {command}}}, runtime: {{choices: {{task: math, model: tiny}}}}}}"
-        )
+        made.record(folder, {"seed": 0}, choices={"task": "math", "model": "tiny"}, command=command)
         told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
         (folder / "summary.json").write_text(json.dumps(told))
     (row,) = listed()[1:]
@@ -90,7 +88,7 @@ def test_an_evaluation_is_listed_with_its_accuracy_and_a_profile_is_no_run(elsew
 def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     run = leave(elsewhere / "outputs/\x1b[31m[red]", settings=SETTINGS)
     (run / "summary.json").write_text("{")
-    (run / ".hydra/config.yaml").write_text(": :\n\t")
+    (run / "run.json").write_text(": :\n\t")
     with open(run / "metrics.jsonl", "a") as file:
         file.write("nothing\n{")
     leave(elsewhere / "outputs/whole")
@@ -98,8 +96,8 @@ def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):
     assert said.exit_code == 0 and "\x1b" not in said.stdout
     assert len([line for line in said.stdout.splitlines() if line.startswith("train")]) == 2
     remarks = [line.partition(": ")[2] for line in said.stdout.splitlines() if "[red]: " in line]
-    files = [remark.partition(":")[0] for remark in remarks]
-    assert files[1:] == ["summary.json cannot be read", "metrics.jsonl", "metrics.jsonl"]
+    files = [re.match(r"\S+", remark)[0] for remark in remarks]
+    assert files[1:] == ["run.json", "summary.json", "metrics.jsonl:", "metrics.jsonl:"]
 
 
 def test_a_folder_without_runs_is_answered_kindly_and_one_that_is_none_is_refused(elsewhere):

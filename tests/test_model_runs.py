@@ -113,7 +113,7 @@ def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     trainer(tmp_path / "run", LORA).fit()
     saved = tmp_path / "run" / "checkpoints" / "step_000002"
-    words = checkpoint_overrides(str(tmp_path / "run"))
+    words = checkpoint_overrides(str(tmp_path / "run"), task_is_named=True)
     assert f"++model.adapter='{saved}'" in words
     assert any(word.startswith("++model.path='") and word.endswith("tiny'") for word in words)
 

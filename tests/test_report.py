@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,11 +52,7 @@ def leave(
     """What a run leaves that was evaluated at these steps (0, 10, 20, ... where none are given)."""
     if not isinstance(accuracies, Mapping):
         accuracies = {10 * i: accuracy for i, accuracy in enumerate(accuracies)}
-    (folder / ".hydra").mkdir(parents=True)
-    files = {"config": {"seed": 0, **(settings or {})}, "overrides": list(words)}
-    files |= {"hydra": {"hydra": {"runtime": {"choices": {"hydra/launcher": "basic", **(choices or {})}}}}}
-    for name, value in files.items():
-        (folder / ".hydra" / f"{name}.yaml").write_text(yaml.safe_dump(value))
+    made.record(folder, {"seed": 0, **(settings or {})}, words, choices)
     rows = rows_of(accuracies, max(accuracies, default=0), seconds_per_step)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if status is not None:
@@ -169,7 +165,10 @@ def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
     run = leave(tmp_path / "a", settings={"n": 8, "m": "${n}", "x": "${oc.env:SECRET}"})
     asked = read_run(run, "a").asked
     assert (asked.settings["m"], asked.settings["x"]) == (8, "${oc.env:SECRET}")
-    (run / ".hydra" / "config.yaml").write_text(f"!!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
+    (run / "run.json").unlink()
+    (run / ".hydra").mkdir()
+    for name in ("config", "overrides", "hydra"):  # as runs left them that have no run.json
+        (run / f".hydra/{name}.yaml").write_text(f"!!python/object/apply:os.mkdir [{tmp_path / 'made'}]\n")
     assert not read_run(run, "a").asked.complete
     assert not (tmp_path / "made").exists()
 
@@ -240,8 +239,7 @@ def test_jobs_that_have_not_begun_are_listed_with_what_they_will_run(tmp_path):
 
 def test_evaluations_are_left_out_and_named(tmp_path):
     leave(tmp_path / "train")
-    told = {"hydra": {"job": {"config_name": "eval"}, "runtime": {"choices": {}}}}
-    (leave(tmp_path / "eval", status=None) / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(told))
+    made.record(tmp_path / "eval", {}, command="eval")
     found = read_runs([tmp_path])
     assert ([run.name for run in found.runs], found.others) == (["train"], ("eval",))
     with pytest.raises(UserError, match=r"no training run in or below .*eval \(1 evaluations"):
@@ -347,11 +345,11 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
 def test_a_run_of_unknown_settings_is_not_averaged(tmp_path):
     leave(tmp_path / "0")
     leave(tmp_path / "1", (0.1, 0.2))
-    (tmp_path / "1" / ".hydra" / "config.yaml").unlink()
+    (tmp_path / "1" / "run.json").unlink()
     (arm,) = compare(runs_in(tmp_path)).arms
     assert (arm.final_accuracy.mean, [run.reason for run in arm.others]) == (
         0.75,
-        ["its settings are unknown: it has no .hydra/config.yaml"],
+        ["its settings are unknown: it has no run.json that can be read"],
     )
 
 

@@ -122,7 +122,7 @@ def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: 
     assert "resumed at step" in (folders[0] / "log.txt").read_text()
     assert json.loads((folders[0] / "summary.json").read_text())["status"] == "completed"
     for folder in folders:
-        assert (folder / ".hydra" / "config.yaml").exists() == (folder != folders[1])
+        assert (folder / "run.json").exists() == (folder != folders[1])
 
     reported = grpo("report", str(sweep), "--out", str(tmp_path / "report"))
     assert reported.exit_code == 0, reported.output

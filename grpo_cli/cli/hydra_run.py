@@ -44,7 +44,7 @@ def hand_over(
 
     with refusals():
         arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
-    called = _Called(job, sweep)
+        called = _Called(job, sweep, arguments)
     with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
         _hydra(command, called)
     if called.refused:
@@ -73,9 +73,10 @@ class _Called:
     Our launcher calls nothing but starts processes: it needs only the `sweep`.
     """
 
-    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep) -> None:
+    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep, arguments: Sequence[str]) -> None:
         self.sweep = sweep
         self.started = False
+        self.there_before = _named_folder(arguments)
         self.refused: UserError | None = None
         self._job = job
 
@@ -83,20 +84,37 @@ class _Called:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
-        from grpo_cli.runs.summary import failure_noted
-
         self.started = True
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if in_sweep:
             typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
         try:
-            with failure_noted(Path(HydraConfig.get().runtime.output_dir)):
-                return self._job(cfg)
+            return self._job(cfg)
         except UserError as error:
             if in_sweep:
                 raise
             self.refused = error  # raised through Hydra, it would come with Hydra's own words
             return None
+        except SystemExit as error:  # of code that a person's own part has brought along
+            raise RuntimeError(f"the run was ended by sys.exit({error.code}) in code that it called") from error
+        finally:
+            _leave_no_empty_folder(Path(HydraConfig.get().runtime.output_dir), self.there_before)
+
+
+def _named_folder(arguments: Sequence[str]) -> Path | None:
+    """The folder that `hydra.run.dir` names, if it is there already. UserError if it names none."""
+    from grpo_cli.config.overrides import unquoted
+
+    named = [unquoted(word.partition("=")[2]) for word in arguments if word.lstrip("+").startswith("hydra.run.dir=")]
+    if named and not named[-1].strip():
+        raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
+    return Path(named[-1]).absolute() if named and Path(named[-1]).exists() else None
+
+
+def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
+    """Hydra makes the folder of a run before anybody can refuse it; one without a file tells nothing of anything."""
+    if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 @contextmanager

@@ -18,7 +18,13 @@ from grpo_cli.tracking import terminal
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
-WRITTEN = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.CONFIG)  # what says when a run was alive
+WRITTEN = (
+    layout.METRICS,
+    layout.SUMMARY,
+    layout.STATUS,
+    layout.RUN,
+    layout.HYDRA_CONFIG,
+)  # what says when a run was alive
 
 
 def list_runs(folder: Path) -> None:

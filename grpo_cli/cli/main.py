@@ -157,16 +157,18 @@ def _profile(cfg: DictConfig) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from rich.console import Console
 
+    from grpo_cli.cli.start import started
     from grpo_cli.profile import command as profiling
     from grpo_cli.profile.show import show
     from grpo_cli.runs.summary import write_summary
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
-    show(found, Console())
-    typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
-    peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
-    write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    with started("profile", cfg):
+        found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+        show(found, Console())
+        typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
+        peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
     return peak
 
 
@@ -281,9 +283,18 @@ def _checked_eval(cfg: DictConfig) -> Any:
 def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
+    from grpo_cli.cli.start import started
+    from grpo_cli.runs.find import completed_steps
 
-    with _memory_explained(settings):
-        return experiment.build(settings).fit()["final_accuracy"]  # what a sweeper would optimise
+    rules = experiment.tried_rules(settings)
+    done = completed_steps(settings.resume)
+    if done is not None and done >= settings.train.steps:
+        typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
+        return None
+    with started("train", cfg, settings.resume, settings.resume_wait) as go_on, _memory_explained(settings):
+        trainer = experiment.build(settings, rules)
+        go_on()
+        return trainer.fit()["final_accuracy"]  # what a sweeper would optimise
 
 
 @contextmanager
@@ -304,8 +315,10 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 def _evaluate(cfg: DictConfig) -> Any:
     settings = _checked_eval(cfg)
     from grpo_cli import experiment
+    from grpo_cli.cli.start import started
 
-    result = experiment.evaluate_model(settings)
+    with started("eval", cfg):
+        result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
     typer.echo(f"every answer: {settings.run_dir}/{SAMPLES}")
     return result.metrics["eval/accuracy"]

@@ -7,48 +7,59 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import parts_of
 from grpo_cli.config.read import read
-from grpo_cli.runs import layout
+from grpo_cli.errors import UserError
+from grpo_cli.formatting import plain
+from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
 
 # Keys that old run folders, and people, know by another name.
 RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
+_DRAWN = ("top_p", "top_k", "max_new_tokens", "stop")
+# What a run is told when it goes on, and is no setting of the run itself.
+OF_A_RESUME = ("resume", "resume_wait", "accept_damage")
 
 
-def overrides_of_run(run_dir: Path) -> list[str]:
+def overrides_of_run(record: RunRecord) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
 
     Choices and values are those of the composed config rather than of the command line, so that neither a named
     experiment nor a default that has changed since makes a difference. What a choice of ours is built by is the
     choice's own word: where that code stands now may not be where it stood when the run was made.
+    UserError if something is missing there.
     """
-    config, hydra = run_dir / layout.CONFIG, run_dir / layout.HYDRA
-    chosen, run = OmegaConf.load(hydra).hydra.runtime.choices, OmegaConf.load(config)
-    assert isinstance(run, DictConfig), "Hydra writes a mapping"
     groups = ("model", *parts_of("eval"))
-    values = {"seed": run.seed}
-    drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
-    values |= {f"sampling.{key}": drawn[key] for key in ("top_p", "top_k", "max_new_tokens", "stop") if key in drawn}
-    values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
-    shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
-    for group in groups:
-        values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+    run: Any = OmegaConf.create(dict(record.config))
+    try:
+        values = {"seed": run.seed}
+        drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
+        values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
+        values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
+        shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
+        for group in groups:
+            values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+        chosen = [f"{group}={record.choices[group]}" for group in groups]
+    except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
     values = {key: value for key, value in values.items() if not _is_our_target(key, value)}
     if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
         values["model.eos_tokens"] = []
-    return [*(f"{group}={chosen[group]}" for group in groups), *overrides(values)]
+    return [*chosen, *overrides(values)]
 
 
-def overrides_to_resume(run_dir: Path) -> list[str]:
+def overrides_to_resume(record: RunRecord, run_dir: Path) -> list[str]:
     """What a run was started with, and its folder: the same command again, going on in the same place."""
-    kept = run_dir / layout.OVERRIDES
-    started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
-    assert isinstance(started_with, list), "Hydra keeps overrides in a list"
-    again = [_renamed(str(word)) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    again = [renamed(word) for word in record.overrides if not is_of_a_resume(word)]
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
+
+
+def is_of_a_resume(word: str) -> bool:
+    """Whether an override says how a run goes on, rather than what it is."""
+    return word.lstrip("+").partition("=")[0] in OF_A_RESUME
 
 
 def overrides(values: Mapping[str, Any]) -> list[str]:
@@ -56,7 +67,7 @@ def overrides(values: Mapping[str, Any]) -> list[str]:
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
 
 
-def _renamed(word: str) -> str:
+def renamed(word: str) -> str:
     """An override by the key that it has now."""
     key, equals, value = word.partition("=")
     plus = key[: len(key) - len(key.lstrip("+"))]

@@ -1,4 +1,4 @@
-"""What a run was asked: its settings by the words that a person types, from the files that Hydra leaves.
+"""What a run was asked: its settings by the words that a person types, from its record.
 
 References such as `m: ${n}` are followed, and nothing else in them: no resolver runs on what a file says.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from grpo_cli.formatting import plain
-from grpo_cli.runs import layout
+from grpo_cli.runs.record import read_record
 
 Setting = str | int | float | bool | None
 
@@ -45,21 +45,17 @@ class Asked:
 
 
 def asked_of(folder: Path) -> Asked | None:
-    """What `.hydra/` in a run folder says; None if there is no config that can be read."""
-    config = _yaml(folder / layout.CONFIG)
-    if not isinstance(config, dict):
+    """What a run folder says of itself; None if it has no record. UserError if that is damaged."""
+    record = read_record(folder)
+    if record is None:
         return None
-    settings = dict(_flat(config, ""))
+    settings = dict(_flat(dict(record.config), ""))
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
-    hydra = _yaml(folder / layout.HYDRA)
-    chosen = _below(hydra, "hydra", "runtime", "choices")
-    # The run's own groups, without Hydra's.
-    choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
-    overrides = _yaml(folder / layout.OVERRIDES)
-    given = dict(map(_override, overrides)) if isinstance(overrides, list) else {}
-    command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
-    return Asked(settings | choices, frozenset(choices), tuple(given), references, True, command)
+    given = dict(map(_override, record.overrides))
+    return Asked(
+        settings | dict(record.choices), frozenset(record.choices), tuple(given), references, True, record.command
+    )
 
 
 def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
@@ -71,20 +67,6 @@ def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
 def shown(value: Setting) -> str:
     """A setting as a person would type it."""
     return plain(json.dumps(value)) if value is None or isinstance(value, bool) else plain(value)
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-
-
-def _below(value: Any, *keys: str) -> dict[Any, Any]:
-    """The mapping below these keys, empty if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:

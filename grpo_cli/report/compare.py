@@ -15,6 +15,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.report.asked import Asked, Setting, shown
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
+from grpo_cli.runs.layout import RUN
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "logger", "hydra")
@@ -228,7 +229,7 @@ def _set_apart(run: Run, later: Run | None) -> Run:
     if run.state != State.COMPLETED:
         return run
     if later is None:
-        return replace(run, reason="its settings are unknown: it has no .hydra/config.yaml")
+        return replace(run, reason=f"its settings are unknown: it has no {RUN} that can be read")
     return replace(run, state=State.REPEATED, reason=f"seed {shown(run.asked.seed)} is there again in {later.name}")
 
 

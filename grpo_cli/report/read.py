@@ -25,7 +25,7 @@ from grpo_cli.runs import layout
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
 PHASES = ("rollout", "reward", "logprobs", "update")
-_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.CONFIG)
+_A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN, layout.HYDRA_CONFIG)
 _NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.BAD_BATCHES}
 
 
@@ -172,13 +172,21 @@ def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: 
     rows, notes = read_rows(folder / layout.METRICS)
     overrides = status.get("overrides", job)
     overrides = [str(word) for word in overrides] if isinstance(overrides, list) else []
-    asked = asked_of(folder) or asked_with(overrides, str(status.get("command", "train")))
+    asked, asked_note = _asked(folder, overrides, str(status.get("command", "train")))
     if asked.command == "eval":  # has no steps, and says what it found in its summary
         rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)
-    notes = [*filter(None, (status_note, summary_note)), *notes]
+    notes = [*filter(None, (asked_note, status_note, summary_note)), *notes]
     run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))
     return _with_numbers(run, rows, metric, summary)
+
+
+def _asked(folder: Path, overrides: Sequence[str], command: str) -> tuple[Asked, str]:
+    """What the run was asked, and what is to be said if its record is damaged."""
+    try:
+        return asked_of(folder) or asked_with(overrides, command), ""
+    except UserError as error:
+        return asked_with(overrides, command), plain(str(error).removeprefix(f"{folder}{os.sep}"))
 
 
 def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any]) -> Run:

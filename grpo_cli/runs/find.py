@@ -9,7 +9,9 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import sha256
-from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, OUTPUTS, TRAINER_STATE, step_of
+from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
+from grpo_cli.runs.record import has_record
+from grpo_cli.runs.summary import read_object
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,8 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     return json.loads((folder / COMPLETE).read_text())
 
 
-def require_checkpoint(folder: Path) -> FoundCheckpoint:
-    """`find_checkpoint`, or a UserError that lists what is wrong with each checkpoint of `folder`."""
-    found = find_checkpoint(folder)
-    if found.path is None:
-        reasons = "; ".join(found.skipped) or "none was ever saved"
-        raise UserError(f"{folder} has no complete checkpoint ({reasons}). Choose another run, or start a new one.")
-    return found
-
-
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
-    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `require_checkpoint` takes either.
+    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
 
     `auto` is the run below `outputs`/train that saved a checkpoint last. Raises UserError when there is none, and for a
     folder that is no run; `key` is what the person typed it after.
@@ -95,12 +88,24 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
         return path
     if path.name == CHECKPOINTS:
         path = path.parent
-    if not (path / CHECKPOINTS).is_dir():
+    if not (path / CHECKPOINTS).is_dir() and not has_record(path):
         raise UserError(
-            f"{key}={resume} is no run folder: it has no {CHECKPOINTS}/. Give a folder such as "
+            f"{key}={resume} is no run folder: it has neither {RUN} nor {CHECKPOINTS}/. Give a folder such as "
             f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
         )
     return path
+
+
+def completed_steps(resume: str | None) -> int | None:
+    """How many steps the run that `resume` names has done, if it has done all that it was to; None otherwise, and for
+    one checkpoint of a run, from which it is to be done again."""
+    if resume is None or step_of(Path(resume).name) is not None:
+        return None
+    try:
+        summary = read_object(Path(resume) / SUMMARY)
+    except UserError:  # damaged: what the checkpoints say counts
+        return None
+    return int(summary["step"]) if summary.get("status") == "completed" and "step" in summary else None
 
 
 def _newest_run(train: Path, key: str) -> Path:

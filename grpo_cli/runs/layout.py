@@ -1,7 +1,8 @@
 """Where everything lies that a command leaves behind: each name is said here once.
 
     outputs/<command>/<date>_<time>-<id>/      a run's folder; a sweep's job has outputs/multirun/<...>/<number>/
-        .hydra/{config,overrides,hydra}.yaml   what it was asked for
+        run.json resumed_001.json              what it was composed of, and each later start that changed that
+        .lock                                  held by the process that writes here
         metrics.jsonl rollouts.jsonl           its records, while it goes on
         checkpoints/step_000100/               a checkpoint; `COMPLETE` is written last
         summary.json                           how it ended
@@ -20,7 +21,9 @@ from pathlib import Path
 OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
-CONFIG, OVERRIDES, HYDRA = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
+RUN, RESUMED, LOCK = "run.json", "resumed_{:03d}.json", ".lock"
+# What Hydra left of runs that have no `run.json`.
+HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
 PROFILE = "profile.json"  # of a profile: all that was measured and predicted

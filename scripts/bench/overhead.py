@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from common import Check, Figures, bench_parser, clocked, finish, in_turns, medians, over, parsed, settings_of, show
 
 from grpo_cli import experiment
@@ -49,6 +48,7 @@ from grpo_cli.metrics import METRICS
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
 from grpo_cli.progress import Progress
+from grpo_cli.runs.record import RunRecord, write_record
 from grpo_cli.step import Step
 
 # `grpo train -m` whose jobs are started as ever, but do nothing: their Python is `true`.
@@ -184,13 +184,10 @@ def report(args: argparse.Namespace) -> Found:
 def write_run(folder: Path, n: int, rule: str, seed: int, steps: int) -> None:
     """A completed run, as `grpo train` leaves it, whose accuracy rises the faster the larger n is."""
     rng = random.Random(f"{n}/{rule}/{seed}")
-    hydra = folder / ".hydra"
-    hydra.mkdir(parents=True)
+    folder.mkdir(parents=True)
     config = {"n": n, "m": 8, "seed": seed, "train": {"steps": steps}, "downsample": {"_target_": f"rules.{rule}"}}
-    choices = {"downsample": rule, "sampler": "full", "hydra/launcher": "basic"}
-    (hydra / "config.yaml").write_text(yaml.safe_dump(config))
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump([f"n={n}", f"downsample={rule}", f"seed={seed}"]))
+    words = (f"n={n}", f"downsample={rule}", f"seed={seed}")
+    write_record(folder, RunRecord("train", words, {"downsample": rule, "sampler": "full"}, config, {}))
     seconds, rate = 0.1 * n**0.5 * rng.uniform(0.9, 1.1), n / 8 * rng.uniform(0.7, 1.3)
     everything = [name for name in METRICS if "<" not in name and not name.startswith("eval/")]
     phases = {"rollout": 0.6, "reward": 0.01, "logprobs": 0.02, "update": 0.35}

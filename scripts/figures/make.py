@@ -23,7 +23,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -59,7 +58,7 @@ def record(run: Path) -> None:
         for row in rows
         if row["step"] <= SHOWN_STEP
     ]
-    steps = yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["train"]["steps"]
+    steps = json.loads((run / "run.json").read_text())["config"]["train"]["steps"]
     lines = ",\n  ".join(json.dumps(row) for row in kept)
     RECORDED.write_text(f'{{"steps": {steps}, "rows": [\n  {lines}\n]}}\n')
 

@@ -1,0 +1,109 @@
+"""A command's start in its folder: under a lock, written down once, refused where it would change what is there."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume
+from grpo_cli.errors import UserError
+from grpo_cli.formatting import plain, shown
+from grpo_cli.runs.files import json_line
+from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
+from grpo_cli.runs.lock import sole_use
+from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import RunRecord, read_record, write_record
+from grpo_cli.runs.summary import failure_noted, read_object
+
+_LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
+
+
+@contextmanager
+def started(
+    command: str, cfg: DictConfig, resume: str | None = None, wait: float = 0.0
+) -> Iterator[Callable[[], None]]:
+    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`.
+
+    What is yielded is to be called when a resumed run is about to go on: it writes down what was changed, and says so.
+    UserError if another process or another run has the folder; then nothing in it is touched.
+    """
+    folder = Path(cfg.run_dir)
+    _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
+    with sole_use(folder, wait, _say):
+        record, before = _record(command, cfg), _before(command, folder, resume)
+        if before is None:
+            write_record(folder, record)
+        elif resume is None and before.overrides != record.overrides:
+            raise _taken(folder, before)
+        with failure_noted(folder):
+            yield lambda: None if before is None else _go_on(folder, before, record)
+
+
+def _record(command: str, cfg: DictConfig) -> RunRecord:
+    hydra = HydraConfig.get()
+    config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # as it is read back
+    choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
+    about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
+    return RunRecord(
+        command,
+        tuple(word for word in hydra.overrides.task if not is_of_a_resume(word)),
+        {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
+        {key: value for key, value in config.items() if key not in OF_A_RESUME},
+        about | {"code": asdict(code_version())},
+    )
+
+
+def _before(command: str, folder: Path, resume: str | None) -> RunRecord | None:
+    """What the folder says of itself, if the command may go on with that; None where it may begin."""
+    before = read_record(folder)
+    if resume is not None:
+        return before
+    left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
+    ended = read_object(folder / SUMMARY).get("status")
+    # An evaluation or a profile that was cut short is begun again by the same command.
+    again = before is not None and before.command == command != "train" and ended != "completed"
+    if before is None and not left and not (folder / CHECKPOINTS).exists():
+        return None
+    if before is None or not again:
+        raise _taken(folder, before)
+    return before
+
+
+def _taken(folder: Path, before: RunRecord | None) -> UserError:
+    what = f"a run of grpo {before.command}" if before else f"the records of a run, without its {RUN}"
+    on = f"Continue that run with resume={folder}, or choose" if before and before.command == "train" else "Choose"
+    return UserError(f"{folder} already holds {what}. {on} another folder with hydra.run.dir=<folder>.")
+
+
+def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
+    """Write down what the run goes on with where that is not what is written there, and say what differs."""
+    if before.source is not None and before.source.is_dir():
+        _say(f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now")
+    elif (before.overrides, dict(before.config)) == (record.overrides, record.config):
+        return
+    for line in _differences(before.config, record.config):
+        _say(f"changed since this run was started: {line}")
+    write_record(folder, record)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line for each setting that both know and that is not the same."""
+    for key in before.keys() & now.keys():
+        if isinstance(before[key], Mapping) and isinstance(now[key], Mapping):
+            yield from _differences(before[key], now[key], f"{prefix}{key}.")
+        elif before[key] != now[key] and not str(key).startswith("_target_"):
+            yield f"{prefix}{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,146 @@
+"""What a run was composed of, as the run itself has written it down: `run.json`, once, after every check has passed.
+
+A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
+itself and is never written again. Folders that were made before there was a `run.json` have Hydra's files in `.hydra/`
+instead: those are read where there is nothing else, if they agree with each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_cli.errors import UserError
+from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.layout import HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+_CHECKSUM = "sha256"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`overrides` are those of the command line, without where the run writes and what it resumes; `choices` what was
+    chosen of each group; `config` the composed settings with their references, such as `${n}`, as they stand. `source`
+    is the file that says so, None if nothing does yet."""
+
+    command: str
+    overrides: tuple[str, ...]
+    choices: Mapping[str, str]
+    config: Mapping[str, Any]
+    about: Mapping[str, Any]  # when, where and by which code the run was started
+    source: Path | None = None
+
+
+def write_record(folder: Path, record: RunRecord) -> Path:
+    """Write the folder's `run.json`, or the next `resumed_NNN.json` where it has one. UserError if it cannot be."""
+    files = _files(folder)
+    path = folder / (RESUMED.format(len(files)) if files else RUN)
+    values = {name: value for name, value in asdict(record).items() if name != "source"}
+    text = json_line({**values, _CHECKSUM: _checksum(values)}, indent=1)
+    try:
+        write_atomically(path, f"{text}\n".encode())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); make room, or choose another folder with "
+            "hydra.run.dir=<folder>"
+        ) from error
+    return path
+
+
+def begun_as(folder: Path) -> RunRecord | None:
+    """How the run in this folder was begun, whatever has changed since; None if the folder holds no record."""
+    files = _files(folder)
+    return _read(files[0]) if files else _of_hydra(folder)
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """What the run in this folder was last started with; None if the folder holds no record.
+
+    UserError if a record is damaged: no other settings are taken for the run's.
+    """
+    files = _files(folder)
+    for path in files[:-1]:
+        _read(path)  # an earlier one that is damaged says that something has been at them
+    return _read(files[-1]) if files else _of_hydra(folder)
+
+
+def has_record(folder: Path) -> bool:
+    """Whether anything says what was run here, damaged or not."""
+    return bool(_files(folder)) or any((folder / name).exists() for name in (HYDRA_CONFIG, HYDRA_OVERRIDES))
+
+
+def _files(folder: Path) -> list[Path]:
+    """`run.json` and its successors in their order. UserError if one between is gone."""
+    later = sorted(folder.glob(RESUMED.format(0).replace("000", "*")))
+    names = [RUN, *(RESUMED.format(number) for number in range(1, len(later) + 1))]
+    files = [folder / name for name in names]
+    if not later:
+        return [path for path in files if path.exists()]
+    for path in files:
+        if not path.exists():
+            raise UserError(
+                f"{path} is missing, and {later[-1].name} is there: the settings of this run are not certain; put the "
+                "file back, or start a new run from a checkpoint of this one (model.path=<checkpoint>)"
+            )
+    return files
+
+
+def _read(path: Path) -> RunRecord:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        expected = values.pop(_CHECKSUM)
+        if expected != _checksum(values):
+            raise ValueError("its checksum is of another content")
+        return RunRecord(**values | {"overrides": tuple(values["overrides"])}, source=path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{path} is damaged ({reason}), so that the settings of this run are not known; put back what it was, or "
+            "start a new run from a checkpoint of this one (model.path=<checkpoint>)"
+        ) from error
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_line(values).encode()).hexdigest()
+
+
+def _of_hydra(folder: Path) -> RunRecord | None:
+    """The record of a run that left it to Hydra. The overrides stand in two files: both must say the same."""
+    paths = [folder / name for name in (HYDRA_CONFIG, HYDRA_SETTINGS, HYDRA_OVERRIDES)]
+    if not any(path.exists() for path in paths):
+        return None
+    config, hydra, typed = (_yaml(path) for path in paths)
+    try:
+        told, job = hydra["hydra"]["overrides"]["task"], hydra["hydra"]["job"]["config_name"]
+        choices = {str(group): str(choice) for group, choice in hydra["hydra"]["runtime"]["choices"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _doubtful(paths[1], "is cut short") from error
+    if not isinstance(config, dict) or not isinstance(typed, list):
+        raise _doubtful(paths[2] if isinstance(config, dict) else paths[0], "is cut short")
+    if typed != told:
+        raise _doubtful(paths[2], f"lists other overrides than {paths[1].name}")
+    ours = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
+    return RunRecord(str(job), tuple(map(str, typed)), ours, config, {}, paths[0].parent)
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+    except FileNotFoundError as error:
+        raise _doubtful(path, "is missing") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise _doubtful(path, "cannot be read") from error
+
+
+def _doubtful(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} {what}, so that the settings of this run are not certain; put it back as it was, or start a new run "
+        "from a checkpoint of this one (model.path=<checkpoint>)"
+    )

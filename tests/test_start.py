@@ -1,0 +1,262 @@
+"""A run folder defends itself: a refused command changes nothing in it, a run goes on as what it was, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import made
+import pytest
+from typer.testing import CliRunner, Result
+
+from grpo_cli.cli import main as cli
+from grpo_cli.errors import UserError
+from grpo_cli.runs import lock, record
+
+SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=2", "eval.every=0", "sampling.max_new_tokens=4")
+OLD = Path(__file__).parent / "old_run"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def grpo(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words, prog_name="grpo")
+
+
+def refused(*words: str) -> str:
+    result = grpo(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr, result.stderr
+    return result.stderr
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, with seed 5, that has been made to look as if it was killed after the first."""
+    folder = tmp_path_factory.mktemp("made") / "R"
+    result = grpo(
+        "train", *SMALL, "seed=5", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"hydra.run.dir={folder}"
+    )
+    assert result.exit_code == 0, result.output
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, elsewhere: Path) -> Path:
+    return Path(shutil.copytree(trained, elsewhere / "R"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train seed=7 optim.lr=1e-2 hydra.run.dir=R",
+        "train resume=R n=1",
+        "train resume=R nothing=1",
+        "train resume=R hydra.run.dir=S",
+        "train resume=here hydra.run.dir=R seed=7",
+        "eval checkpoint=R hydra.run.dir=R",
+        "profile hydra.run.dir=R profile.plan_only=true",
+        "profile resume=R profile.steps=0",
+    ],
+)
+def test_a_refused_command_leaves_every_byte_of_a_run_folder(run: Path, words: str) -> None:
+    before = content(run)
+    refused(*words.split())
+    assert content(run) == before
+
+
+def test_a_run_goes_on_with_its_own_settings_after_commands_that_were_refused(run: Path) -> None:
+    refused("train", "seed=7", "optim.lr=1e-2", "hydra.run.dir=R")
+    refused("train", "resume=R", "n=1")
+    assert grpo("train", "resume=R").exit_code == 0
+    found = record.read_record(run)
+    assert found is not None and found.config["seed"] == 5 and found.source == run / "run.json"
+
+
+def test_what_a_resumed_run_is_asked_anew_is_said_kept_and_written_beside_the_first_record(run: Path) -> None:
+    first = (run / "run.json").read_bytes()
+    result = grpo("train", "resume=R", "train.steps=3")
+    assert result.exit_code == 0, result.output
+    assert "changed since this run was started: train.steps=2 is 3\n" in result.stderr
+    assert (run / "run.json").read_bytes() == first
+    assert grpo("train", "resume=R").stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
+    later, begun = record.read_record(run), record.begun_as(run)
+    assert later is not None and begun is not None
+    assert (later.config["train"]["steps"], begun.config["train"]["steps"]) == (3, 2)
+
+
+def test_a_setting_whose_default_has_changed_is_said_where_the_run_goes_on(run: Path) -> None:
+    found = record.read_record(run)
+    assert found is not None
+    (run / "run.json").unlink()
+    made.record(run, {**found.config, "device": "cuda"}, found.overrides, found.choices)
+    assert "changed since this run was started: device=cuda is auto\n" in grpo("train", "resume=R").stderr
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: "", lambda text: text[: len(text) // 2], lambda text: text.replace("5", "6", 1)]
+)
+def test_a_damaged_record_is_no_reason_to_take_other_settings(run: Path, damage: Callable[[str], str]) -> None:
+    (run / "run.json").write_text(damage((run / "run.json").read_text()))
+    for words in (("train", "resume=R"), ("eval", "checkpoint=R"), ("train", "resume=here", "hydra.run.dir=R")):
+        assert "run.json is damaged" in refused(*words)
+
+
+def test_a_record_that_is_missing_is_no_reason_to_take_the_defaults(run: Path) -> None:
+    (run / "run.json").unlink()
+    assert "R has no run.json, so that the settings of resume=R are not known" in refused("train", "resume=R")
+    assert "the task of checkpoint=R is not known: name it" in refused("eval", "checkpoint=R")
+    named = grpo("eval", "checkpoint=R", "task=arithmetic", "eval.problems=2", "eval.k=1", "logger=jsonl")
+    assert named.exit_code == 0, named.output
+
+
+def test_records_in_between_are_missed(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        made.record(tmp_path, {"steps": steps})
+    (tmp_path / "resumed_001.json").unlink()
+    with pytest.raises(UserError, match=r"resumed_001.json is missing, and resumed_002.json is there"):
+        record.read_record(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("overrides.yaml", None, "overrides.yaml is missing"),
+        (
+            "overrides.yaml",
+            lambda text: "\n".join(text.splitlines()[:2]),
+            "overrides.yaml lists other overrides than hydra.yaml",
+        ),
+        ("overrides.yaml", lambda text: "", "overrides.yaml is cut short"),
+        ("hydra.yaml", lambda text: text[:300], "hydra.yaml is cut short"),
+        ("config.yaml", None, "config.yaml is missing"),
+        ("config.yaml", lambda text: "\x00", "config.yaml cannot be read"),
+    ],
+)
+def test_what_hydra_left_of_an_old_run_is_believed_only_whole(
+    tmp_path: Path, name: str, change: Callable[[str], str] | None, message: str
+) -> None:
+    old = Path(shutil.copytree(OLD, tmp_path / "old"))
+    file = old / ".hydra" / name
+    file.write_text(change(file.read_text())) if change else file.unlink()
+    assert message in refused("train", "resume=old")
+    assert message in refused("eval", "checkpoint=old")
+
+
+def test_an_old_run_gets_a_record_when_it_goes_on(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "old")
+    result = grpo("train", "resume=old", "train.steps=3")
+    assert result.exit_code == 0, result.output
+    assert "its settings were read from .hydra/, and are written to run.json now" in result.stderr
+    shutil.rmtree(tmp_path / "old/.hydra")
+    assert grpo("train", "resume=old").stdout.endswith("has done its 3 steps; train.steps=... asks for more\n")
+
+
+def test_a_run_without_a_checkpoint_begins_anew_as_it_was_started(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    result = grpo("train", "resume=R")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+
+
+def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(elsewhere: Path) -> None:
+    words = ("train", *SMALL, "hydra.run.dir=job", "resume=here")
+    assert grpo(*words).exit_code == 0
+    (elsewhere / "job/summary.json").unlink()
+    shutil.rmtree(elsewhere / "job/checkpoints/step_000002")
+    assert "resumed at step 0" in grpo(*words).stdout
+    before = content(elsewhere / "job")
+    assert grpo(*words).stdout.endswith("job has done its 2 steps; train.steps=... asks for more\n")
+    assert content(elsewhere / "job") == before
+    assert "another command began (what differs: n=4)" in refused(*words, "n=4")
+    in_another_order = [words[0], *reversed(words[1:])]
+    assert "another command began (what differs: their order)" in refused(*in_another_order)
+    assert "name one" in refused("train", "resume=here")
+
+
+def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
+    refused("train", "n=1")
+    refused("train", "n=1", "hydra.run.dir=new")
+    assert not (elsewhere / "new").exists() and not list(elsewhere.glob("outputs/train/*"))
+
+
+def test_the_current_folder_is_not_taken_for_a_run_s_unless_it_is_named(elsewhere: Path) -> None:
+    assert "hydra.run.dir is empty" in refused("train", *SMALL, "hydra.run.dir=''")
+    assert list(elsewhere.iterdir()) == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from grpo_cli.runs.lock import sole_use
+with sole_use(Path(sys.argv[1]), 0.0, print):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def held(elsewhere: Path):
+    folder = elsewhere / "R"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield folder, process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_process_is_refused_with_the_pid_and_host_of_the_first(held) -> None:
+    folder, process = held
+    before = content(folder)
+    with pytest.raises(UserError, match=f"R is in use by process {process.pid} on {platform.node()} "):
+        with lock.sole_use(folder, 0.0, print):
+            raise AssertionError("two processes in one folder")
+    message = refused("train", *SMALL, f"hydra.run.dir={folder}")
+    assert f"process {process.pid} on {platform.node()}" in message
+    assert content(folder) == before
+
+
+def test_the_lock_dies_with_its_process_and_can_be_waited_for(held, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, process = held
+    said: list[str] = []
+
+    def kill(seconds: float) -> None:
+        process.kill()
+        process.wait()
+
+    monkeypatch.setattr(time, "sleep", kill)
+    with lock.sole_use(folder, 60.0, said.append):
+        assert json.loads((folder / ".lock").read_text())["pid"] == os.getpid()
+    assert len(said) == 1 and said[0].startswith("waiting up to 60 s for ")
+
+
+def test_where_there_are_no_locks_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here(descriptor: int, how: int) -> None:
+        raise OSError(lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", none_here)
+    said: list[str] = []
+    with lock.sole_use(tmp_path, 0.0, said.append):
+        pass
+    assert said == [
+        f"{tmp_path} is on a file system without locks: see to it yourself that no other process writes there"
+    ]

@@ -178,6 +178,14 @@ def test_a_run_without_a_checkpoint_begins_anew_as_it_was_started(run: Path) -> 
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
+def test_a_resumed_run_that_cannot_begin_keeps_its_summary(run: Path) -> None:
+    (run / "summary.json").write_text('{"status": "interrupted"}')
+    (run / "checkpoints" / "step_000001" / "COMPLETE").unlink()
+    (run / "checkpoints" / "step_000000" / "COMPLETE").unlink()
+    assert "holds no complete checkpoint" in refused("train", "resume=R")
+    assert json.loads((run / "summary.json").read_text()) == {"status": "interrupted"}
+
+
 def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(elsewhere: Path) -> None:
     words = ("train", *SMALL, "hydra.run.dir=job", "resume=here")
     assert grpo(*words).exit_code == 0

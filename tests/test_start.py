@@ -257,6 +257,13 @@ def test_the_lock_dies_with_its_process_and_can_be_waited_for(held, monkeypatch:
     assert len(said) == 1 and said[0].startswith("waiting up to 60 s for ")
 
 
+def test_who_held_the_lock_stands_in_it_only_as_long(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("of a process that was killed\n")
+    with lock.sole_use(tmp_path, 0.0, print):
+        assert lock.holder(tmp_path).startswith(f"process {os.getpid()} on ")
+    assert (tmp_path / ".lock").read_text() == "of a process that was killed\n"
+
+
 def test_where_there_are_no_locks_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_here(descriptor: int, how: int) -> None:
         raise OSError(lock.errno.ENOLCK, "No locks available")

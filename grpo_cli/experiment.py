@@ -163,8 +163,9 @@ def _trackers(
     first_step = None
     if checkpoint is not None:
         done = step_of(checkpoint.name)
-        first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
-    files = JsonlTracker(run_dir, first_step, console.warn)
+        assert done is not None, "a checkpoint is named by its step"
+        first_step = done + 1
+    files = JsonlTracker(run_dir, first_step, console.warn, checkpoint, settings.accept_damage)
     return files, console, _logger(settings, "train", console.say, console.warn)
 
 

@@ -159,6 +159,7 @@ class RunSettings:
     m: int
     seed: int
     resume: str | None
+    accept_damage: bool
     device: str
     run_dir: str
     model: ModelSettings

@@ -5,7 +5,8 @@
 The embedded model, two prompts, four rollouts of at most eight tokens each, no evaluation, a checkpoint every tenth of
 the steps; the learning rate is too small to change what there is to do. The last tenth of the steps is compared with
 the second: resident memory may grow by 1 %, and the processor's time of a step (medians, which neighbours on the
-machine touch little) by 10 %; open files and threads have to be as many. Linux only. Exits with 1 when a bound is missed.
+machine touch little) by 10 %; open files and threads have to be as many. Linux only. Exits with 1
+when a bound is missed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,14 @@ def soak(args: argparse.Namespace) -> dict[str, Figures]:
     tenth = args.steps // 10
     with tempfile.TemporaryDirectory() as folder:
         length = (f"train.steps={10 * tenth}", f"train.checkpoint_every={tenth}")
-        words = (*WORDS, *length, f"seed={args.seed}", f"run_dir={folder}", "logger=jsonl", "logger._target_=soak.Watch")
+        words = (
+            *WORDS,
+            *length,
+            f"seed={args.seed}",
+            f"run_dir={folder}",
+            "logger=jsonl",
+            "logger._target_=soak.Watch",
+        )
         build(settings_of(*words)).fit()
         seen = json.loads((Path(folder) / "soak.json").read_text())
     return {f"to step {end}": _figures(seen[end - tenth : end + 1]) for end in range(tenth, 10 * tenth + 1, tenth)}

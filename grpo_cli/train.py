@@ -97,11 +97,10 @@ class Trainer:
     def _finish(self, record: Record | None) -> None:
         """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
         this may have changed that already."""
-        engine = self._parts.bench.engine
         self._done = record
         self._state = {
             "progress": dict(vars(self._progress)),
-            "engine": dict(engine.state_dict()),
+            "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
         }
 

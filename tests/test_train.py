@@ -415,24 +415,33 @@ def test_four_signals_are_heard() -> None:
     assert [number.name for number in SIGNALS] == ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
 
 
+class Presses(CountTask):
+    """Sends a signal while it judges its first rollout after so many."""
+
+    def __init__(self, number: int, after: int = 0) -> None:
+        self.number, self.left = number, after
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+        self.left -= 1
+        return super().reward(prompt, rollout)
+
+
 def test_what_a_signal_cut_short_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
     """Not even an evaluation is added: the next run would have it, and one left alone would not."""
-    alone, cut = Recorder(), Recorder(lambda record: os.kill(os.getpid(), signal.SIGTERM) if record.step == 1 else None)
+    alone, cut = Recorder(), Recorder()
     whole = final_weights(settings_for(tmp_path / "alone"), trackers=(alone,))
-    make_trainer(settings_for(tmp_path / "cut"), trackers=(cut,)).fit()
+    task = Presses(signal.SIGTERM, after=9 + 5)  # the first evaluation judges 9: it is in step 1
+    assert make_trainer(settings_for(tmp_path / "cut"), task=task, trackers=(cut,)).fit()["step"] == 1
     make_trainer(settings_for(tmp_path / "cut"), checkpoint=newest(tmp_path / "cut"), trackers=(cut,)).fit()
     assert same(whole, weights(newest(tmp_path / "cut")))
     assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_after_it(tmp_path: Path) -> None:
-    class Presses(CountTask):
-        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return super().reward(prompt, rollout)
-
-    recorder, said = Recorder(), list[str]()
-    summary = make_trainer(settings_for(tmp_path), task=Presses(), trackers=(recorder,), say=said.append).fit()
+    recorder, said, task = Recorder(), list[str](), Presses(signal.SIGUSR1)
+    summary = make_trainer(settings_for(tmp_path), task=task, trackers=(recorder,), say=said.append).fit()
     assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 0, "SIGUSR1")
     assert [record.step for record in recorder.records] == [0] and newest(tmp_path).name == "step_000000"
     assert said[0].startswith("SIGUSR1: stopping after this step")

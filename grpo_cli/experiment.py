@@ -124,7 +124,7 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     """
     rules = rules or tried_rules(settings)
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
-    checkpoint = _checkpoint_to_resume(settings.resume, console.warn)
+    checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
     everything = sum(p.numel() for p in bench.model.parameters())
@@ -152,19 +152,20 @@ def parts_of(
     return Parts(bench, rules, reference, save_model, trackers, meter, say, warn)
 
 
-def _checkpoint_to_resume(resume: str | None, warn: Callable[[str], None]) -> Path | None:
+def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callable[[str], None]) -> Path | None:
     if resume is None:
         return None
     folder = resolve_run(resume)
     found = find_checkpoint(folder)
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
-    if found.path is None and found.skipped:
+    if found.path is None and found.skipped and not accept_damage:
         raise UserError(
-            f"resume={resume} holds no complete checkpoint; start the run anew in another folder, or name another run"
+            f"resume={resume} holds no complete checkpoint ({'; '.join(found.skipped)}); name another run, or begin "
+            "this one anew in its folder: accept_damage=true"
         )
     if found.path is None:
-        warn(f"{folder} holds no checkpoint yet: the run begins anew, as it was started")
+        warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
     return found.path
 
 
@@ -174,8 +175,9 @@ def _trackers(
     first_step = None if settings.resume is None else 0
     if checkpoint is not None:
         done = step_of(checkpoint.name)
-        first_step = done + 1 if done else 0  # step 0 is the evaluation before the first step
-    files = JsonlTracker(run_dir, first_step, console.warn)
+        assert done is not None, "a checkpoint is named by its step"
+        first_step = done + 1
+    files = JsonlTracker(run_dir, first_step, console.warn, checkpoint, settings.accept_damage)
     return files, console, _logger(settings, "train", console.say, console.warn)
 
 

@@ -153,6 +153,18 @@ class Tracker(Protocol):
 
 
 @runtime_checkable
+class RecordFiles(Tracker, Protocol):
+    """A tracker on whose records a checkpoint counts. A step that it has already is not logged again."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The steps whose records could not be written, or are gone."""
+
+    def keep(self, folder: Path) -> None:
+        """Wait until all that was logged is on the disk, and leave in a checkpoint's folder what tells it again."""
+
+
+@runtime_checkable
 class Meter(Protocol):
     """Named spans of time (and memory) inside a step."""
 

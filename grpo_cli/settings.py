@@ -160,6 +160,7 @@ class RunSettings:
     seed: int
     resume: str | None
     resume_wait: float
+    accept_damage: bool
     device: str
     run_dir: str
     model: ModelSettings

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate_with
-from grpo_cli.interfaces import Parts
+from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.memory import peak_bytes
 from grpo_cli.progress import Progress
 from grpo_cli.runs import layout
-from grpo_cli.runs.checkpoint import load_state, rng_state, save_checkpoint, set_rng_state
+from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.summary import is_completed, write_summary
+from grpo_cli.runs.stop import Stop
+from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.tracking.health import HealthCheck
@@ -36,49 +36,73 @@ class Trainer:
         self._learner = self._step.learner
         self._progress = Progress()
         self._health = HealthCheck()
-        self._stop_asked = False
+        self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
+        self._stop = Stop(parts.say)
+        self._done: Record | None = None  # of the last step that this process has finished
+        self._state: dict[str, Any] = {}  # as it was then, or where the run goes on from
         if checkpoint is not None:
             self._restore(checkpoint)
 
-    def fit(self) -> dict[str, Any]:
-        """Train to the last step, or until a signal asks to stop; returns what `summary.json` says."""
+    def fit(self, stop: Stop | None = None) -> dict[str, Any]:
+        """Train to the last step, or until a signal asks to stop; returns what `summary.json` says.
+
+        `stop` is given by who listens to signals already; else they are listened to as long as this takes.
+        """
         status, fault = "failed", None
+        self._stop = self._stop if stop is None else stop
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
-        try:
-            with self._signals():
-                self._loop()
-            status = "completed" if self._progress.step >= self._settings.train.steps else "interrupted"
-        except BaseException as error:
-            fault = f"{type(error).__name__}: {error}"
-            self._save_what_is_done()
-            raise
-        finally:
-            summary = self._summary(status, fault)
+        with self._stop if stop is None else nullcontext():
+            self._clear_leftovers()
             try:
-                write_summary(self._run_dir, summary)
-            finally:  # a full disk is no reason to leave a tracker open
-                for tracker in self._parts.trackers:
-                    tracker.close(summary)
+                self._loop()
+                status = "completed" if self._progress.step >= self._settings.train.steps else "interrupted"
+            except BaseException as error:
+                fault = f"{type(error).__name__}: {error}"
+                self._save_what_is_done()
+                raise
+            finally:
+                self._clear_leftovers()
+                summary = self._summary(status, fault)
+                try:
+                    write_summary(self._run_dir, summary)
+                finally:  # a full disk is no reason to leave a tracker open
+                    for tracker in self._parts.trackers:
+                        tracker.close(summary)
         return summary
 
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress
-        if progress.step == 0:
-            self._log(Record(0, self._evaluate()))
+        if not self._state:
+            if self._stop:
+                return self._parts.say("stopped before the first step: there is nothing to save")
+            self._finish(Record(0, self._evaluate()))
+            self._log()
             self._save()
-        while progress.step < settings.train.steps and not self._stop_asked:
+        while progress.step < settings.train.steps and not self._stop:
             record = self._step.run(progress.step, progress)
             progress.step += 1
             progress.updates = self._learner.updates
-            last = progress.step == settings.train.steps or self._stop_asked
+            record = replace(record, step=progress.step)
+            self._finish(record)
+            last = progress.step == settings.train.steps
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
-                record = replace(record, metrics={**record.metrics, **self._evaluate()})
+                self._finish(replace(record, metrics={**record.metrics, **self._evaluate()}))
             # The record before the checkpoint: on resume later rows are deleted, but a missing one is never written.
-            self._log(replace(record, step=progress.step))
-            if last or progress.step % settings.train.checkpoint_every == 0:
+            self._log()
+            if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
         if not self._saved():  # the signal came after the last look at it
             self._save()
+
+    def _finish(self, record: Record | None) -> None:
+        """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
+        this may have changed that already."""
+        self._done = record
+        self._state = {
+            "progress": dict(vars(self._progress)),
+            "engine": dict(self._parts.bench.engine.state_dict()),
+            "rng": rng_state(),
+        }
 
     def _evaluate(self) -> dict[str, float]:
         """Metrics of an evaluation; its time is in `time/eval` and not in the training clock."""
@@ -93,42 +117,57 @@ class Trainer:
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
 
-    def _log(self, record: Record) -> None:
-        times = self._parts.meter.take()
-        record = replace(record, metrics={**record.metrics, **times})
+    def _log(self) -> None:
+        record = self._timed()
         for tracker in self._parts.trackers:
             tracker.log(record)
         for warning in self._health.check(record.metrics):
             self._parts.warn(warning)
 
+    def _timed(self) -> Record:
+        """The record of the last finished step, with the time that it took."""
+        assert self._done is not None, "a step has been finished"
+        return replace(self._done, metrics={**self._done.metrics, **self._parts.meter.take()})
+
     def _save(self) -> None:
         state = {
-            "progress": dict(vars(self._progress)),
+            **self._state,
             "optimizer": self._learner.state_dict(),
             "schedule": schedule_of(self._settings.optim, self._settings.train),
-            "engine": dict(self._parts.bench.engine.state_dict()),
-            "rng": rng_state(),
         }
         with self._parts.meter.span("checkpoint"):
             save_checkpoint(
                 self._run_dir / layout.CHECKPOINTS,
-                self._progress.step,
-                self._parts.save_model,
+                self._state["progress"]["step"],
+                self._write_into,
                 state,
                 self._settings.train.keep_checkpoints,
             )
 
+    def _write_into(self, folder: Path) -> None:
+        for files in self._files:
+            files.keep(folder)
+        self._parts.save_model(folder)
+
     def _saved(self) -> bool:
-        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._progress.step)
+        saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._state["progress"]["step"])
         return (saved / layout.COMPLETE).exists()
 
     def _save_what_is_done(self) -> None:
-        """After a failure: the last finished step, unless it is saved or the weights are half-way to the next."""
-        if self._learner.updates == self._progress.updates and not self._saved():
-            try:
-                self._save()
-            except UserError as error:
-                self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
+        """After a failure: the last finished step, unless it is saved or the weights are half-way to the next. Its
+        record is without the evaluation that was not finished."""
+        if self._done is None or self._learner.updates != self._state["progress"]["updates"] or self._saved():
+            return
+        try:
+            for files in self._files:
+                files.log(self._timed())
+            self._save()
+        except UserError as error:
+            self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
+
+    def _clear_leftovers(self) -> None:
+        with suppress(OSError):  # they are never taken for anything good
+            clear_leftovers(self._run_dir)
 
     def _restore(self, checkpoint: Path) -> None:
         """Everything but the weights, which are loaded with the model."""
@@ -138,14 +177,10 @@ class Trainer:
         self._learner.load_state_dict(state["optimizer"])
         self._parts.bench.engine.load_state_dict(state["engine"])
         set_rng_state(state["rng"])
+        self._finish(None)
         self._say_if_the_rate_jumps(state)
         done = self._progress.step * self._settings.train.prompts
         self._parts.say(f"resumed at step {self._progress.step}, next prompt {done + 1} (from {checkpoint})")
-        if self._progress.step >= self._settings.train.steps and is_completed(self._run_dir):
-            raise UserError(
-                f"this run has done its {self._progress.step} steps already "
-                f"(train.steps={self._settings.train.steps}): raise train.steps to go on"
-            )
 
     def _say_if_the_rate_jumps(self, state: Mapping[str, Any]) -> None:
         settings = self._settings
@@ -160,24 +195,9 @@ class Trainer:
         return {
             "status": status,
             "error": fault,
+            "stopped_by": None if status == "completed" else self._stop.asked_by,
+            "missing_records": [step for files in self._files for step in files.missing],
             **measured,
             "engine": bench.engine.facts(),
             "code": asdict(code_version()),
         }
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT: finish the step, save, end well. A second SIGINT interrupts at once."""
-
-        def ask(number: int, frame: Any) -> None:
-            if self._stop_asked and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._stop_asked = True
-            self._parts.say("stopping after this step; press ctrl-C again to stop at once")
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

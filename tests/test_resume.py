@@ -1,17 +1,24 @@
-"""A run killed without warning goes on as if nothing had happened: whole programs, real signals."""
+"""A run killed without warning goes on as if nothing had happened: whole runs and programs, real signals."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+
+from grpo_cli.config.compose import settings_of
+from grpo_cli.errors import UserError
+from grpo_cli.experiment import build
+from grpo_cli.runs.checkpoint import load_state
 
 WORDS = [
     "logger=jsonl",
@@ -40,6 +47,44 @@ def wait_for(folder: Path, what: str, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
     raise AssertionError(f"{what} did not appear in {folder}")
+
+
+def trained(folder: Path, *words: str) -> dict[str, Any]:
+    """What a run in this process came to."""
+    return build(settings_of(*WORDS, "train.steps=2", f"run_dir={folder}", *words)).fit()
+
+
+def rows(folder: Path) -> list[dict[str, object]]:
+    """The records of a run without what differs from one run of the same to the next."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    moving = ("time/", "clock/", "speed/", "memory/")
+    return [{name: v for name, v in json.loads(line).items() if not name.startswith(moving)} for line in lines]
+
+
+def test_a_run_cut_off_after_its_first_checkpoint_predicts_lengths_as_one_left_alone(tmp_path: Path) -> None:
+    words = ["eval.every=2", "eval.problems=4", "sampler=infinite", "sampler.slots=3", "scheduler=sjf"]
+    words += ["predictor=mean", "record.rollouts=-1"]
+    trained(tmp_path / "alone", *words)
+    shutil.copytree(tmp_path / "alone", tmp_path / "cut")  # as a kill leaves it in the second save
+    (tmp_path / "cut" / "checkpoints" / "step_000002" / "COMPLETE").unlink()
+    (tmp_path / "cut" / "summary.json").unlink()
+    trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
+    assert rows(tmp_path / "cut") == rows(tmp_path / "alone")
+    assert "predictor/kendall_tau" in rows(tmp_path / "cut")[-1]
+    first, again = (load_state(tmp_path / run / "checkpoints" / "step_000002") for run in ("alone", "cut"))
+    assert first["engine"] == again["engine"]
+
+
+def test_altered_records_are_refused_unless_they_are_accepted(tmp_path: Path) -> None:
+    trained(tmp_path, "train.steps=1")
+    path, resume = tmp_path / "metrics.jsonl", f"resume={tmp_path}"
+    altered = path.read_text().replace('"step": 1, "reward/mean": ', '"step": 1, "reward/mean": 1')
+    path.write_text(altered)
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 \(step 1\): altered.* accept_damage=true"):
+        trained(tmp_path, resume)
+    summary = trained(tmp_path, resume, "accept_damage=true")
+    assert (summary["status"], summary["missing_records"]) == ("completed", [])
+    assert path.read_text().startswith(altered) and [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
 
 
 # The run that is to be killed waits in its third step (the first call is the rehearsal's) while there is a file `hold`,

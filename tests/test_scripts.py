@@ -20,6 +20,7 @@ SMALL = {
     "judge": [()],
     "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
     "shared_prefix": [()],
+    "soak": [()],
     "step": [()],
 }
 SLOW = {("launcher",), "step", "judge"}

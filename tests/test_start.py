@@ -178,6 +178,16 @@ def test_a_run_without_a_checkpoint_begins_anew_as_it_was_started(run: Path) -> 
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
+def test_where_no_checkpoint_is_whole_a_run_begins_anew_only_if_asked(run: Path) -> None:
+    for marker in run.glob("checkpoints/*/COMPLETE"):
+        marker.unlink()
+    message = refused("train", "resume=R")
+    assert "step_000001: the save was interrupted" in message and "accept_damage=true" in message
+    assert grpo("train", "resume=R", "accept_damage=true").exit_code == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
 def test_a_resumed_run_that_cannot_begin_keeps_its_summary(run: Path) -> None:
     (run / "summary.json").write_text('{"status": "interrupted"}')
     (run / "checkpoints" / "step_000001" / "COMPLETE").unlink()

@@ -123,7 +123,7 @@ def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) 
 def test_a_broken_line_is_named_and_left_alone(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(UserError, match="metrics.jsonl, line 2: no record"):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 \(step 1\): damaged"):
         JsonlTracker(tmp_path, first_step=2)
     assert path.read_text().count("\n") == 3
 
@@ -303,6 +303,7 @@ def test_a_whole_run_is_complete_in_w_and_b(tmp_path: Path, lonely: pytest.Monke
     told = {item.key: json.loads(item.value_json) for record in records for item in record.summary.update}
     summary = json.loads((run / "summary.json").read_text())
     code, engine = summary.pop("code"), summary.pop("engine")
+    assert summary.pop("missing_records") == []
     assert summary.items() <= told.items() and json.loads(told["code"]) == code == asdict(code_version())
     assert json.loads(told["engine"]) == engine and engine["threads"] == torch.get_num_threads()
     (started,) = {record.run.run_id: record.run for record in records if record.HasField("run")}.values()

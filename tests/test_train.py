@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,18 @@ from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
+from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.runs.stop import SIGNALS, Stop
 from grpo_cli.settings import (
     EvalSettings,
     RecordSettings,
     RunSettings,
     Sampling,
 )
+from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
-from grpo_cli.types import Batch, LossOutput, Prompt, Record, Reward, Rollout, Totals
+from grpo_cli.types import Batch, EngineStats, LossOutput, Prompt, Record, Reward, Rollout, Totals
 
 
 class CountTask:
@@ -103,6 +108,8 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     model = model or small_model()
     engine = make_engine(model, sampler=parts.pop("sampler", full()))
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
+    if isinstance(parts.get("engine"), type):
+        parts["engine"] = parts["engine"](model)
     rules = Rules(downsample.all_rollouts, made.advantage("grpo"), made.correction(), GRPO)
     plain = Parts(bench, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
     if "loss" in parts and not isinstance(parts["loss"], Loss):
@@ -118,6 +125,18 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
 
 
 def ignored(text: str) -> None: ...
+
+
+def newest(folder: Path) -> Path:
+    path = find_checkpoint(folder).path
+    assert path is not None
+    return path
+
+
+def timeless(record: Record) -> Any:
+    """A record without what differs from one run of the same to the next."""
+    kept = {name: value for name, value in record.metrics.items() if not name.startswith(("clock", "speed", "memory"))}
+    return record.step, kept, record.examples
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -194,11 +213,14 @@ def test_with_several_updates_and_corrections_resuming_is_exact_too(tmp_path: Pa
     assert same(whole, weights(tmp_path / "b" / "checkpoints" / "step_000004"))
 
 
-def test_a_finished_run_is_not_resumed_into_nothing(tmp_path: Path) -> None:
+def test_a_finished_run_that_goes_on_takes_no_step(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, steps=2)
     make_trainer(settings).fit()
-    with pytest.raises(UserError, match=r"has done its 2 steps already .* raise train\.steps"):
-        make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path)
+    rows, before = (tmp_path / "metrics.jsonl").read_bytes(), weights(tmp_path / "checkpoints" / "step_000002")
+    summary = make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path).fit()
+    assert (summary["status"], summary["step"]) == ("completed", 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == rows
+    assert same(before, weights(tmp_path / "checkpoints" / "step_000002"))
 
 
 @pytest.mark.parametrize("summary", [None, "{", '{"status": "failed"}'])
@@ -379,31 +401,240 @@ def test_one_bad_update_is_survived(tmp_path: Path) -> None:
     assert recorder.records[-1].metrics["optim/skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     recorder = Recorder(lambda record: os.kill(os.getpid(), number) if record.step == 1 else None)
     handler = signal.getsignal(number)
     summary = make_trainer(settings_for(tmp_path, steps=9), trackers=(recorder,)).fit()
     assert (summary["status"], summary["step"]) == ("interrupted", 1)
+    assert summary["stopped_by"] == signal.Signals(number).name
     found = find_checkpoint(tmp_path).path
     assert found is not None and found.name == "step_000001"
     assert signal.getsignal(number) is handler
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
+def test_four_signals_are_heard() -> None:
+    assert [number.name for number in SIGNALS] == ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+
+
+class Presses(CountTask):
+    """Sends a signal while it judges its first rollout after so many."""
+
+    def __init__(self, number: int, after: int = 0) -> None:
+        self.number, self.left = number, after
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+        self.left -= 1
+        return super().reward(prompt, rollout)
+
+
+def test_what_a_signal_cut_short_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """Not even an evaluation is added: the next run would have it, and one left alone would not."""
+    alone, cut = Recorder(), Recorder()
+    whole = final_weights(settings_for(tmp_path / "alone"), trackers=(alone,))
+    task = Presses(signal.SIGTERM, after=9 + 5)  # the first evaluation judges 9: it is in step 1
+    assert make_trainer(settings_for(tmp_path / "cut"), task=task, trackers=(cut,)).fit()["step"] == 1
+    make_trainer(settings_for(tmp_path / "cut"), checkpoint=newest(tmp_path / "cut"), trackers=(cut,)).fit()
+    assert same(whole, weights(newest(tmp_path / "cut")))
+    assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
+
+
+def test_a_signal_in_the_first_evaluation_ends_the_run_after_it(tmp_path: Path) -> None:
+    recorder, said, task = Recorder(), list[str](), Presses(signal.SIGUSR1)
+    summary = make_trainer(settings_for(tmp_path), task=task, trackers=(recorder,), say=said.append).fit()
+    assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 0, "SIGUSR1")
+    assert [record.step for record in recorder.records] == [0] and newest(tmp_path).name == "step_000000"
+    assert said[0].startswith("SIGUSR1: stopping after this step")
+
+
+def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_but_its_summary_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Stop(said.append) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        summary = make_trainer(settings_for(tmp_path), engine=FakeEngine(), say=said.append).fit(stop)
+    assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 0, "SIGHUP")
+    assert said[-1] == "stopped before the first step: there is nothing to save"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
+    def press(record: Record) -> None:
+        if record.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # who asks twice in this way waits as well
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(settings_for(tmp_path), trackers=(Recorder(press),)).fit()
+    assert newest(tmp_path).name == "step_000001"
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(pytest.fail) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_outside_the_main_thread_hears_no_signals_and_trains(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        summary = pool.submit(make_trainer(settings_for(tmp_path, steps=1)).fit).result()
+    assert summary["status"] == "completed"
+
+
+class Counts(FakeEngine):
+    """An engine whose state is how often it was asked, evaluations included: what a length predictor may learn from."""
+
+    def __init__(self, model: Any) -> None:
+        self._engine, self.asked = make_engine(model), 0
+
+    def generate(self, requests: Any) -> Any:
+        self.asked += 1
+        return self._engine.generate(requests)
+
+    def stats(self) -> EngineStats:
+        return replace(self._engine.stats(), decode_steps=self.asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+def test_a_run_resumed_from_step_0_does_not_evaluate_again(tmp_path: Path) -> None:
+    """Its engine would have learnt that evaluation twice."""
+    alone, cut = Recorder(), Recorder(lambda record: os.kill(os.getpid(), 15) if record.step == 0 else None)
+    make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
+    make_trainer(settings_for(tmp_path / "cut"), engine=Counts, trackers=(cut,)).fit()
+    assert newest(tmp_path / "cut").name == "step_000000"
+    again: dict[str, Any] = dict(checkpoint=newest(tmp_path / "cut"), engine=Counts, trackers=(cut,))
+    make_trainer(settings_for(tmp_path / "cut"), **again).fit()
+    assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
+    states = [load_state(newest(tmp_path / name)) for name in ("alone", "cut")]
+    assert states[0]["engine"] == states[1]["engine"] == {"asked": 3 + 4}
+    assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
+
+
+class Dies(CountTask):
+    """Judges so many rollouts, and no more."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError("in the judge")
+        return super().reward(prompt, rollout)
+
+
+# The first evaluation judges 9, each step 12, and the evaluation of step 2 another 9.
+@pytest.mark.parametrize(("judged", "saved"), [(9 + 12 + 5, 1), (9 + 24 + 9 + 5, 2)])
+def test_what_is_saved_after_a_failure_is_the_last_finished_step_as_it_was_then(
+    tmp_path: Path, judged: int, saved: int
+) -> None:
+    """The step that failed has asked the engine already; resumed, it asks again."""
+    alone, cut = Recorder(), Recorder()
+    make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
+    settings = settings_for(tmp_path / "cut")
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(settings, engine=Counts, task=Dies(judged), trackers=(cut,)).fit()
+    assert newest(tmp_path / "cut").name == f"step_{saved:06d}"
+    again: dict[str, Any] = dict(checkpoint=newest(tmp_path / "cut"), engine=Counts, trackers=(cut,))
+    make_trainer(settings, **again).fit()
+    assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
+
+
+def test_a_step_whose_evaluation_fails_is_saved_with_its_record(tmp_path: Path) -> None:
+    files = JsonlTracker(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(settings_for(tmp_path), task=Dies(9 + 24 + 5), trackers=(files,)).fit()
+    assert newest(tmp_path).name == "step_000002"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2] and "eval/accuracy" not in rows[-1]
+
+
+def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+    """One of step 0 would say that the evaluation is done."""
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(settings_for(tmp_path), task=Dies(5)).fit()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_kills_have_left_is_cleared_when_a_run_is_resumed_and_when_it_ends(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, steps=2)
+    make_trainer(settings, trackers=(JsonlTracker(tmp_path),)).fit()
+    (tmp_path / "summary.json").unlink()
+    seen: list[set[str]] = []
+
+    def leave() -> None:
+        for name in (".metrics.jsonl.tmp", ".rollouts.jsonl.tmp", ".summary.json.tmp"):
+            (tmp_path / name).touch()
+        (tmp_path / "checkpoints" / "step_000001.tmp").mkdir()
+
+    def names() -> set[str]:
+        return {path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp")}
+
+    class Leaves(Recorder):
+        def log(self, record: Record) -> None:
+            if not seen:
+                seen.append(names())
+                leave()
+
+    leave()
+    longer = replace(settings, train=replace(settings.train, steps=3, checkpoint_every=9))
+    make_trainer(longer, checkpoint=tmp_path / "checkpoints" / "step_000002", trackers=(Leaves(),)).fit()
+    assert seen == [set()] and names() == set()
+
+
+def test_the_summary_says_which_records_a_full_disk_did_not_take(tmp_path: Path) -> None:
+    """And the run is resumed all the same: what was not written is not missed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = JsonlTracker(tmp_path, warn=ignored)
+
+    class Fills(Recorder):
+        def log(self, record: Record) -> None:
+            room = (tmp_path / "metrics.jsonl").stat().st_size + 10 if record.step == 1 else soft
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+
+    make_trainer(settings_for(tmp_path, steps=3), trackers=(Fills(), files)).fit()
+    assert json.loads((tmp_path / "summary.json").read_text())["missing_records"] == [1]
+    again = JsonlTracker(tmp_path, 4, pytest.fail, newest(tmp_path))
+    settings = settings_for(tmp_path, steps=4)
+    summary = make_trainer(settings, checkpoint=newest(tmp_path), trackers=(again,)).fit()
+    assert (summary["status"], summary["missing_records"]) == ("completed", [1])
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    real = os.fsync
+
+    def watch(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    monkeypatch.setattr("grpo_cli.runs.files.os.fsync", watch)
+    make_trainer(replace(settings_for(tmp_path, steps=1), eval=NO_EXAM), trackers=(JsonlTracker(tmp_path),)).fit()
+    saves = [place for place, name in enumerate(events) if name == ".COMPLETE.tmp"]
+    assert len(saves) == 2
+    for begin, end in zip([0, saves[0]], saves, strict=True):
+        assert {"metrics.jsonl", "rollouts.jsonl", "ledger.npz"} <= {*events[begin:end]}
+
+
 def test_a_run_that_dies_leaves_its_last_finished_step_and_says_why(tmp_path: Path) -> None:
-    class Dies(CountTask):
-        calls = 0
-
-        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-            Dies.calls += 1
-            if Dies.calls > 9 + 12 + 5:  # the first evaluation, the first step, some of the second
-                raise ZeroDivisionError("in the judge")
-            return super().reward(prompt, rollout)
-
     recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=Dies(), trackers=(recorder,)).fit()
+        make_trainer(settings_for(tmp_path), task=Dies(9 + 12 + 5), trackers=(recorder,)).fit()
     assert recorder.summary is not None and recorder.summary["status"] == "failed"
     assert recorder.summary["error"] == "ZeroDivisionError: in the judge" and recorder.summary["step"] == 1
     found = find_checkpoint(tmp_path).path

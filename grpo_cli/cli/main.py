@@ -285,16 +285,21 @@ def _train(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.runs.find import completed_steps
+    from grpo_cli.runs.stop import Stop
 
     rules = experiment.tried_rules(settings)
     done = completed_steps(settings.resume)
     if done is not None and done >= settings.train.steps:
         typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
-    with started("train", cfg, settings.resume, settings.resume_wait) as go_on, _memory_explained(settings):
+    with (
+        started("train", cfg, settings.resume, settings.resume_wait) as go_on,
+        _memory_explained(settings),
+        Stop(_to_stderr) as stop,
+    ):
         trainer = experiment.build(settings, rules)
         go_on()
-        return trainer.fit()["final_accuracy"]  # what a sweeper would optimise
+        return trainer.fit(stop)["final_accuracy"]  # what a sweeper would optimise
 
 
 @contextmanager

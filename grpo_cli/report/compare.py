@@ -18,7 +18,7 @@ from grpo_cli.report.read import PHASES, Run, State
 from grpo_cli.runs.layout import RUN
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
-NO_DIFFERENCE = ("seed", "run_dir", "resume", "logger", "hydra")
+NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
 LONGEST_LABEL = 90  # characters
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
 

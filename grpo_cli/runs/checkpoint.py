@@ -24,9 +24,20 @@ import torch
 from torch import Tensor
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, sha256, sync_file, sync_folder, write_atomically
+from grpo_cli.runs.files import json_line, sha256, sync_file, sync_folder, unfinished, write_atomically
 from grpo_cli.runs.find import candidates, find_checkpoint
-from grpo_cli.runs.layout import COMPLETE, REPLACED, TRAINER_STATE, UNFINISHED, step_folder, step_of
+from grpo_cli.runs.layout import (
+    CHECKPOINTS,
+    COMPLETE,
+    METRICS,
+    REPLACED,
+    ROLLOUTS,
+    SUMMARY,
+    TRAINER_STATE,
+    UNFINISHED,
+    step_folder,
+    step_of,
+)
 
 
 class CheckpointError(UserError):
@@ -135,6 +146,17 @@ def _save_message(root: Path, step: int, reason: str) -> str:
         f"step {step} could not be saved in {root} ({reason}). {survivor} Make room or make the folder writable, or "
         "keep fewer checkpoints (train.keep_checkpoints), then continue with resume=auto."
     )
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what a killed process has left in a run's folder of files and checkpoints that it was writing or removing.
+
+    A replaced checkpoint whose successor is not complete gets its name back.
+    """
+    for name in (METRICS, ROLLOUTS, SUMMARY):
+        unfinished(run_dir / name).unlink(missing_ok=True)
+    if (run_dir / CHECKPOINTS).is_dir():
+        _remove_leftovers(run_dir / CHECKPOINTS)
 
 
 def _remove_leftovers(root: Path) -> None:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -38,12 +39,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` so that after a crash, even of the machine, `path` holds what it held before or all of `data`."""
-    temporary = path.with_name(f".{path.name}.tmp")
+@contextmanager
+def written_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to: after a crash, even of the machine, `path` holds what it held before or all that was written.
+
+    What a kill leaves of it is `unfinished(path)`.
+    """
+    temporary = unfinished(path)
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -51,6 +56,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data`, all of it or nothing: see `written_atomically`."""
+    with written_atomically(path) as file:
+        file.write(data)
 
 
 def sha256(path: Path) -> str:

@@ -97,15 +97,18 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
 
 
 def completed_steps(resume: str | None) -> int | None:
-    """How many steps the run that `resume` names has done, if it has done all that it was to; None otherwise, and for
-    one checkpoint of a run, from which it is to be done again."""
-    if resume is None or step_of(Path(resume).name) is not None:
+    """How many steps the run that `resume` names has done, if it has done all that it was to; None otherwise. Where one
+    checkpoint is named, it is the step of that, from which the run may be done again."""
+    if resume is None:
         return None
+    named = step_of(Path(resume).name)
     try:
-        summary = read_object(Path(resume) / SUMMARY)
+        summary = read_object((Path(resume) if named is None else Path(resume).parent.parent) / SUMMARY)
     except UserError:  # damaged: what the checkpoints say counts
         return None
-    return int(summary["step"]) if summary.get("status") == "completed" and "step" in summary else None
+    if summary.get("status") != "completed" or "step" not in summary:
+        return None
+    return int(summary["step"]) if named is None else named
 
 
 def _newest_run(train: Path, key: str) -> Path:

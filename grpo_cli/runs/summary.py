@@ -39,15 +39,6 @@ def failure_noted(run_dir: Path) -> Iterator[None]:
         raise
 
 
-def is_completed(run_dir: Path) -> bool:
-    """Whether a run's `summary.json` says that it took its last step; a missing or damaged one says nothing."""
-    try:
-        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(summary, dict) and summary.get("status") == "completed"
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """A file's JSON object; empty if there is no file. UserError if it holds something else."""
     try:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, sync_folder
+from grpo_cli.runs.files import json_line, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS
+from grpo_cli.runs.ledger import Ledger, StepRows, cut, load_ledgers, look, missing_steps, save_ledgers
 from grpo_cli.types import Example, Record
 
 Say = Callable[[str], None]
+SAID = 8  # damages that are named; of more, how many they are
 
 
 def to_stderr(text: str) -> None:
@@ -41,18 +43,32 @@ class JsonlTracker:
 
     A fresh run (`first_step=None`) refuses a folder that already has records. A resumed one says the first step it will
     log: rows of that step and later ones, written by the process that is being resumed, are cut off, so that no step
-    appears twice; so is a last line that a crash left half written.
+    appears twice; so is a last line that a crash left half written. Those before must be what the ledger of the
+    `checkpoint` that it goes on from says, if that is one of this folder. What is not is told in a UserError, or, with
+    `accept_damage`, in warnings: then whole lines are kept as they are.
     """
 
-    def __init__(self, run_dir: Path, first_step: int | None = None, warn: Say = to_stderr) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int | None = None,
+        warn: Say = to_stderr,
+        checkpoint: Path | None = None,
+        accept_damage: bool = False,
+    ) -> None:
         self._warn = warn
         self._warned = False
+        self._paths = {name: run_dir / name for name in (METRICS, ROLLOUTS)}
+        self._ledgers = {name: Ledger() for name in self._paths}
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics, self._rollouts = run_dir / METRICS, run_dir / ROLLOUTS
-            for path in (self._metrics, self._rollouts):
-                _prepare(path, first_step)
-                _append(path, [])
+            if first_step is None:
+                _refuse_records(self._paths.values())
+            else:
+                self._go_on(first_step - 1, _in_folder(checkpoint, run_dir), accept_damage)
+            for path in self._paths.values():
+                _append(path, b"", 0)
+            sync_folder(run_dir)
         except OSError as error:
             raise UserError(
                 f"the run folder {run_dir} cannot be written ({error.strerror or error}). Choose another with "
@@ -60,56 +76,88 @@ class JsonlTracker:
             ) from error
 
     def log(self, record: Record) -> None:
-        try:
-            _append(self._metrics, [json_line({"step": record.step, **record.metrics})])
-            _append(self._rollouts, [json_line(_row(record.step, example)) for example in record.examples])
-        except OSError as error:
-            if not self._warned:
-                self._warn(f"step {record.step} could not be written to {METRICS} and {ROLLOUTS}: {error}")
-            self._warned = True
+        """Write a record, unless its step was written before."""
+        self._write(METRICS, record.step, [json_line({"step": record.step, **record.metrics})])
+        self._write(ROLLOUTS, record.step, [json_line(_row(record.step, example)) for example in record.examples])
+
+    def keep(self, folder: Path) -> None:
+        """Wait until all that was logged is on the disk, and leave the ledger of it in a checkpoint's folder."""
+        for path in self._paths.values():
+            if path.exists():
+                sync_file(path)
+        save_ledgers(folder, self._ledgers)
+
+    @property
+    def missing(self) -> list[int]:
+        """The steps whose records are not, or not all, in the files: the disk was full, or damage was accepted."""
+        return missing_steps(self._ledgers)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         pass  # nothing is held open between records
+
+    def _write(self, name: str, step: int, lines: Sequence[str]) -> None:
+        ledger, data = self._ledgers[name], "".join(f"{line}\n" for line in lines).encode()
+        if not lines or step <= ledger.last_step:
+            return
+        try:
+            _append(self._paths[name], data, ledger.bytes)
+            ledger.add(StepRows(step, len(lines), len(data), zlib.crc32(data)))
+        except OSError as error:
+            ledger.add(StepRows(step, 0, 0, 0))
+            if not self._warned:
+                self._warn(f"step {step} could not be written to {self._paths[name]}: {error}")
+            self._warned = True
+
+    def _go_on(self, last: int, checkpoint: Path | None, accept_damage: bool) -> None:
+        """After step `last`."""
+        kept = load_ledgers(checkpoint) or {} if checkpoint else {}
+        found = {
+            name: look(path, last, kept.get(name), once=name == METRICS and checkpoint is not None)
+            for name, path in self._paths.items()
+        }
+        problems = [problem for each in found.values() for problem in each.problems]
+        some = [*problems[:SAID], *([f"and {len(problems) - SAID} more"] if len(problems) > SAID else [])]
+        if problems and not accept_damage:
+            raise UserError(
+                f"the records in {self._paths[METRICS].parent} are not those that were written: {'; '.join(some)}. Put "
+                "back what was there, or go on with what is there now: accept_damage=true"
+            )
+        for problem in some:
+            self._warn(f"damage is accepted, and stays: {problem}")
+        for name, each in found.items():
+            cut(self._paths[name], each)
+            self._ledgers[name] = each.ledger
+
+
+def _in_folder(checkpoint: Path | None, run_dir: Path) -> Path | None:
+    """The checkpoint, if it is of the run that this folder is of: only then has it seen the records here."""
+    return checkpoint if checkpoint and checkpoint.resolve().parent.parent == run_dir.resolve() else None
+
+
+def _refuse_records(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.exists() and path.stat().st_size:
+            raise UserError(
+                f"{path} already holds the records of a run. Continue that run with resume={path.parent}, or choose "
+                "another folder with hydra.run.dir=<folder>."
+            )
 
 
 def _row(step: int, example: Example) -> dict[str, Any]:
     return {"step": step, **{field.name: getattr(example, field.name) for field in fields(example)}}
 
 
-def _append(path: Path, lines: Sequence[str]) -> None:
-    """All of the lines, or none: what a full disk cuts short is taken back."""
-    data = memoryview("".join(f"{line}\n" for line in lines).encode())
+def _append(path: Path, data: bytes, size: int) -> None:
+    """All of the data, or none: what a full disk cuts short is taken back, and so is what an interrupted call has left
+    beyond the `size` bytes that were written."""
+    left = memoryview(data)
     with open(path, "ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
+        end = file.seek(0, os.SEEK_END)
+        if data and end > size:
+            end = file.truncate(size)
         try:
-            while data:
-                data = data[file.write(data) :]
+            while left:
+                left = left[file.write(left) :]
         except OSError:
-            file.truncate(size)
+            file.truncate(end)
             raise
-
-
-def _prepare(path: Path, first_step: int | None) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    if first_step is None:
-        raise UserError(
-            f"{path} already holds the records of a run. Continue that run with resume={path.parent}, or choose "
-            "another folder with hydra.run.dir=<folder>."
-        )
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
-        for number, line in enumerate(old, start=1):
-            if line.endswith(b"\n") and _step_of(path, number, line) < first_step:
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}, line {number}: no record ({error}). Repair or remove that line to resume.") from error

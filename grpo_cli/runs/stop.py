@@ -1,0 +1,49 @@
+"""Signals that ask a run to end well: to finish what it is doing, to save, and to end as interrupted.
+
+SIGTERM and SIGINT (ctrl-C), SIGHUP (its terminal is gone) and SIGUSR1 (a cluster's warning before the time is up).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has the first two
+
+
+class Stop:
+    """Remembers which signal has asked to stop: true once one has. A second SIGINT interrupts at once.
+
+    Signals are heard inside a `with` on it, in the main thread; nowhere else can they be. A SIGHUP that is ignored
+    stays so: that is what `nohup` asks for.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._before: dict[signal.Signals, Any] = {}
+        self.asked_by: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.asked_by is not None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            heard = (n for n in SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) is not signal.SIG_IGN)
+            self._before = {number: signal.signal(number, self._ask) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked_by = self.asked_by or signal.Signals(number).name
+        with suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of another line
+            self._say(f"{self.asked_by}: stopping after this step; press ctrl-C again to stop at once")

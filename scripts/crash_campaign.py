@@ -145,16 +145,16 @@ class Campaign:
     def __init__(self, out: Path, seed: int, anew: float) -> None:
         self.out, self._seed, self._anew = out, seed, anew
         self._alone: dict[tuple[str, ...], tuple[list[Any], float]] = {}
-        self._processes = 0
+        self._processes, self._logs = 0, list[Path]()
 
     def rng(self, campaign: str, number: int) -> random.Random:
         return random.Random(f"{self._seed}/{campaign}/{number}")
 
     def start(self, words: Sequence[str], rng: random.Random) -> Process:
         self._processes += 1
-        log = self.out / "logs" / f"{self._processes}.txt"
+        log = self.out / "logs" / f"{os.getpid()}_{self._processes}.txt"
         log.parent.mkdir(exist_ok=True)
-        log.unlink(missing_ok=True)
+        self._logs.append(log)
         return Process(words, self.out, log, rng.random() < self._anew)
 
     def alone(self, words: tuple[str, ...]) -> tuple[list[Any], float]:
@@ -266,9 +266,12 @@ class Campaign:
         return self._kept(came, folder)
 
     def _kept(self, came: Came, folder: Path) -> Came:
-        """The folder of a trial stays only if something is wrong there."""
+        """The folder of a trial, and what its processes have said, stay only if something is wrong there."""
         if not came.faults:
             shutil.rmtree(folder)
+            for log in self._logs:
+                log.unlink(missing_ok=True)
+        self._logs.clear()
         return came
 
 
@@ -327,12 +330,10 @@ def _look(process: Process, code: int | None, came: Came, allowed: Sequence[int]
         came.faults.append(f"a traceback: {_last(process)} ({process.log})")
     elif code not in allowed:
         came.faults.append(f"exit code {code}: {_last(process)} ({process.log})")
-    elif code in (0, -signal.SIGKILL):
-        process.log.unlink()
 
 
 def _last(process: Process) -> str:
-    return (process.said().strip().splitlines() or [""])[-1][:300] if process.log.exists() else ""
+    return (process.said().strip().splitlines() or [""])[-1][:300]
 
 
 def _wait_for_jobs(folder: Path) -> None:

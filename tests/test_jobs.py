@@ -21,8 +21,10 @@ from rich.console import Console
 from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.pool import Job, Pool, View
+from grpo_cli.sweep.job import View
+from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.status import (
+    Job,
     Status,
     is_done,
     is_running,
@@ -119,6 +121,8 @@ def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
         "exit_code": 0,
         "log": "log.txt",
         "command": "train",
+        "pid": None,
+        "host": None,
     }
 
 
@@ -183,7 +187,7 @@ def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
     saves = f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
     jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)

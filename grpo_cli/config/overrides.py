@@ -47,7 +47,7 @@ def overrides_to_resume(run_dir: Path) -> list[str]:
     kept = run_dir / layout.OVERRIDES
     started_with = OmegaConf.to_container(OmegaConf.load(kept)) if kept.is_file() else []
     assert isinstance(started_with, list), "Hydra keeps overrides in a list"
-    again = [_renamed(str(word)) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
+    again = [renamed(str(word)) for word in started_with if not str(word).lstrip("+").startswith("resume=")]
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
 
 
@@ -56,7 +56,7 @@ def overrides(values: Mapping[str, Any]) -> list[str]:
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
 
 
-def _renamed(word: str) -> str:
+def renamed(word: str) -> str:
     """An override by the key that it has now."""
     key, equals, value = word.partition("=")
     plus = key[: len(key) - len(key.lstrip("+"))]

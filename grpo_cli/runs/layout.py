@@ -20,6 +20,7 @@ from pathlib import Path
 OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
+RUN, RESUMED, LOCK = "run.json", "resumed_{:03d}.json", ".lock"
 CONFIG, OVERRIDES, HYDRA = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer

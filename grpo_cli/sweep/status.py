@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -48,6 +49,8 @@ class Status:
     seconds: float | None = None
     log: str = layout.LOG
     command: str = "train"
+    pid: int | None = None  # of the process that runs it, on `host`
+    host: str | None = None
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -77,10 +80,16 @@ def is_done(folder: Path) -> bool:
 def is_running(folder: Path) -> bool:
     """Whether a process still writes to the job's log, though whoever started it may be gone."""
     try:
-        with open(folder / layout.LOG, "ab") as log:
+        with open(folder / layout.LOG, "rb+") as log:
             return not locked(log)
     except FileNotFoundError:
         return False
+
+
+def runner(folder: Path) -> str:
+    """Who runs the job, as `status.json` has it."""
+    status = read_status(folder)
+    return f"process {status.pid} on {status.host}" if status and status.pid else "a process that has not said which"
 
 
 def resumes_from(folder: Path, steps: int | None) -> Path | None:
@@ -118,11 +127,17 @@ def _tail(path: Path) -> list[str]:
 
 
 def locked(log: Any) -> bool:
-    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it."""
+    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it.
+
+    Where the file system knows no locks (Lustre without `-o flock`), nobody is kept out.
+    """
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     return True
 
 

@@ -44,15 +44,16 @@ def test_a_job_of_another_launcher_writes_its_status_and_log_and_holds_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    seen: list[Status | None] = []
+    seen: list[tuple[int | None, bool]] = []
 
     def look() -> None:
-        while not (tmp_path / "s" / "0" / "ready").exists() or not is_running(tmp_path / "s" / "0"):
+        folder = tmp_path / "s" / "0"
+        while (status := read_status(folder)) is None or status.state != "running":
             time.sleep(0.01)
-        seen.append(read_status(tmp_path / "s" / "0"))
-        (tmp_path / "s" / "0" / "go").touch()
+        seen.append((status.pid, is_running(folder)))
+        (folder / "go").touch()
 
-    waits = f"echo $$ | tee ready; until [ -e go ]; do sleep 0.01; done; {COMPLETED}"
+    waits = f"echo $$; until [ -e go ]; do sleep 0.01; done; {COMPLETED}"
     lines(monkeypatch, lambda job: waits if job.number == 0 else "echo 'error: odd'; exit 2")
     thread = threading.Thread(target=look)
     thread.start()
@@ -62,8 +63,7 @@ def test_a_job_of_another_launcher_writes_its_status_and_log_and_holds_its_lock(
     assert "4 jobs: 1 done, 1 failed, 2 skipped\ngo on with: grpo train -m resume=sweep" in result.stdout
     assert [state for state, _ in states(tmp_path / "s")] == ["done", "skipped", "failed", "skipped"]
     assert states(tmp_path / "s")[2][1] == "odd"
-    assert seen[0] is not None and seen[0].state == "running"
-    assert (tmp_path / "s" / "0" / "log.txt").read_text() == f"{seen[0].pid}\n"
+    assert seen == [(int((tmp_path / "s" / "0" / "log.txt").read_text()), True)]
     listed = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert [job["number"] for job in listed["jobs"]] == [0, 1, 2, 3]
     assert grpo("ls", "s").stdout.count("skipped") == 2

@@ -14,22 +14,24 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
+import made
 import psutil
 import pytest
 from rich.console import Console
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs import layout
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.pool import Job, Pool, View
+from grpo_cli.sweep.job import View
+from grpo_cli.sweep.pool import Pool
+from grpo_cli.sweep.resume import Sweep
 from grpo_cli.sweep.status import (
+    Job,
     Status,
     is_done,
     is_running,
     last_record,
     locked,
     read_status,
-    resumes_from,
     write_status,
 )
 
@@ -119,6 +121,8 @@ def test_the_status_file_is_what_a_report_reads(tmp_path: Path) -> None:
         "exit_code": 0,
         "log": "log.txt",
         "command": "train",
+        "pid": None,
+        "host": None,
     }
 
 
@@ -183,7 +187,7 @@ def press(number: signal.Signals, *when: Callable[[], bool]) -> threading.Thread
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_asked_to_stop_it_lets_jobs_save_and_starts_no_more(tmp_path: Path, number: signal.Signals) -> None:
     saves = f"trap 'echo saved; exit 0' TERM; touch ready; {WAIT}"
     jobs = listed(tmp_path, f"""echo '{{"status": "interrupted"}}' > summary.json; {saves}""", COMPLETED)
@@ -245,33 +249,21 @@ def test_a_job_s_own_word_that_it_completed_counts_though_its_launcher_was_kille
 
 
 @pytest.mark.parametrize(
-    ("saved", "at"),
+    ("command", "begun", "last"),
     [
-        ([], None),
-        (["000000"], ""),
-        (["000000", "000002"], ""),
-        (["000002", "000004"], "checkpoints/step_000002"),
-        (["000004"], "checkpoints/step_000004"),
-        (["000002.replaced", "000004"], "checkpoints/step_000002.replaced"),
-        (["000002", "000004.tmp"], ""),
-        (["000002.tmp"], None),
+        ("train", False, "++hydra.run.dir='{}'"),
+        ("train", True, "resume='{}'"),
+        ("eval", True, "++hydra.run.dir='{}'"),
     ],
 )
-def test_a_run_goes_on_at_its_newest_checkpoint_that_leaves_something_to_do(
-    tmp_path: Path, saved: list[str], at: str | None
+def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
+    tmp_path: Path, command: str, begun: bool, last: str
 ) -> None:
-    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)  # killed while it was saved: no marker
-    for name in saved:
-        (tmp_path / "checkpoints" / f"step_{name}").mkdir()
-        (tmp_path / "checkpoints" / f"step_{name}" / layout.COMPLETE).touch()
-    assert resumes_from(tmp_path, 4) == (None if at is None else tmp_path / at)
-
-
-def test_steps_of_more_than_six_digits_are_numbers_too(tmp_path: Path) -> None:
-    for step in (999_999, 1_000_000, 1_000_001):
-        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step_{step:06d}" / layout.COMPLETE).touch()
-    assert resumes_from(tmp_path, 1_000_001) == tmp_path / "checkpoints" / "step_1000000"
+    if begun:
+        made.record(tmp_path, {}, ["seed=1"], command=command)
+    words = Sweep(command, lambda cfg: None, "x").command_of(Job(0, tmp_path, ("seed=1",), ""))
+    assert words[-1] == last.format(tmp_path)
+    assert ("seed=1" in words) == (last[0] == "+")
 
 
 def test_overrides_and_reasons_may_hold_what_no_text_may(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
 from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
-from grpo_cli.sweep import launcher, resume
-from grpo_cli.sweep.gpus import gpus_listed, places, visible_gpus
+from grpo_cli.sweep import resume
+from grpo_cli.sweep.gpus import chosen_gpus, gpus_listed, places, visible_gpus
+from grpo_cli.sweep.status import Job, locked
 
 SMALL = [
     "train.prompts=1",
@@ -148,7 +149,7 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     monkeypatch.chdir(tmp_path)
     started: list[list[str]] = []
 
-    def command(self: launcher.ProcessLauncher, job: Any) -> list[str]:
+    def command(self: resume.Sweep, job: Any) -> list[str]:
         started.append(real(self, job)[4:])
         ends = "exit 5" if "seed=13" in job.overrides else "exit 0"
         accuracy = "null" if "eval.every=0" in job.overrides else "0.5"
@@ -156,8 +157,8 @@ def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         write = f"echo {shlex.quote(summary)} > {shlex.quote(str(job.folder))}/summary.json"
         return ["sh", "-c", f"[ '{ends}' = 'exit 0' ] && {write}; {ends}"]
 
-    real = launcher.ProcessLauncher._command_of
-    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", command)
+    real = resume.Sweep.command_of
+    monkeypatch.setattr(resume.Sweep, "command_of", command)
     return started
 
 
@@ -196,13 +197,13 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on_and_ends_with_130(
     """The first job presses ctrl-C, and runs until it is told to stop."""
     waits = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"
     presses = ["sh", "-c", f"trap 'exit 0' TERM; kill -INT $PPID; {waits}"]
-    finishes = launcher.ProcessLauncher._command_of
-    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", lambda self, job: presses)
+    finishes = resume.Sweep.command_of
+    monkeypatch.setattr(resume.Sweep, "command_of", lambda self, job: presses)
     result = grpo("train", "-m", "seed=1,2,3", "hydra.sweep.dir=s")
     assert result.exit_code == 130
     assert "stopping: each job ends its step and saves" in result.stdout
     assert "3 jobs: 1 done, 2 waiting\ngo on with: grpo train -m resume=sweep hydra.sweep.dir=s\n" in result.stdout
-    monkeypatch.setattr(launcher.ProcessLauncher, "_command_of", finishes)
+    monkeypatch.setattr(resume.Sweep, "command_of", finishes)
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 0
     assert [command[-2] for command in pretended] == ["seed=2", "seed=3"]
 
@@ -251,6 +252,54 @@ def test_what_refers_to_another_setting_means_that_of_each_job(tmp_path: Path, p
     assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == ["n=4,13", "seed=13", "m=${n}"]
 
 
+def test_a_sweep_begun_with_old_names_of_settings_goes_on(tmp_path: Path, pretended: list[list[str]]) -> None:
+    words = ["correction=tis", "correction.importance=token,sequence", "seed=13", "hydra.sweep.dir=s"]
+    assert grpo("train", "-m", *words).exit_code == 2
+    for path in (tmp_path / "s").rglob("*.json"):  # as if it had been begun when it was called so
+        path.write_text(path.read_text().replace("correction.importance", "correction.is"))
+    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
+    assert pretended[2:] == pretended[:2] and len(pretended) == 4
+
+
+def test_a_sweep_that_was_killed_before_it_was_listed_is_started_again_in_its_folder(
+    tmp_path: Path, pretended: list[list[str]]
+) -> None:
+    (tmp_path / "s" / "0").mkdir(parents=True)
+    (tmp_path / "s" / "multirun.yaml").touch()
+    refused = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert refused.exit_code == 2 and "start it there again, as before" in refused.stderr
+    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
+
+
+def test_a_refused_sweep_leaves_the_one_that_is_there_as_it_was(tmp_path: Path, pretended: list[list[str]]) -> None:
+    """Hydra wrote `multirun.yaml` anew before our refusal."""
+    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    for words in (["seed=3,4"], ["seed=3,4", "hydra/launcher=basic"]):
+        assert "s already holds a sweep" in grpo("train", "-m", *words, "hydra.sweep.dir=s").stderr
+    assert files == {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+
+
+def test_a_sweep_whose_job_still_runs_is_not_resumed_and_says_which_process_it_is(
+    tmp_path: Path, pretended: list[list[str]]
+) -> None:
+    assert grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s").exit_code == 0
+    path = tmp_path / "s" / "1" / "status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "running", "pid": 12, "host": "node7"}))
+    with open(tmp_path / "s" / "1" / "log.txt", "ab") as log:
+        assert locked(log)
+        result = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
+    assert result.exit_code == 2
+    assert "job 1 of s is still running (process 12 on node7), see " in result.stderr
+
+
+def test_a_job_that_was_killed_before_its_first_checkpoint_is_resumed_too(tmp_path: Path) -> None:
+    job = Job(0, tmp_path, ("n=4",), "n=4", steps=3)
+    (tmp_path / "run.json").touch()
+    for command, last in (("train", f"resume='{tmp_path}'"), ("eval", f"++hydra.run.dir='{tmp_path}'")):
+        assert resume.Sweep(command, lambda cfg: None, "").command_of(job)[-1] == last
+
+
 def test_jobs_that_would_share_a_folder_are_refused(pretended: list[list[str]]) -> None:
     result = grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s", "hydra.sweep.subdir=x")
     assert result.exit_code == 2 and pretended == []
@@ -280,12 +329,16 @@ def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended:
         ("hydra.launcher.jobs=two", "error: hydra.launcher.jobs=two must be a whole number of at least 1\n"),
         ("hydra.launcher.gpus=[]", "error: hydra.launcher.gpus=[] must be a list such as [0,1], or left out\n"),
         ("hydra.launcher.gpus=1", "error: hydra.launcher.gpus=1 must be a list such as [0,1], or left out\n"),
+        ("seed=range(0)", "error: seed=range(0) yields nothing: a sweep needs at least one value of each setting\n"),
+        ("loss=glob(zzz)", "error: loss=glob(zzz) yields nothing: a sweep needs at least one value of each setting\n"),
         ("hydra/launcher=slurm", "more come with the extras joblib, submitit, ray and optuna\n"),
     ],
 )
-def test_a_launcher_that_cannot_work_is_refused(pretended: list[list[str]], word: str, message: str) -> None:
-    result = grpo("train", "-m", "seed=1,2", word)
-    assert result.exit_code == 2
+def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
+    pretended: list[list[str]], word: str, message: str
+) -> None:
+    result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
+    assert result.exit_code == 2 and not Path("s").exists()
     assert result.stderr.endswith(message)
     assert pretended == []
 
@@ -345,7 +398,7 @@ GPU 1: NVIDIA X (UUID: GPU-bb)
 
 
 def test_gpus_are_those_listed_and_a_sliced_one_is_its_slices() -> None:
-    assert gpus_listed(LISTED) == ["MIG-11", "MIG-22", "GPU-bb"]
+    assert gpus_listed(LISTED) == [["GPU-aa", "MIG-11", "MIG-22"], ["GPU-bb"]]
     assert gpus_listed("No devices were found\n") == []
 
 
@@ -360,6 +413,30 @@ def test_the_environment_s_choice_of_gpus_comes_first(tmp_path: Path, monkeypatc
     assert visible_gpus() == ["2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
+) -> None:
+    """`hydra.launcher.gpus=[7]` was taken where there was none, and the jobs ran on the processor."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
+    assert (result.exit_code, pretended) == (2, [])
+    assert result.stderr == (
+        "error: hydra.launcher.gpus asks for GPU 7, which cannot be seen here: there is none; "
+        "leave hydra.launcher.gpus out\n"
+    )
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):
+        assert chosen_gpus(asked) == asked
+    with pytest.raises(UserError, match=r"asks for GPU 2, .* there are 0, 1, GPU-aa, MIG-11, MIG-22, GPU-bb$"):
+        chosen_gpus(["1", "2"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,3")
+    assert chosen_gpus(["3", "GPU-c"]) == ["3", "GPU-c"]
+    with pytest.raises(UserError, match=r"asks for GPU 0, .* there are GPU-cc, 3$"):
+        chosen_gpus(["0"])
 
 
 def test_gpus_are_dealt_evenly_and_sharers_split_the_memory() -> None:

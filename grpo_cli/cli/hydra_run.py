@@ -68,9 +68,10 @@ def _hydra(command: str, task: _Called) -> None:
 
 
 class _Called:
-    """What Hydra calls: the job, with a word on which one it is in a sweep, and a note of what became of it.
+    """What Hydra calls: the job, and a note of what became of it.
 
-    Our launcher calls nothing but starts processes: it needs only the `sweep`.
+    Our launcher calls nothing but starts processes: it needs only the `sweep`. Others call it where they have brought a
+    sweep's job, which becomes a process there too.
     """
 
     def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -84,15 +85,16 @@ class _Called:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            from grpo_cli.sweep.board import Board
+            from grpo_cli.sweep.job import run_here
+
+            job = self.sweep.job_in(Path(HydraConfig.get().runtime.output_dir))
+            return run_here(job, self.sweep.command_of, self.sweep.command, Board())
         self.started = True
-        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        if in_sweep:
-            typer.echo(f"job {HydraConfig.get().job.num}: {' '.join(HydraConfig.get().overrides.task)}")
         try:
             return self._job(cfg)
         except UserError as error:
-            if in_sweep:
-                raise
             self.refused = error  # raised through Hydra, it would come with Hydra's own words
             return None
         except SystemExit as error:  # of code that a person's own part has brought along

@@ -10,24 +10,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpo_cli
+from grpo_cli.errors import UserError
 
 
 def visible_gpus() -> list[str]:
-    """What this process may see: the environment's choice, else every GPU (or MIG slice) that `nvidia-smi` lists.
+    """What this process may see: the environment's choice, else every GPU that `nvidia-smi` lists, or its MIG slices.
 
     PyTorch is not asked: the launcher would hold memory on every GPU.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+    return [identifier for gpu in _gpus_here() for identifier in (gpu[1:] or gpu)]
+
+
+def chosen_gpus(asked: Sequence[str]) -> Sequence[str]:
+    """What `hydra.launcher.gpus` asks for: numbers, or identifiers as far as they are typed. UserError if one is not
+    there."""
+    known = visible_gpus()
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        here = _gpus_here()
+        known = [*map(str, range(len(here))), *(identifier for gpu in here for identifier in gpu)]
+    for gpu in asked:
+        short = gpu.startswith(("GPU-", "MIG-"))
+        if not any(name == gpu or (short and name.startswith(gpu)) for name in known):
+            there = f"there are {', '.join(known)}" if known else "there is none; leave hydra.launcher.gpus out"
+            raise UserError(f"hydra.launcher.gpus asks for GPU {gpu}, which cannot be seen here: {there}")
+    return asked
+
+
+def _gpus_here() -> list[list[str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return gpus_listed(listed.stdout) if listed.returncode == 0 else []
 
 
-def gpus_listed(text: str) -> list[str]:
-    """The identifiers in `nvidia-smi -L`. A GPU that is cut into slices is there as its slices only."""
+def gpus_listed(text: str) -> list[list[str]]:
+    """The identifiers in `nvidia-smi -L`: of each GPU its own, and those of its slices if it is cut into such."""
     gpus: list[list[str]] = []
     for line in text.splitlines():
         if "UUID: " in line:
@@ -35,7 +55,7 @@ def gpus_listed(text: str) -> list[str]:
             gpus += [] if line.startswith(" ") else [[identifier]]
             if line.startswith(" ") and gpus:
                 gpus[-1].append(identifier)
-    return [identifier for gpu in gpus for identifier in (gpu[1:] or gpu)]
+    return gpus
 
 
 def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:

@@ -1,14 +1,14 @@
-"""The launcher that Hydra hands a sweep's jobs to: each becomes a process, what cannot run is skipped and said.
+"""The launchers that Hydra hands a sweep's jobs to: each becomes a process, what cannot run is skipped and said.
 
-Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds this one in
-`hydra_plugins`. What else it needs to know of the command comes as the attribute `sweep` of the function that Hydra
-would call.
+Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds them in `hydra_plugins`.
+What else they need to know of the command comes as the attribute `sweep` of the function that Hydra would call. One of
+them runs the jobs here; the other stands before any launcher of another program, which brings them elsewhere.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,48 +17,61 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from grpo_cli.config.overrides import overrides
+from grpo_cli.config.overrides import overrides, renamed
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import is_a, shown
 from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.layout import SUMMARY, SWEEP
+from grpo_cli.runs.layout import LOG, STATUS, SUMMARY, SWEEP
 from grpo_cli.runs.summary import read_object
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.gpus import places, visible_gpus
-from grpo_cli.sweep.pool import Pool
+from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
+from grpo_cli.sweep.job import handled
+from grpo_cli.sweep.pool import STOPPED, Pool
 from grpo_cli.sweep.resume import Sweep, is_of, names_the_folder
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, resumes_from, write_status
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, runner, write_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 
 
-class ProcessLauncher(Launcher):
-    def __init__(self, jobs: Any, gpus: Any) -> None:
-        self._at_a_time, self._gpus = jobs, gpus
+class SweepLauncher(Launcher):
+    """Lists the jobs, checks each, has those run that are left to do, and notes what became of them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
-        if not is_a(int, self._at_a_time) or self._at_a_time < 1:
-            raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
-        several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
-        if self._gpus is not None and not several:
-            raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
-        gpus = visible_gpus() if self._gpus is None else [str(gpu) for gpu in self._gpus]
-        self._places = places(self._at_a_time, gpus, os.environ)
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
         self._loader: ConfigLoader = hydra_context.config_loader
         self._config = config
         # Unresolved: `m=${n}` means each job's n.
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
-        self._of_hydra = [word for word in self._typed_of_hydra if not _concerns_the_sweep(word)]
+        self._sweep.of_hydra = [word for word in self._typed_of_hydra if not _concerns_the_sweep(word)]
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._sweep.folder = Path(config.hydra.sweep.dir)
+        _refuse_what_yields_nothing(config, self._typed, self._loader)
+        self._refuse_another(self._folder / SWEEP)
+
+    def _refuse_another(self, trace: Path) -> None:
+        if not self._sweep.resume and trace.exists():
+            raise UserError(
+                f"{self._sweep.folder} already holds a sweep; go on with it by resume=sweep, or choose another "
+                "folder with hydra.sweep.dir=<folder>"
+            )
+
+    @abstractmethod
+    def how(self) -> str:
+        """How the jobs are run, in a few words."""
+
+    @abstractmethod
+    def run(self, jobs: Sequence[Job], board: Board) -> None:
+        """Run them all, and leave what became of each in its status file. KeyboardInterrupt if asked to stop."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
@@ -68,23 +81,18 @@ class ProcessLauncher(Launcher):
         if len(job_overrides) > 1:
             common |= set.intersection(*map(set, job_overrides))
         jobs = [self._job(initial_job_idx + i, tuple(given), common) for i, given in enumerate(job_overrides)]
-        pool = Pool(self._places, self._command_of, self._sweep.command, board)
         self._refuse_what_is_there(jobs)
         if initial_job_idx == 0:
-            board.say(f"sweep in {self._sweep.folder}, {len(self._places)} at a time")
+            board.say(f"sweep in {self._sweep.folder}, {self.how()}")
         self._list(jobs)
         to_run = self._sort_out(jobs, board)
-        board.start()
         try:
-            pool.run(to_run)
+            self.run(to_run, board)
         finally:
-            board.close()
             for job in jobs:
                 status = read_status(job.folder)
                 if status is not None:
                     self._sweep.outcomes[job.number] = status
-        if pool.stopped:
-            raise KeyboardInterrupt
         return [self._returned(job) for job in jobs]
 
     def _job(self, number: int, given: tuple[str, ...], common: set[str]) -> Job:
@@ -114,11 +122,11 @@ class ProcessLauncher(Launcher):
             before = read_status(job.folder)
             status = before or Status("waiting", None, job.overrides, command=self._sweep.command)
             if self._sweep.resume and is_done(job.folder):
-                status = replace(status, state="done", reason=None, exit_code=0)
+                status = replace(status, state="done", reason=None, exit_code=0, pid=None, host=None)
             elif job.refusal is not None:
                 status = replace(status, state="skipped", reason=job.refusal)
             else:
-                status = replace(status, state="waiting", reason=None)
+                status = replace(status, state="waiting", reason=None, pid=None, host=None)
                 to_run.append(job)
             if status != before:
                 write_status(job.folder, status)
@@ -134,24 +142,18 @@ class ProcessLauncher(Launcher):
                     f"jobs {other.number} and {job.number} would share {job.folder}; choose a hydra.sweep.subdir that "
                     "differs, such as ${hydra.job.num}"
                 )
-            before = read_status(job.folder)
-            if before is None:
-                continue
-            if not self._sweep.resume:
+            if is_running(job.folder):
                 raise UserError(
-                    f"{self._sweep.folder} already holds a sweep; go on with it by resume=sweep, or choose another "
-                    "folder with hydra.sweep.dir=<folder>"
+                    f"job {job.number} of {self._sweep.folder} is still running ({runner(job.folder)}), see "
+                    f"{job.folder / LOG}: wait for it or stop it first"
                 )
-            if before.overrides != job.overrides:
+            self._refuse_another(job.folder / STATUS)
+            before = read_status(job.folder)
+            if before is not None and [*map(renamed, before.overrides)] != [*map(renamed, job.overrides)]:
                 raise UserError(
                     f"job {job.number} of {self._sweep.folder} was {' '.join(before.overrides)} and would now be "
                     f"{' '.join(job.overrides)}. A sampler that draws anew cannot be resumed: start the sweep with "
                     "hydra.sweeper.sampler.seed=<number>"
-                )
-            if is_running(job.folder):
-                raise UserError(
-                    f"job {job.number} of {self._sweep.folder} is still running, see {job.folder / before.log}: "
-                    "wait for it or stop it first"
                 )
 
     def _list(self, jobs: Sequence[Job]) -> None:
@@ -172,16 +174,6 @@ class ProcessLauncher(Launcher):
         }
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
-    def _command_of(self, job: Job) -> list[str]:
-        """What one would type to run the job by hand."""
-        of_hydra = [*self._of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
-        checkpoint = resumes_from(job.folder, job.steps)
-        if checkpoint is None:
-            arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
-        else:
-            arguments = [word.lstrip("+") for word in overrides({"resume": str(checkpoint)})]
-        return [sys.executable, "-P", "-m", "grpo_cli", self._sweep.command, *self._sweep.flags, *of_hydra, *arguments]
-
     def _returned(self, job: Job) -> JobReturn:
         """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""
         status = self._sweep.outcomes[job.number]
@@ -197,6 +189,114 @@ class ProcessLauncher(Launcher):
             objective = self._sweep.objective
             raise UserError(f"job {job.number} has no {objective} to be optimised; let it evaluate: eval.every=1")
         return returned
+
+
+class ProcessLauncher(SweepLauncher):
+    """Runs the jobs on this machine, as many at a time as it is told to."""
+
+    def __init__(self, jobs: Any, gpus: Any) -> None:
+        self._at_a_time, self._gpus = jobs, gpus
+
+    def setup(self, **about: Any) -> None:
+        if not is_a(int, self._at_a_time) or self._at_a_time < 1:
+            raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
+        several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
+        if self._gpus is not None and not several:
+            raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
+        gpus = visible_gpus() if self._gpus is None else chosen_gpus([str(gpu) for gpu in self._gpus])
+        self._places = places(self._at_a_time, gpus, os.environ)
+        super().setup(**about)
+
+    def how(self) -> str:
+        return f"{len(self._places)} at a time"
+
+    def run(self, jobs: Sequence[Job], board: Board) -> None:
+        pool = Pool(self._places, self._sweep.command_of, self._sweep.command, board)
+        board.start()
+        try:
+            pool.run(jobs)
+        finally:
+            board.close()
+        if pool.stopped:
+            raise KeyboardInterrupt
+
+
+class ElsewhereLauncher(SweepLauncher):
+    """Hands the jobs to a launcher of another program, whose processes call `job.run_here`."""
+
+    def __init__(self, theirs: Any) -> None:
+        """`theirs` is that launcher's configuration."""
+
+    def setup(self, **about: Any) -> None:
+        config = about["config"]
+        with read_write(config), open_dict(config):
+            config.hydra.launcher = config.hydra.launcher.theirs
+        super().setup(**about)
+        self._theirs = Plugins.instance().instantiate_launcher(**about)
+
+    def how(self) -> str:
+        return f"by hydra/launcher={self._config.hydra.runtime.choices['hydra/launcher']}"
+
+    def run(self, jobs: Sequence[Job], board: Board) -> None:
+        # Where a job's folder is depends neither on how the launcher counts nor on the folder that it works in.
+        given = [[*job.overrides, *overrides(self._place(job))] for job in jobs]
+        unsaid = f"its launcher says that it ended, but {self._folder} here does not"
+        try:
+            with handled(_interrupt):
+                returns = self._theirs.launch(given, jobs[0].number) if jobs else ()
+        except (KeyboardInterrupt, SystemExit):
+            self._settle(jobs, "waiting", [STOPPED] * len(jobs), board)
+            raise KeyboardInterrupt from None
+        except Exception as error:  # of another program: it may be anything
+            self._settle(jobs, "failed", [f"{type(error).__name__}: {error}"] * len(jobs), board)
+        else:
+            self._settle(jobs, "failed", [_error_of(returned) or unsaid for returned in returns], board)
+
+    def _place(self, job: Job) -> dict[str, str]:
+        return {
+            "hydra.sweep.dir": str(self._folder),
+            "hydra.sweep.subdir": os.path.relpath(job.folder, self._folder),
+        }
+
+    def _settle(self, jobs: Sequence[Job], state: str, reasons: Sequence[str], board: Board) -> None:
+        """Note what became of jobs that no process runs any more and that did not come to note it themselves."""
+        for job, reason in zip(jobs, reasons, strict=True):
+            status = read_status(job.folder)
+            assert status is not None, "every job was given one"
+            left = status.state == "running" or (status.state, state) == ("waiting", "failed")
+            if left and not is_running(job.folder):
+                status = replace(status, state=state, reason=reason, pid=None, host=None)
+                write_status(job.folder, status)
+                board.changed(job, status)
+
+
+class AroundLaunchers(Callback):
+    """Of Hydra (`conf/_run.yaml`): puts ours before a launcher of another program."""
+
+    def on_multirun_start(self, config: DictConfig, **about: Any) -> None:
+        theirs = config.hydra.launcher
+        if not theirs._target_.endswith(f".{ProcessLauncher.__name__}"):
+            ours = f"hydra_plugins.grpo_processes.{ElsewhereLauncher.__name__}"
+            with read_write(config), open_dict(config):
+                config.hydra.launcher = {"_target_": ours, "_recursive_": False, "theirs": theirs}
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _error_of(returned: JobReturn) -> str | None:
+    """What a job's process raised, without the words that Hydra prints when it is asked for the value."""
+    error = returned._return_value
+    return f"{type(error).__name__}: {error}" if returned.status == JobStatus.FAILED else None
+
+
+def _refuse_what_yields_nothing(config: DictConfig, typed: Sequence[str], loader: ConfigLoader) -> None:
+    params = config.hydra.sweeper.get("params") or {}
+    words = [*typed, *(f"{key}={value}" for key, value in params.items())]
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(words):
+        if override.is_discrete_sweep() and next(override.sweep_string_iterator(), None) is None:
+            raise UserError(f"{override.input_line} yields nothing: a sweep needs at least one value of each setting")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.overrides import overrides, unquoted
+from grpo_cli.config.overrides import overrides, renamed, unquoted
 from grpo_cli.errors import UserError
-from grpo_cli.runs.layout import MULTIRUN, SWEEP
+from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
+from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
 from grpo_cli.sweep.status import Job, Status
 
@@ -25,7 +27,7 @@ class Sweep:
     """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
 
     `check` raises UserError for a job's config that cannot be run. `objective` is the value in `summary.json` that a
-    sweeper optimises. `flags` are Hydra's, for every job.
+    sweeper optimises. `flags` and `of_hydra` are Hydra's, for every job. It is pickled to where the jobs run.
     """
 
     command: str
@@ -33,9 +35,22 @@ class Sweep:
     objective: str
     flags: Sequence[str] = ()
     resume: bool = False
+    of_hydra: Sequence[str] = ()
     folder: Path | None = None
     jobs: dict[int, Job] = field(default_factory=dict)
     outcomes: dict[int, Status] = field(default_factory=dict)
+
+    def command_of(self, job: Job) -> list[str]:
+        """What one would type to run the job by hand, or to go on with it."""
+        of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
+        if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
+            arguments = [word.lstrip("+") for word in overrides({"resume": str(job.folder)})]
+        else:
+            arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
+        return [sys.executable, "-P", "-m", "grpo_cli", self.command, *self.flags, *of_hydra, *arguments]
+
+    def job_in(self, folder: Path) -> Job:
+        return next(job for job in self.jobs.values() if job.folder == folder)
 
     def counts(self) -> Counter[str]:
         return Counter(status.state for status in self.outcomes.values())
@@ -48,7 +63,7 @@ class Sweep:
         counts = self.counts()
         states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         lines = [f"{len(self.outcomes)} jobs: {states}"]
-        if counts["failed"] or counts["waiting"]:
+        if counts["failed"] or counts["waiting"] or counts["running"]:
             folder = shlex.quote(str(self.folder))
             lines.append(f"go on with: grpo {self.command} -m {RESUME} hydra.sweep.dir={folder}")
         return "\n".join(lines)
@@ -95,12 +110,17 @@ def started_with(command: str, own: Sequence[str]) -> Began:
         folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
     asked = read_object(folder / SWEEP)
     if not asked:
-        raise UserError(f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}")
+        raise UserError(
+            f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}. If the sweep was killed before it had begun, "
+            "start it there again, as before"
+        )
     try:
         if asked["command"] != command:
             raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
-        again = [*asked["hydra"], *asked["overrides"], *new, *overrides({"hydra.sweep.dir": str(folder)})]
-        return Began(asked["flags"], again)
+        of_hydra, jobs = asked["hydra"], [renamed(word) for word in asked["overrides"]]
+        if any(word.startswith("hydra/launcher=") for word in new):  # with settings of its own
+            of_hydra = [word for word in of_hydra if not is_of(word, ("launcher",))]
+        return Began(asked["flags"], [*of_hydra, *jobs, *new, *overrides({"hydra.sweep.dir": str(folder)})])
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -48,6 +49,8 @@ class Status:
     seconds: float | None = None
     log: str = layout.LOG
     command: str = "train"
+    pid: int | None = None  # of the process that runs it, on `host`
+    host: str | None = None
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -77,24 +80,16 @@ def is_done(folder: Path) -> bool:
 def is_running(folder: Path) -> bool:
     """Whether a process still writes to the job's log, though whoever started it may be gone."""
     try:
-        with open(folder / layout.LOG, "ab") as log:
+        with open(folder / layout.LOG, "rb+") as log:
             return not locked(log)
     except FileNotFoundError:
         return False
 
 
-def resumes_from(folder: Path, steps: int | None) -> Path | None:
-    """Where an unfinished run goes on: at its newest checkpoint, None if it has none that was saved to its end.
-
-    A run that was killed after its last step, before it could say so, goes on at the one before, if that was kept.
-    """
-    saved = [marker.parent for marker in (folder / layout.CHECKPOINTS).glob(f"*/{layout.COMPLETE}")]
-    kept = [path for path in saved if path.suffix != layout.UNFINISHED]
-    found = {step: path for path in kept if (step := layout.step_of(path.name)) is not None}
-    if not found:
-        return None
-    left = [step for step in found if steps is None or step < steps]
-    return folder if len(left) == len(found) else found[max(left or found)]
+def runner(folder: Path) -> str:
+    """Who runs the job, as `status.json` has it."""
+    status = read_status(folder)
+    return f"process {status.pid} on {status.host}" if status and status.pid else "a process that has not said which"
 
 
 def last_record(folder: Path) -> dict[str, Any]:
@@ -118,11 +113,17 @@ def _tail(path: Path) -> list[str]:
 
 
 def locked(log: Any) -> bool:
-    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it."""
+    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it.
+
+    Where the file system knows no locks (Lustre without `-o flock`), nobody is kept out.
+    """
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     return True
 
 

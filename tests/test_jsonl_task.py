@@ -203,6 +203,9 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there()
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"What is": 1}
+
         def encode(self, text: str, **kwargs: Any) -> list[int]:
             return self(text)["input_ids"]
 

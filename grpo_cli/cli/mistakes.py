@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import legible
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def refusals() -> Iterator[None]:
 
 def fail(error: UserError | str) -> NoReturn:
     """End the program as every mistake does: one message, and exit code 2."""
-    typer.echo(f"error: {error}", err=True)
+    typer.echo(f"error: {legible(str(error))}", err=True)
     raise typer.Exit(2)
 
 

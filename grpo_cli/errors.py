@@ -45,7 +45,8 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         # what cannot be parsed has no line that ran, and says itself where it is
         place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
-        raise UserError(f"{what} raised {type(error).__name__}: {error}{place}{about()}") from error
+        said = f": {error}" if str(error) else ""
+        raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
 
 
 @contextmanager

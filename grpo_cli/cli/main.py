@@ -129,7 +129,9 @@ def evaluate(overrides: Overrides = None) -> None:
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    hand_over("profile", with_slots(overrides or []), _profile, _checked_profile, "peak_bytes", _compared)
+    with refusals():
+        arguments = with_slots(overrides or [])
+    hand_over("profile", arguments, _profile, _checked_profile, "peak_bytes", _compared)
 
 
 def _compared(sweep: Sweep) -> int:

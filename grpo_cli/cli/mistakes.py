@@ -48,9 +48,10 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
             f"{error.override} cannot be read: write key=value or group=choice, "
             "and quote for the shell what holds spaces, brackets or commas"
         )
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError):
         key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
-        return f"cannot write {error.filename}: {error.strerror}; choose another folder with {key}=<folder>"
+        where = error.filename or "the run's folder"  # a disk that is full names no file
+        return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"

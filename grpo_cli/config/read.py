@@ -9,7 +9,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_cli.errors import closest
@@ -40,7 +40,8 @@ def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: li
 
 
 def _is_plain(kind: Any) -> bool:
-    return _without_none(kind) in _NAMES
+    only = _without_none(kind)
+    return only in _NAMES or typing.get_origin(only) in (Mapping, Sequence)
 
 
 def missing(key: str, value: Any) -> Iterator[str]:
@@ -63,14 +64,18 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         if isinstance(value, dict):
             return value
         problems.append(f"{key}={shown(value)} must be a group of settings")
+    elif typing.get_origin(kind) is Sequence:
+        if isinstance(value, list):
+            return value
+        problems.append(f"{key}={shown(value)} must be a list")
     elif isinstance(kind, types.UnionType):
         return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):
         problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
     elif kind in _LARGEST and not abs(value) <= _LARGEST[kind]:
         endless = isinstance(value, float) and not math.isfinite(value)
-        found = str(value) if endless else f"a number of {len(str(abs(int(value))))} digits"
-        problems.append(f"{key}={found} must be finite" + ("" if endless else f", and at most {_LARGEST[kind]:.3g}"))
+        found = f"a number of {len(str(abs(value)))} digits" if isinstance(value, int) else str(value)
+        problems.append(f"{key}={found} must be {'finite' if endless else f'at most {_LARGEST[kind]:.3g}'}")
     else:
         return float(value) if kind is float else value
     return None

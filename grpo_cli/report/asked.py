@@ -55,7 +55,7 @@ def asked_of(folder: Path) -> Asked | None:
     hydra = _yaml(folder / layout.HYDRA)
     chosen = _below(hydra, "hydra", "runtime", "choices")
     # The run's own groups, without Hydra's.
-    choices = {str(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
+    choices = {plain(group): str(choice) for group, choice in chosen.items() if not str(group).startswith("hydra/")}
     overrides = _yaml(folder / layout.OVERRIDES)
     given = dict(map(_override, overrides)) if isinstance(overrides, list) else {}
     command = str(_below(hydra, "hydra", "job").get("config_name", "train"))
@@ -90,7 +90,7 @@ def _below(value: Any, *keys: str) -> dict[Any, Any]:
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
+            yield from _flat(item, f"{name}.{plain(key)}" if name else plain(key))
     else:
         yield name, value if value is None or isinstance(value, str | int | float) else _list(value)
 
@@ -102,7 +102,7 @@ def _list(value: Any) -> str:
 def _override(word: Any) -> tuple[str, Setting]:
     """`+optim.lr=1e-4` to the setting and its value; `~optim.lr` to the setting and nothing."""
     key, _, text = str(word).partition("=")
-    key = key.lstrip("+~").partition("@")[0]
+    key = plain(key.lstrip("+~").partition("@")[0])
     try:
         value = yaml.load(text, Loader=_LOADER)
     except yaml.YAMLError:

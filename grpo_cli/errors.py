@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -31,6 +32,21 @@ def refuse(problems: Sequence[str]) -> None:
     if problems:
         lines = [f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)]
         raise UserError("\n".join(lines), problems)
+
+
+@contextmanager
+def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
+    """Around code of a person's own: whatever it raises, an exit too, is theirs to know, with its line."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        # what cannot be parsed has no line that ran, and says itself where it is
+        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        said = f": {error}" if str(error) else ""
+        raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
 
 
 @contextmanager

@@ -27,13 +27,14 @@ from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.load import (
     at_checkpoint,
     check_device,
+    check_vocabulary,
     eos_token_ids,
     load_model,
     load_tokenizer,
     pad_token_id,
     save_pretrained,
 )
-from grpo_cli.processor import remarks
+from grpo_cli.processor import flush_denormals, remarks
 from grpo_cli.runs.find import find_checkpoint, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
@@ -48,6 +49,7 @@ from grpo_cli.types import Record
 
 def pick_device(word: str) -> torch.device:
     """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
+    flush_denormals()  # whoever computes asks here first
     if word == "auto":
         word = "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda":
@@ -76,6 +78,7 @@ def set_up(
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)
+    check_vocabulary(model, tokenizer, weights.path)
     eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens)
     pad = pad_token_id(tokenizer, eos)
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
@@ -112,8 +115,9 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
 
 def tried_rules(settings: RunSettings) -> Rules:
     """The rules of a run, each tried once, and its optimizer looked at: what can be refused before a model is read."""
+    device = pick_device(settings.device)
     rules = build_rules(settings.parts, settings.n, settings.m)
-    check_optimizer(settings.optim, pick_device(settings.device))
+    check_optimizer(settings.optim, device)
     return rules
 
 

@@ -64,6 +64,21 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
 
 
+# What a terminal obeys and does not show: escape sequences, control characters, turns of the writing direction.
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def legible(text: str) -> str:
+    """A text of several lines that a terminal can be given: without escape sequences, and with a sign for each other
+    control character but line breaks and tabs.
+
+    >>> legible("a\\x1b[31mb\\rc")
+    'ab\N{REPLACEMENT CHARACTER}c'
+    """
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _SEQUENCE.sub("", text))
+
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -72,7 +87,10 @@ def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    found = float(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= found < 2**63:
+        raise UserError(f"{key}={text} must be from 1 byte to less than 2^63")
+    return int(found)
 
 
 def gib(size: int) -> str:

@@ -42,6 +42,17 @@ def settle(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("MKL_CBWR", branch)
 
 
+def flush_denormals() -> None:
+    """Have numbers below the smallest normal one (1e-38 in float32) be 0, which processors take many times as long
+    over: the averages of a gradient that is 0 come to be such numbers within a thousand steps of AdamW.
+
+    It holds for this thread and those that it starts from now on: to be called before PyTorch computes in parallel.
+    """
+    import torch  # here: help and completion answer without it
+
+    torch.set_flush_denormal(True)  # False, and nothing is lost but time, on a processor that cannot
+
+
 def strict_branch(environment: Mapping[str, str]) -> str | None:
     """The value of MKL_CBWR with which bits hold on this processor, None where none is documented to."""
     try:

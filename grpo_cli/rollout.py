@@ -10,7 +10,7 @@ import numpy as np
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Group, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
 
 
 def seed_of(*names: object) -> int:
@@ -97,12 +97,12 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def check_rewards(group: ScoredGroup) -> None:
-    """Raise for a NaN or infinite reward: training on it would destroy the weights without a word."""
-    bad = np.flatnonzero(~np.isfinite(group.totals))
+    """Raise for a NaN, infinite or huge reward: training on it would destroy the weights without a word."""
+    bad = np.flatnonzero(~(np.abs(group.totals) <= LARGEST_REWARD))
     if len(bad):
         first = int(bad[0])
         raise UserError(
             f"the task gave reward {group.totals[first]} to sample {group.rollouts[first].request.sample} of prompt "
-            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are not finite): "
-            "rewards must be finite numbers, so repair the task's reward; training stopped before using it"
+            f"{group.prompt.id} ({len(bad)} of {len(group.totals)} rewards of this group are so): rewards must be "
+            "finite numbers from -2^53 to 2^53, so repair the task's reward; training stopped before using it"
         )

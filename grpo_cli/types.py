@@ -76,6 +76,10 @@ class Group:
     rollouts: tuple[Rollout, ...]
 
 
+# Beyond it (either side of 0) float64 has not all whole numbers, and a float32 has not the squares of many.
+LARGEST_REWARD = 2.0**53
+
+
 @dataclass(frozen=True)
 class Reward:
     """What a rollout earned. `total` is trained on; `parts` are logged, each by its name.

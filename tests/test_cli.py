@@ -149,6 +149,7 @@ def test_every_example_in_the_help_composes():
         (["+correction.rs=veto"], "takes no rs; it is called correction.rejection\n"),
         ([".zzz=3"], "zzz"),
         (["fast"], "fast cannot be read: write key=value or group=choice"),
+        (["=5"], "=5 cannot be read: write key=value or group=choice"),
         (["n=[1"], "n=[1 cannot be read: write key=value or group=choice"),
         (["n=abc"], "n=abc must be a whole number"),
         (["n=0"], "n=0 must be at least 2"),

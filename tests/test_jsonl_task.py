@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,9 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there()
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [1] * (3 * len(text) if "9 + 9" in text else 2)}
 
+        def get_vocab(self) -> dict[str, int]:
+            return {"What is": 1}
+
         def encode(self, text: str, **kwargs: Any) -> list[int]:
             return self(text)["input_ids"]
 
@@ -220,6 +224,28 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there()
     prompts = LazyPrompts("train", asked, prompting, 20, "refuse", unexpected)
     assert [prompts[i].token_ids for i in (0, 11)] == [(1, 1), (1, 1)]
     assert message_of(lambda: list(prompts)).startswith("p.jsonl, line 9: the prompt has 96 tokens, but at most 20 fit")
+
+
+def test_a_prompt_of_more_characters_than_its_tokens_can_have_is_refused_untokenised(monkeypatch) -> None:
+    """One of 10 MB took half a minute."""
+    prompting = Prompting(TOKENIZER, "{question}", None, use_chat_template=False)
+    longest = max(map(len, TOKENIZER.get_vocab()))
+    asked = [Problem(1, "p.jsonl, line 1", "a" * (20 * longest + 1), "1"), Problem(2, "p.jsonl, line 2", "b", "1")]
+    seen: list[str] = []
+    encode = Prompting.encode
+    monkeypatch.setattr(Prompting, "encode", lambda self, text: seen.append(text) or encode(self, text))
+    message = message_of(lambda: LazyPrompts("train", asked, prompting, 20, "refuse", unexpected))
+    assert f"line 1: the prompt has more than 20 tokens ({20 * longest + 1} characters, of which none of the" in message
+    assert f"has more than {longest}), but at most 20 fit; shorten" in message and seen == ["x"]
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+def test_a_pipe_or_a_device_is_not_waited_for(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *problems(30))
+    os.mkfifo(tmp_path / "pipe")
+    for place in (str(tmp_path / "pipe"), "/dev/zero"):
+        message = message_of(lambda place=place: make(**{"path": path, key: place}).prompts("eval"))
+        assert f"task.{key}={place} cannot be read: it is no regular file but a pipe or a device" in message
 
 
 GOOD = '{"question": "a", "answer": "1"}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import made
@@ -10,6 +11,7 @@ import pytest
 import torch
 from small import small_model
 
+from grpo_cli.errors import UserError
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
 from grpo_cli.settings import Sampling
@@ -57,6 +59,18 @@ def test_the_gradient_that_the_optimizer_gets_is_bounded_and_the_metric_is_not()
     learner._optimizer.step = watch
     update = learner.update(make_batch(), 0)
     assert norms == pytest.approx([0.5], rel=1e-3) and update.metrics["optim/grad_norm"] > 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_after_an_update_are_said_with_what_did_it(bad: float) -> None:
+    """One update with a weight decay that was infinite made every weight NaN, and the engine was blamed for it."""
+    model = small_model()
+    learner = make_learner(model, weight_decay=0.5)
+    learner._optimizer.step = lambda: model.lm_head.weight.data[3, 1:2].fill_(bad)
+    with pytest.raises(
+        UserError, match=r"step 8: after the update .* not finite \(optim\.lr=0\.25, .*weight_decay=0\.5"
+    ):
+        learner.update(make_batch(), 7)
 
 
 def test_no_gradient_is_left_over_for_the_next_update() -> None:

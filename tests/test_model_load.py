@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import (
     check_supported,
+    check_vocabulary,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -89,6 +91,35 @@ def test_every_supported_family_loads_from_its_folder_with_the_same_weights(fami
     assert not loaded.training
     for name, weight in saved.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_named(bad: float, tmp_path: Path) -> None:
+    """An evaluation of such a model gave an accuracy of 0."""
+    broken = small_model("qwen3")
+    broken.get_parameter("model.layers.1.mlp.up_proj.weight").data[4, 2:5] = bad
+    broken.save_pretrained(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_model(settings(tmp_path), CPU)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert f"model.path={tmp_path}: 3 of the 1536 numbers of {name} are not finite" in str(caught.value)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_s_is_said_with_both_numbers(tiny) -> None:
+    model, tokenizer = tiny
+    check_vocabulary(model, tokenizer, "tiny")
+    with pytest.raises(
+        UserError, match=r"model\.path=x: the tokenizer has tokens up to number \d\d+, .* only 32 of them"
+    ):
+        check_vocabulary(small_model("llama"), tokenizer, "x")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
+def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    small_model("llama").config.save_pretrained(tmp_path)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{tmp_path}: {name} is no regular file"):
+        load_model(settings(tmp_path), CPU)
 
 
 def test_the_supported_architectures_are_the_four_llama_shaped_ones() -> None:

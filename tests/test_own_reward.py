@@ -55,13 +55,28 @@ def anything(**words):
 def ended(finished, row, question):
     return {"finished": finished, "is_last": row["question"] == "q5" == question}
 
+def exits(reply):
+    raise SystemExit(0)
+
+def ends(reply):
+    raise GeneratorExit
+
+def huge(reply):
+    return 10 ** (400 if reply == "400" else 5000)
+
+def far(reply):
+    return 2.0**53 * (1 if reply == "at" else -1 if reply == "below" else 1.5)
+
 number = 5
 """
+BROKEN = {"syntax": "def f(:", "fails": "x = 1 / 0", "leaves": "import sys; sys.exit(0)", "ends": "raise GeneratorExit"}
 
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "rewards_of_mine.py").write_text(MODULE)
+    for name, text in BROKEN.items():
+        (tmp_path / f"{name}_of_mine.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("rewards_of_mine", None)
@@ -143,6 +158,13 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean is a metric already"),
         ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
+        ("exits", ["abc"], "raised SystemExit: 0 ("),
+        ("exits", ["abc"], ") for sample 0 of prompt train-"),
+        ("ends", ["abc"], "raised GeneratorExit ("),
+        ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
+        ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
+        ("far", ["above"], "returned 1.3510798882111488e+16 as far"),
+        ("far", ["above"], "return a finite number from -2^53 to 2^53 (rewards are squared"),
         ("nothing", ["a"], "rewards_of_mine has no function nothing"),
         ("number", ["a"], "rewards_of_mine has no function number"),
     ],
@@ -153,6 +175,25 @@ def test_a_mistake_is_told_with_the_function_and_the_rollout(
     message = message_of(tmp_path, function, replies)
     assert f"rewards_of_mine:{function}" in message or "the reward function" in message
     assert expected in message
+
+
+def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:
+    assert [reward.total for reward in judged(make(tmp_path, "far"), ["at", "below"])] == [2.0**53, -(2.0**53)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("syntax", "raised SyntaxError: invalid syntax (syntax_of_mine.py, line 1)"),
+        ("fails", "raised ZeroDivisionError: division by zero ("),
+        ("leaves", "raised SystemExit: 0 ("),
+        ("ends", "raised GeneratorExit ("),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why_and_ends_nothing(tmp_path: Path, name: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        task_of("jsonl", TOKENIZER, path="p.jsonl", reward=f"{name}_of_mine:f")
+    assert f"task.reward={name}_of_mine:f: the module {name}_of_mine {expected}" in str(caught.value)
 
 
 def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
@@ -170,6 +211,8 @@ def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
         ("maths", "task.reward=maths must be numbers, math, or a function of your own written as module:function"),
         ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
         (":f", "written as module:function"),
+        ("..mod:f", "task.reward=..mod:f must be numbers, math, or a function of your own written as module:function"),
+        ("builtins:int", "task.reward=builtins:int cannot be asked for the names of its arguments"),
     ],
 )
 def test_a_function_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path, reward: str, expected: str) -> None:

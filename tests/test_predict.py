@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -137,6 +138,12 @@ def test_the_prefix_head_forgets_prompts_too():
     for name in "ab":
         predictor.learn([rollout(request(name), 10)], torch.zeros(1, 3))
     assert list(predictor.state()["means"]["prompts"]) == ["b"]
+
+
+def test_a_pipe_is_no_record_of_lengths(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"predictor\.lengths=.*pipe cannot be read .*no regular file"):
+        Oracle(tmp_path / "pipe")
 
 
 def trace_file(folder, rows: Sequence[tuple[int, str, int, int]]):

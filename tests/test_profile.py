@@ -91,12 +91,15 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_cannot_be_profiled_is_refused_all_at_once():
-    wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=much", "profile.mean=9"]
+    wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=0GB", "profile.mean=9"]
     result = grpo("profile", *SMALL, *wrong)
     assert result.exit_code == 2
     for word in wrong:
         assert word in result.stderr
     assert "profile.trace_file" in grpo("profile", "profile.lengths=trace").stderr
+    assert "profile.fit=much is no size" in grpo("profile", "profile.fit=much").stderr
+    missing = grpo("profile", *SMALL, "profile.lengths=trace", "profile.trace_file=nowhere")
+    assert "profile.trace_file=nowhere cannot be read" in missing.stderr and missing.exit_code == 2
 
 
 def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():

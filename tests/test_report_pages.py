@@ -110,8 +110,15 @@ def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path):
         run = leave(tmp_path / "runs" / f"{i}<b>", settings={"_x<i>": HOSTILE + str(i)}, status=None)
         launched(run, "failed", HOSTILE)
     leave(tmp_path / "runs" / "2", settings={"_x<i>": HOSTILE})
+    leave(tmp_path / "runs" / "3", settings={"_\x1b[2Jy": 1}, words=["\x1b[2Jz=1"])
     screen, out = reported(tmp_path / "runs", terminal=True)
-    assert "\x1b[31m\n" not in screen and "[31m" in screen and "[red]" in screen
+    assert (
+        "\x1b[31m\n" not in screen
+        and "\x1b[2J" not in screen
+        and "[2Jy" in screen
+        and "[31m" in screen
+        and "[red]" in screen
+    )
     html = (out / "report.html").read_text()
     page = Page(html)
     assert {"script", "b", "i"} & set(page.tags) == set()

@@ -82,7 +82,7 @@ def test_groups_are_whole_and_in_order_whatever_the_order_of_finishing() -> None
     assert contents(r for g in groups for r in g.rollouts) == contents(rollouts)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e308, -9.1e15])
 def test_a_reward_that_is_no_number_stops_the_run_by_name(bad: float) -> None:
     requests = requests_for(PROMPTS, 2, Sampling.plain(5), seed=0, step=0)
     groups = group_rollouts(PROMPTS, make_engine(small_model()).generate(requests))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from grpo_cli.formatting import legible
+from grpo_cli.tracking import terminal
 
 WRITES = """
 import sys
@@ -28,3 +33,30 @@ def test_a_program_goes_on_and_ends_well_without_a_reader(lines: int) -> None:
     said = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), said) == (0, "went on\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_screen_that_is_closed_from_the_start_costs_nothing(closed: str, tmp_path: Path) -> None:
+    """What is opened next would be printed into, and what is printed was a traceback."""
+    program = "from grpo_cli.tracking.terminal import outlive_the_reader as o; o()"
+    written = (
+        f"file = open({str(tmp_path / 'next')!r}, 'w'); print(1); print(2, file=sys.stderr); assert file.fileno() > 2"
+    )
+    command = f'{sys.executable} -c "import sys; {program}; {written}" {closed}'
+    assert subprocess.run(command, shell=True).returncode == 0
+    assert (tmp_path / "next").read_text() == ""
+
+
+HOSTILE = "a\x1b[31mred\x1b[0m \x1b]0;title\x07b\x1b[2Jc\x9bd\u202ee\rf\x00"
+
+
+def test_no_text_tells_the_terminal_what_to_do() -> None:
+    """A reply that a message quotes, a setting's name, a field of a file and a library's report may hold such texts."""
+    assert legible(HOSTILE + "\n\t") == "ared bc\ufffdd\ufffde\ufffdf\ufffd\n\t"
+    printed, shown = io.StringIO(), io.StringIO()
+    print(HOSTILE, file=terminal.Screen(printed))
+    assert printed.getvalue() == "ared bc\ufffdd\ufffde\rf\ufffd\n"  # progress bars return to the line's beginning
+    console = terminal.console(shown, force_terminal=True, width=60)
+    console.print(f"[bold]{HOSTILE}", highlight=False)
+    # rich itself takes the bell and the return out of a text, before it comes to us
+    assert shown.getvalue() == "\x1b[1mared \ufffd]0;titlebc\ufffdd\ufffdef\ufffd\x1b[0m\n"

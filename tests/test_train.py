@@ -400,6 +400,25 @@ def test_one_bad_update_is_survived(tmp_path: Path) -> None:
     assert recorder.records[-1].metrics["optim/skipped_steps"] == 1
 
 
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    trainer = make_trainer(settings_for(tmp_path, checkpoint_every=1))
+    step, calls = trainer._learner._optimizer.step, list[int]()
+
+    def diverges() -> None:
+        step()
+        calls.append(1)
+        if len(calls) == 3:
+            trainer._parts.bench.model.lm_head.weight.data[0, 0] = torch.nan
+
+    trainer._learner._optimizer.step = diverges
+    with pytest.raises(UserError, match="step 3: after the update there are weights that are not finite"):
+        trainer.fit()
+    found = find_checkpoint(tmp_path).path
+    assert found is not None and found.name == "step_000002"
+    assert all(weight.isfinite().all() for weight in weights(found).values())
+    assert "optim.lr=0.01" in json.loads((tmp_path / "summary.json").read_text())["error"]
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     recorder = Recorder(lambda record: os.kill(os.getpid(), number) if record.step == 1 else None)

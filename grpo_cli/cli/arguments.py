@@ -162,6 +162,11 @@ def resume_overrides(place: str) -> list[str]:
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place."""
+    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place.
+
+    UserError for an override without a key, which Hydra does not see."""
+    for word in arguments:
+        if word.startswith("="):
+            raise UserError(f"{word} cannot be read: write key=value or group=choice")
     overrides = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     return [word for word in arguments if word not in overrides], overrides

@@ -24,7 +24,7 @@ from grpo_cli.cli.mistakes import refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
 from grpo_cli.runs.layout import PROFILE, SAMPLES
-from grpo_cli.tracking.terminal import outlive_the_reader
+from grpo_cli.tracking.terminal import console, outlive_the_reader
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -129,7 +129,9 @@ def evaluate(overrides: Overrides = None) -> None:
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    hand_over("profile", with_slots(overrides or []), _profile, _checked_profile, "peak_bytes", _compared)
+    with refusals():
+        arguments = with_slots(overrides or [])
+    hand_over("profile", arguments, _profile, _checked_profile, "peak_bytes", _compared)
 
 
 def _compared(sweep: Sweep) -> int:
@@ -155,7 +157,6 @@ def _checked_profile(cfg: DictConfig) -> Any:
 def _profile(cfg: DictConfig) -> Any:
     settings = _checked_profile(cfg)
     from hydra.core.hydra_config import HydraConfig
-    from rich.console import Console
 
     from grpo_cli.cli.start import started
     from grpo_cli.profile import command as profiling
@@ -165,7 +166,7 @@ def _profile(cfg: DictConfig) -> Any:
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg):
         found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
-        show(found, Console())
+        show(found, console())
         typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
@@ -330,7 +331,6 @@ def _evaluate(cfg: DictConfig) -> Any:
 
 
 def _print_table(metrics: Mapping[str, float]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", "value", "95 % interval")
@@ -339,4 +339,4 @@ def _print_table(metrics: Mapping[str, float]) -> None:
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
             table.add_row(name.removeprefix("eval/"), f"{value:.3f}", interval)
-    Console().print(table)
+    console().print(table)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import legible
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def refusals() -> Iterator[None]:
 
 def fail(error: UserError | str) -> NoReturn:
     """End the program as every mistake does: one message, and exit code 2."""
-    typer.echo(f"error: {error}", err=True)
+    typer.echo(f"error: {legible(str(error))}", err=True)
     raise typer.Exit(2)
 
 
@@ -47,9 +48,10 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
             f"{error.override} cannot be read: write key=value or group=choice, "
             "and quote for the shell what holds spaces, brackets or commas"
         )
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError):
         key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
-        return f"cannot write {error.filename}: {error.strerror}; choose another folder with {key}=<folder>"
+        where = error.filename or "the run's folder"  # a disk that is full names no file
+        return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"

@@ -63,7 +63,7 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
     yield from _at_least("profile.steps", profile.steps, 1)
     yield from _at_least("profile.warmup", profile.warmup, 0)
     yield from _one_of("profile.lengths", profile.lengths, _LENGTHS)
-    yield from _above("profile.cv", profile.cv)
+    yield from _above_0("profile.cv", profile.cv, 100, "lengths are whole numbers up to sampling.max_new_tokens")
     if profile.mean is not None and not 1 <= profile.mean <= sampling.max_new_tokens:
         yield (
             f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={sampling.max_new_tokens}: "
@@ -102,9 +102,9 @@ def _at_least(key: str, value: int | float, least: int) -> Iterator[str]:
         yield f"{key}={value} must be at least {least}"
 
 
-def _above(key: str, value: float, bound: int = 0) -> Iterator[str]:
-    if not bound < value < math.inf:
-        yield f"{key}={value} must be more than {bound}" + ("" if math.isfinite(value) else ", and finite")
+def _above_0(key: str, value: int | float, most: int | float, reason: str) -> Iterator[str]:
+    if not 0 < value <= most:
+        yield f"{key}={value} must be more than 0" + ("" if value <= 0 else f" and at most {most:g}: {reason}")
 
 
 def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
@@ -164,11 +164,13 @@ def _range_problems(sampling: SampleSettings) -> Iterator[str]:
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
     out_of_range = list(_range_problems(sampling))
     yield from out_of_range
-    if not 0 < sampling.temperature < math.inf:
+    if not sampling.temperature > 0:
         yield (
             f"sampling.temperature={sampling.temperature} must be more than 0: greedy rollouts of a prompt are all the "
             "same and teach nothing"
         )
+    else:
+        yield from _temperature_problems("sampling.temperature", sampling.temperature)
     if sampling.truncated and not out_of_range:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
@@ -181,10 +183,15 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
     yield from _one_of("optim.name", optim.name, _OPTIMIZERS)
     if optim.name == "adamw8bit" and optim.offload:
         yield "optim.name=adamw8bit keeps its state on the GPU; use optim.offload=false, or optim.name=adamw"
-    yield from _above("optim.lr", optim.lr)
-    yield from _above("optim.eps", optim.eps)
-    yield from _above("optim.max_grad_norm", optim.max_grad_norm)
+    yield from _above_0("optim.lr", optim.lr, 1, "an update of AdamW moves every weight by about as much")
+    yield from _above_0("optim.eps", optim.eps, 1, "nothing is learnt with a larger one, which updates are divided by")
+    yield from _above_0("optim.max_grad_norm", optim.max_grad_norm, 1e15, "AdamW squares gradients, in float32")
     yield from _at_least("optim.weight_decay", optim.weight_decay, 0)
+    if optim.lr * optim.weight_decay >= 1:
+        yield (
+            f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
+            "that share off every weight, and more would turn its sign"
+        )
     yield from _at_least("optim.warmup_steps", optim.warmup_steps, 0)
     yield from _one_of("optim.schedule", optim.schedule, _SCHEDULES)
     for i, beta in enumerate(optim.betas):
@@ -200,8 +207,15 @@ def _eval_problems(settings: EvalSettings) -> Iterator[str]:
 
 def _exam_problems(k: int, temperature: float) -> Iterator[str]:
     yield from _at_least("eval.k", k, 1)
-    if not 0 < temperature < math.inf:
+    if not temperature > 0:
         yield f"eval.temperature={temperature} must be more than 0; greedy accuracy is measured in any case"
+    else:
+        yield from _temperature_problems("eval.temperature", temperature)
+
+
+def _temperature_problems(key: str, temperature: float) -> Iterator[str]:
+    if not 1e-4 <= temperature <= 1e4:
+        yield f"{key}={temperature} must be from 0.0001 to 10000: logits are divided by it, in float32"
 
 
 def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
@@ -210,7 +224,10 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
     yield from _one_of("device", device, _DEVICES)
     yield from _one_of("model.quantize", model.quantize, _QUANTISED)
     yield from _at_least("model.lora.rank", model.lora.rank, 0)
-    yield from _above("model.lora.alpha", model.lora.alpha)
+    yield from _above_0("model.lora.alpha", model.lora.alpha, 1e6, "what adapters learn is multiplied by it")
+    for name, value in (model.architecture or {}).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"model.architecture.{name}={value} must be finite"
     if not 0 <= model.lora.dropout < 1:
         yield f"model.lora.dropout={model.lora.dropout} must be at least 0 and less than 1"
     if model.lora.rank > 0 and not model.lora.targets:
@@ -249,6 +266,6 @@ def _rule_problems(settings: RunSettings) -> list[str]:
 def _refused(make: Callable[[], Any]) -> list[str]:
     """The problems that parts have when they are made. What crashes does so again in its run, where it is seen."""
     problems: list[str] = []
-    with suppress(Exception), gathered(problems):
+    with suppress(Exception, SystemExit, GeneratorExit), gathered(problems):
         make()
     return problems

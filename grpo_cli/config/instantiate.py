@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from grpo_cli.downsample import choose
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Sampler
-from grpo_cli.errors import UserError, closest, gathered, refuse
+from grpo_cli.errors import UserError, closest, gathered, own_code, refuse
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected
 from grpo_cli.settings import Sampling
@@ -42,7 +43,14 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     missing, given = _fits(factory, offered)
     if missing:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as {name}.<argument>=...")
-    return factory(**given)
+    with _whosever(name, part, factory.func):
+        return factory(**given)
+
+
+def _whosever(name: str, part: Mapping[str, Any], code: Any) -> AbstractContextManager[Any]:
+    """Around the making of a part: where its code is a person's own, what it raises is said as theirs."""
+    ours = str(getattr(code, "__module__", "")).startswith("grpo_cli.")
+    return nullcontext() if ours else own_code(f"{name}._target_={part['_target_']}")
 
 
 def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **changed: Any) -> Any:
@@ -52,15 +60,16 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **ch
 
 def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     """The class or function with its settings filled in, once it is known to take them."""
-    try:
-        factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
-    except InstantiationException as error:
-        reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
-        raise UserError(
-            f"{name}._target_={part['_target_']} cannot be had: {reason}; "
-            "write it as module.name, with the module in the current folder or installed"
-        ) from error
-    parameters = inspect.signature(factory.func).parameters
+    with own_code(f"{name}._target_={part['_target_']}"):
+        try:
+            factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
+            parameters = inspect.signature(factory.func).parameters
+        except InstantiationException as error:
+            reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
+            raise UserError(
+                f"{name}._target_={part['_target_']} cannot be had: {reason}; "
+                "write it as module.name, with the module in the current folder or installed"
+            ) from error
     problems: list[str] = []
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         known = [key for key in parameters if key not in offered]

@@ -6,9 +6,10 @@ Nothing is converted but a whole number to a float: `true` is no number, `2.0` n
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from grpo_cli.errors import closest
@@ -17,6 +18,7 @@ from grpo_cli.formatting import is_a, shown
 T = TypeVar("T")
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_LARGEST = {int: 2**64, float: 3.4e38}  # seeds end there, and float32
 _MISSING = "???"
 
 
@@ -38,8 +40,8 @@ def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: li
 
 
 def _is_plain(kind: Any) -> bool:
-    members = set(typing.get_args(kind)) - {types.NoneType} if isinstance(kind, types.UnionType) else {kind}
-    return len(members) == 1 and members <= _NAMES.keys()
+    only = _without_none(kind)
+    return only in _NAMES or typing.get_origin(only) in (Mapping, Sequence)
 
 
 def missing(key: str, value: Any) -> Iterator[str]:
@@ -62,10 +64,18 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         if isinstance(value, dict):
             return value
         problems.append(f"{key}={shown(value)} must be a group of settings")
+    elif typing.get_origin(kind) is Sequence:
+        if isinstance(value, list):
+            return value
+        problems.append(f"{key}={shown(value)} must be a list")
     elif isinstance(kind, types.UnionType):
         return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):
         problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
+    elif kind in _LARGEST and not abs(value) <= _LARGEST[kind]:
+        endless = isinstance(value, float) and not math.isfinite(value)
+        found = f"a number of {len(str(abs(value)))} digits" if isinstance(value, int) else str(value)
+        problems.append(f"{key}={found} must be {'finite' if endless else f'at most {_LARGEST[kind]:.3g}'}")
     else:
         return float(value) if kind is float else value
     return None
@@ -94,5 +104,6 @@ def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str
 
 
 def _without_none(kind: Any) -> Any:
-    (only,) = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    return only
+    """The kind of a value that may be absent. What may be a whole or a broken number is a number."""
+    members = set(typing.get_args(kind)) - {types.NoneType} if isinstance(kind, types.UnionType) else {kind}
+    return float if members == {int, float} else members.pop() if len(members) == 1 else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
+from grpo_cli.runs.files import regular
 
 
 def kendall_tau(first: Sequence[int | float], second: Sequence[int | float]) -> float:
@@ -109,17 +110,18 @@ class TraceRow:
     length: int
 
 
-def read_trace(path: str | Path) -> list[TraceRow]:
-    """The rows of a run's `rollouts.jsonl`. Raises UserError, naming the line, for a file that is none."""
+def read_trace(path: str | Path, key: str = "predictor.lengths") -> list[TraceRow]:
+    """The rows of a run's `rollouts.jsonl`. Raises UserError, naming the line, for a file that is none. `key` is the
+    setting that named it."""
     rows = []
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8", opener=regular) as lines:
             for number, line in enumerate(lines, start=1):
-                rows.append(_trace_row(line, f"{path}, line {number}"))
+                rows.append(_trace_row(line, f"{key}={path}, line {number}"))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give the rollouts.jsonl of an earlier run") from error
+        raise UserError(f"{key}={path} cannot be read ({error}): give the rollouts.jsonl of an earlier run") from error
     if not rows:
-        raise UserError(f"{path} has no rollouts: record some with record.rollouts=-1 (all of each step)")
+        raise UserError(f"{key}={path} has no rollouts: record some with record.rollouts=-1 (all of each step)")
     return rows
 
 

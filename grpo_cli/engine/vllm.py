@@ -69,7 +69,7 @@ class VllmEngine:
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._prefix_caching = prefix_caching
-        problems = [*self.refuses(scheduler, predictor, sparsity, memory)]
+        problems = [*self.refuses(scheduler, predictor, sparsity, memory, max_model_len)]
         if self._sleeps and not on_gpu:
             problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
         refuse(problems)
@@ -82,7 +82,9 @@ class VllmEngine:
         self._stats = EngineStats()
 
     @staticmethod
-    def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float) -> Iterator[str]:
+    def refuses(
+        scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float, max_model_len: int | None
+    ) -> Iterator[str]:
         """What can be told without a model."""
         if isinstance(sparsity, Budget):
             yield (
@@ -97,6 +99,8 @@ class VllmEngine:
             )
         if not 0 < memory < 1:
             yield f"engine.memory={memory} is the share of a GPU's memory and must be between 0 and 1"
+        if max_model_len is not None and max_model_len < 2:
+            yield f"engine.max_model_len={max_model_len} must be at least 2: a token of the prompt and one of its reply"
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing."""

@@ -18,7 +18,7 @@ from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, Padded, make_forward
-from grpo_cli.learner.optimizer import load_state, make_optimizer
+from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch
@@ -89,7 +89,9 @@ class Learner:
         return result
 
     def update(self, batch: Batch, step: int) -> Update:
-        """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero."""
+        """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
+
+        Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
         if not self._compared:
@@ -130,6 +132,7 @@ class Learner:
             group["lr"] = rate
         self.updates += 1  # first: a step that is cut short has moved some of the weights
         self._optimizer.step()
+        require_finite_weights(self._parameters, self._optim, step, rate)
         return None, True
 
     def _has_gradient(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,20 @@ def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, An
     decaying, others = [w for w in weights if w.dim() >= 2], [w for w in weights if w.dim() < 2]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step: int, rate: float) -> None:
+    """Raises UserError if the update of `step` (from 0) has left a weight that is not finite, or that has no square.
+
+    Every weight is read once: 4 bytes of each, where AdamW itself reads and writes 28.
+    """
+    if not math.isfinite(torch.nn.utils.get_total_norm(weights)):
+        raise UserError(
+            f"step {step + 1}: after the update there are weights that are not finite (optim.lr={optim.lr}, here "
+            f"{rate:.3g}; optim.weight_decay={optim.weight_decay}). They are not saved: the newest checkpoint is from "
+            "before and is good. Lower optim.lr or optim.weight_decay and go on from it"
+        )
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:

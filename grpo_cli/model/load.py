@@ -6,6 +6,7 @@ What a folder holds is checked from its config before any weights are read. Weig
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -80,7 +81,36 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         enable({"use_reentrant": False})
     if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
         model = model.to(device)
-    return with_adapters(model, settings).eval()
+    model = with_adapters(model, settings).eval()
+    if not settings.random_init:
+        _check_weights(model, settings)
+    return model
+
+
+@torch.no_grad()
+def _check_weights(model: Any, settings: ModelSettings) -> None:
+    """Raises UserError for weights that nothing can be computed with. Each is read once, quantised ones are not."""
+    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
+        return
+    for name, weight in weights.items():
+        if bad := int((~torch.isfinite(weight)).sum()):
+            where = f"model.adapter={settings.adapter}" if ".lora_" in name else f"model.path={settings.path}"
+            raise UserError(
+                f"{where}: {bad} of the {weight.numel()} numbers of {name} are not finite, so that the model computes "
+                "nothing; it is damaged, or comes from a run that has diverged: take an earlier checkpoint, or a copy"
+            )
+
+
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises UserError for a tokenizer with tokens that the model has no embedding for."""
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= model.config.vocab_size:
+        raise UserError(
+            f"model.path={path}: the tokenizer has tokens up to number {largest}, and the model only "
+            f"{model.config.vocab_size} of them (vocab_size, counted from 0); give the folder the tokenizer that the "
+            "model was made with, or the model enough embeddings (transformers' resize_token_embeddings)"
+        )
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
@@ -339,6 +369,8 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     TypeError or AttributeError, depending on where it first surprises its parser.
     """
     try:
+        if isinstance(source, Path):
+            _check_files(source)
         yield
     except UserError:
         raise
@@ -355,6 +387,13 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse pipes and devices among the files: whoever reads them may wait for ever."""
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise UserError(f"model folder {folder}: {file.name} is no regular file; put a copy of what it holds there")
 
 
 def _is_gated(error: BaseException | None) -> bool:

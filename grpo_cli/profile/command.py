@@ -78,7 +78,7 @@ def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
     if wanted.lengths != "natural" and not is_ours(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
-    trace = read_trace(wanted.trace_file) if wanted.trace_file is not None else ()
+    trace = read_trace(wanted.trace_file, "profile.trace_file") if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
 
 

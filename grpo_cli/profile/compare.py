@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from grpo_cli.formatting import gib
@@ -16,6 +15,7 @@ from grpo_cli.profile.estimate import KINDS
 from grpo_cli.profile.findings import read
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.tracking import terminal
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#8C6D31", "#BBBBBB")
@@ -65,7 +65,7 @@ def rows_of(jobs: Sequence[tuple[str, Path]]) -> list[ProfileRow]:
 
 def compare(jobs: Sequence[tuple[str, Path]], folder: Path) -> None:
     """Show the finished jobs' table, and write it as JSON and, where matplotlib is installed, as a picture."""
-    console, rows = Console(), rows_of(jobs)
+    console, rows = terminal.console(), rows_of(jobs)
     console.print(table(rows))
     text = json_line([asdict(line) for line in rows], indent=2)
     write_atomically(folder / layout.COMPARISON, f"{text}\n".encode())

@@ -53,9 +53,8 @@ def asked_of(folder: Path) -> Asked | None:
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
     given = dict(map(_override, record.overrides))
-    return Asked(
-        settings | dict(record.choices), frozenset(record.choices), tuple(given), references, True, record.command
-    )
+    choices = {plain(group): choice for group, choice in record.choices.items()}
+    return Asked(settings | choices, frozenset(choices), tuple(given), references, True, record.command)
 
 
 def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
@@ -72,7 +71,7 @@ def shown(value: Setting) -> str:
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
+            yield from _flat(item, f"{name}.{plain(key)}" if name else plain(key))
     else:
         yield name, value if value is None or isinstance(value, str | int | float) else _list(value)
 
@@ -84,7 +83,7 @@ def _list(value: Any) -> str:
 def _override(word: Any) -> tuple[str, Setting]:
     """`+optim.lr=1e-4` to the setting and its value; `~optim.lr` to the setting and nothing."""
     key, _, text = str(word).partition("=")
-    key = key.lstrip("+~").partition("@")[0]
+    key = plain(key.lstrip("+~").partition("@")[0])
     try:
         value = yaml.load(text, Loader=_LOADER)
     except yaml.YAMLError:

@@ -19,6 +19,7 @@ from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
+from grpo_cli.tracking import terminal
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
 
@@ -35,7 +36,7 @@ def make(
     It holds `report.html`, which needs no other file, its pictures, and `report.json`, with every number. UserError if
     there are no runs or `out` cannot be written.
     """
-    console = console or Console()
+    console = console or terminal.console()
     now = datetime.now()
     out = out or layout.new_folder("report")
     found = read_runs(folders, metric)

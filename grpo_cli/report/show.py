@@ -12,6 +12,7 @@ from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.tables import MEANS, SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_lines
+from grpo_cli.tracking import terminal
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 
@@ -23,7 +24,7 @@ ROOM_FOR_WORDS = 24  # that the column of remarks needs; it breaks anywhere
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
     """Print the report. Where nobody looks at a screen (a file, a pipe) rows are as long as they need to be."""
-    console = console or Console()
+    console = console or terminal.console()
     arms = [arm_table(comparison, settings=settings) for settings in (True, False)]
     if not console.encoding.startswith("utf"):
         arms = [table.without(SPARKS) for table in arms]
@@ -77,7 +78,7 @@ def _width(console: Console, table: RichTable) -> int:
 def _print(console: Console, table: RichTable) -> None:
     width = _width(console, table)
     if not console.is_terminal and width > console.width:
-        console = Console(file=console.file, width=width, force_terminal=False)
+        console = terminal.console(console.file, width=width, force_terminal=False)
     console.print(table)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,17 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write `data`, all of it or nothing: see `written_atomically`."""
     with written_atomically(path) as file:
         file.write(data)
+
+
+def regular(path: str, flags: int) -> int:
+    """An `opener` for `open`: raises OSError for a pipe or a device, which may block or never end, in place of opening
+    it. Links are followed."""
+    file = os.open(path, flags | os.O_NONBLOCK)  # at a pipe that nobody writes to, opening waits without it
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # what a folder is, `open` says itself
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "it is no regular file but a pipe or a device", path)
 
 
 def sha256(path: Path) -> str:

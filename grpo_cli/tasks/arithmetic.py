@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
@@ -171,8 +171,4 @@ def _check_sizes(
         problems.append(f"task.max_operand={max_operand} must be between 1 and 999")
     if not 2 * max_operand <= max_value <= 9999:
         problems.append(f"task.max_value={max_value} must be between 2 * task.max_operand={2 * max_operand} and 9999")
-    if train_problems < 1:
-        problems.append(f"task.train_problems={train_problems} must be at least 1")
-    if eval_problems < 1:
-        problems.append(f"task.eval_problems={eval_problems} must be at least 1")
-    refuse(problems)
+    refuse([*problems, *count_problems(train_problems, eval_problems)])

@@ -15,7 +15,7 @@ from fractions import Fraction
 from random import Random
 
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.tasks.generated import GeneratedPrompts, is_held_out
+from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout
 
@@ -278,8 +278,4 @@ def _check_sizes(
         problems.append(f"task.max_number={max_number} must be between 2 and 999")
     if not max_number <= max_target <= 9999:
         problems.append(f"task.max_target={max_target} must be between task.max_number={max_number} and 9999")
-    if train_problems < 1:
-        problems.append(f"task.train_problems={train_problems} must be at least 1")
-    if eval_problems < 1:
-        problems.append(f"task.eval_problems={eval_problems} must be at least 1")
-    refuse(problems)
+    refuse([*problems, *count_problems(train_problems, eval_problems)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import overload
@@ -10,6 +10,15 @@ from typing import overload
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
+MOST_TRAIN, MOST_EVAL = 100_000_000, 1_000_000  # an order of the former is kept (800 MB), and all of the latter
+
+
+def count_problems(train: int, evaluated: int) -> Iterator[str]:
+    """What is wrong with the numbers of problems to train on and to evaluate on."""
+    for key, count, most in (("train", train, MOST_TRAIN), ("eval", evaluated, MOST_EVAL)):
+        if not 1 <= count <= most:
+            few = f"task.{key}_problems={count} must be at least 1"
+            yield few if count < 1 else f"{few} and at most {most}: they take memory from the start"
 
 
 def is_held_out(problem: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.judges import GRADINGS, Completion, Judge, Numbers, weighing
-from grpo_cli.tasks.math_judge import MathJudge
+from grpo_cli.tasks.math_judge import MathJudge, limit_problems
 from grpo_cli.tasks.own import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
@@ -59,6 +59,7 @@ class Jsonl:
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
+        refuse([*limit_problems(judge_seconds, judge_workers, on_crash)])
         self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
         self._weighing = weighing(weights or {}, formats_on, self._judge.main)
         self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)

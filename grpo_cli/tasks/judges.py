@@ -11,7 +11,7 @@ from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.tasks.problems import Problem
-from grpo_cli.types import Reward
+from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
@@ -117,8 +117,10 @@ def weighing(weights: Mapping[str, Any], formats_on: str, main: str | None) -> W
     known = ("correct", *FORMATS)
     problems = []
     for name, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) < float("inf"):
-            problems.append(f"task.weights.{name}={weight} must be a finite number, or null for none")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD:
+            problems.append(
+                f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
+            )
         if main is not None and name not in known:
             problems.append(f"task.weights.{name} is none of the parts {', '.join(known)}")
     if formats_on not in FORMATS_ON:

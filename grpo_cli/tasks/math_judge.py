@@ -6,7 +6,7 @@ a process that is killed is the one guard that works. Its time running out is a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.workers import WorkerDied, Workers
 
 ON_CRASH = ("stop", "zero")
+MOST_WORKERS = 256
 _REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's completions are often alike, and so are steps
 
 
@@ -29,7 +30,7 @@ class MathJudge:
     advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"
 
     def __init__(self, main: str, seconds: float, workers: int, on_crash: str) -> None:
-        _check(seconds, workers, on_crash)
+        refuse([*limit_problems(seconds, workers, on_crash), *_missing_package()])
         self.main = main
         self._on_crash = on_crash
         self._workers = Workers(Path(__file__).with_name("math_worker.py"), workers, seconds)
@@ -111,17 +112,19 @@ def _verdict(reply: Mapping[str, object] | None) -> str:
     return "equal" if reply["equal"] else "different"
 
 
-def _check(seconds: float, workers: int, on_crash: str) -> None:
-    problems = []
+def limit_problems(seconds: float, workers: int, on_crash: str) -> Iterator[str]:
+    """What no judge can keep to, whether or not it is asked."""
     if not 0 < seconds < float("inf"):
-        problems.append(f"task.judge_seconds={seconds} must be more than 0")
-    if workers < 1:
-        problems.append(f"task.judge_workers={workers} must be at least 1")
+        yield f"task.judge_seconds={seconds} must be more than 0"
+    if not 1 <= workers <= MOST_WORKERS:
+        yield f"task.judge_workers={workers} must be at least 1, and at most {MOST_WORKERS}"
     if on_crash not in ON_CRASH:
-        problems.append(f"task.on_crash={on_crash} must be one of {', '.join(ON_CRASH)}")
+        yield f"task.on_crash={on_crash} must be one of {', '.join(ON_CRASH)}"
+
+
+def _missing_package() -> Iterator[str]:
     if find_spec("math_verify") is None:
-        problems.append(
+        yield (
             "task.reward=math judges with the package `math-verify`, which is not installed: "
             "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
         )
-    refuse(problems)

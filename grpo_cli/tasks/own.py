@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from numbers import Real
 from typing import Any
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, own_code
 from grpo_cli.tasks.judges import Completion
+from grpo_cli.types import LARGEST_REWARD
 
 # What a function may ask for by the names of its arguments: about one rollout, or lists about all of a step's.
 ONE: Mapping[str, Callable[[Completion], Any]] = {
@@ -66,14 +66,8 @@ class OwnReward:
         return [self._parts(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _called(self, kwargs: Mapping[str, Any], place: str) -> Any:
-        try:
+        with own_code(f"task.reward={self._name}", lambda: f" for {place}, whose completion is {_shown(kwargs)}"):
             return self._function(**kwargs)
-        except Exception as error:  # it is the person's own: whatever it raises is theirs to know, with its line
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"task.reward={self._name} raised {type(error).__name__}: {error} ({last.filename}, line "
-                f"{last.lineno}) for {place}, whose completion is {_shown(kwargs)}"
-            ) from error
 
     def _list(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
@@ -105,27 +99,30 @@ class OwnReward:
 
     def _number(self, name: Any, value: Any, completion: Completion) -> float:
         value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
-        if not isinstance(value, Real) or not math.isfinite(value):
+        number: Any = value if isinstance(value, Real) else nan
+        if not abs(number) <= LARGEST_REWARD:
             raise UserError(
                 f"task.reward={self._name} returned {_short(value)} as {name} for {completion.place}, whose completion "
-                f"is {_short(completion.text)}; return a finite number, or a dictionary of them"
+                f"is {_short(completion.text)}; return a finite number from -2^53 to 2^53 (rewards are squared and "
+                "added up, and larger ones lose their digits), or a dictionary of them"
             )
-        return float(value)
+        return float(number)
 
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
+    if not module_name or not function_name or module_name.startswith("."):
         raise UserError(
             f"task.reward={name} must be numbers, math, or a function of your own written as module:function"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"task.reward={name}: the module {module_name} cannot be imported: {error}; it is looked for in the "
-            "current folder and among what is installed"
-        ) from error
+    with own_code(f"task.reward={name}: the module {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise UserError(
+                f"task.reward={name}: the module {module_name} cannot be imported: {error}; it is looked for in the "
+                "current folder and among what is installed"
+            ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"task.reward={name}: {module_name} has no function {function_name}")
@@ -134,7 +131,10 @@ def _find(name: str) -> Callable[..., Any]:
 
 def _words(name: str, function: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
     """The names that it asks for, and whether they are those of many rollouts."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:  # some of what is written in C
+        raise UserError(f"task.reward={name} cannot be asked for the names of its arguments; wrap it") from error
     takes_many = any(p.name in MANY and p.name not in ONE for p in parameters)
     known = MANY if takes_many else ONE
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -155,5 +155,8 @@ def _shown(kwargs: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        text = f"a number of {value.bit_length()} bits"
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -32,7 +32,8 @@ class LazyPrompts(Sequence[Prompt]):
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
     is dealt with before any step is taken: refused, left out or cut (its beginning goes), the latter two with a
-    warning. (A tokenizer that makes more tokens than bytes is noticed when it gets there, and refused unless cut.)
+    warning. Of those, what has more characters than the tokens that fit could have is too long without being tokenised.
+    (A tokenizer that makes more tokens than bytes is noticed when it gets there, and refused unless cut.)
     """
 
     def __init__(
@@ -91,23 +92,32 @@ class LazyPrompts(Sequence[Prompt]):
         token_ids = self._prompting.encode(problem.question)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             if not self._cut:
-                raise self._refusal(problem, len(token_ids), count=1)
+                raise self._refusal(problem, f"{len(token_ids)} tokens", count=1)
             token_ids = token_ids[len(token_ids) - self._max_tokens :]
         return Prompt(f"{self._split}-{problem.line:06d}", token_ids, problem.answer)
 
-    def _too_long(self, problems: Sequence[Problem]) -> dict[int, int]:
+    def _too_long(self, problems: Sequence[Problem]) -> dict[int, str]:
         """The lines of the prompts that do not fit, each with its number of tokens."""
         frame = len(self._prompting.encode("x"))  # also a rehearsal of the chat template
         if self._max_tokens is None:
             return {}
         suspects = [p for p in problems if frame + len(p.question.encode()) > self._max_tokens]
-        lengths = {p.line: len(self._prompting.encode(p.question)) for p in suspects}
-        return {line: length for line, length in lengths.items() if length > self._max_tokens}
+        longest = max(map(len, self._prompting.tokenizer.get_vocab())) if suspects else 0
+        found: dict[int, str] = {}
+        for problem in suspects:
+            if (characters := len(problem.question)) > longest * self._max_tokens:
+                found[problem.line] = (
+                    f"more than {self._max_tokens} tokens ({characters} characters, of which none of the vocabulary's "
+                    f"tokens has more than {longest})"
+                )
+            elif (length := len(self._prompting.encode(problem.question))) > self._max_tokens:
+                found[problem.line] = f"{length} tokens"
+        return found
 
-    def _refusal(self, problem: Problem, num_tokens: int, count: int) -> UserError:
+    def _refusal(self, problem: Problem, length: str, count: int) -> UserError:
         others = f" (and {count - 1} more like it)" if count > 1 else ""
         return UserError(
-            f"{problem.place}: the prompt has {num_tokens} tokens{others}, but at most {self._max_tokens} fit; shorten "
+            f"{problem.place}: the prompt has {length}{others}, but at most {self._max_tokens} fit; shorten "
             "or remove it, lower sampling.max_new_tokens, take a model with a longer context, or say what to do with "
             "such prompts: task.long_prompts=leave_out or cut"
         )

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_cli.errors import UserError
+from grpo_cli.formatting import plain
+from grpo_cli.runs.files import regular
 
 HUB = "hub:"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -49,7 +51,7 @@ def read_rows(source: str, key: str, question_field: str, answer_field: str) -> 
 
 def _file_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
     try:
-        with Path(source).expanduser().open("rb") as file:
+        with open(Path(source).expanduser(), "rb", opener=regular) as file:
             for number, line in enumerate(file, 1):
                 if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
                     yield number, _parsed(text, where(source, number))
@@ -82,7 +84,7 @@ def _texts(record: Any, fields: tuple[str, str], place: str) -> tuple[str, str]:
         raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(record).__name__}")
     missing = [f"{name!r} (task.{word}_field)" for name, word in _named(fields) if name not in record]
     if missing:
-        found = ", ".join(map(str, record)) or "none"
+        found = ", ".join(map(plain, record)) or "none"
         raise UserError(f"{place} has no field {' and no field '.join(missing)}; the fields found are: {found}")
     for name, _ in _named(fields):
         _check_text(record[name], f"{place}: field {name!r}")

@@ -64,6 +64,8 @@ class WandbTracker:
     ) -> None:
         if mode not in MODES:
             raise UserError(f"logger.mode={mode} must be one of {', '.join(MODES)}")
+        if table_every < 0:
+            raise UserError(f"logger.table_every={table_every} must be at least 0, which is never")
         environment_mode = os.environ.get("WANDB_MODE", "")
         self._mode = environment_mode if mode == "auto" and environment_mode in MODES else mode
         self._run_dir, self._table_every = run_dir, table_every

@@ -30,7 +30,7 @@ from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import parse, parse_profile
 from grpo_cli.config.instantiate import make
 from grpo_cli.interfaces import Engine
-from grpo_cli.processor import settle
+from grpo_cli.processor import flush_denormals, settle
 from grpo_cli.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +71,7 @@ def parsed(made: argparse.ArgumentParser, words: Sequence[str] | None, **quick: 
         made.set_defaults(**quick)
     args = made.parse_args(words)
     settle()
+    flush_denormals()
     args.load_before = os.getloadavg()[0]
     return args
 

@@ -1,0 +1,406 @@
+"""Command lines that nobody should be able to run, and what `grpo` says to each: one message that names what is wrong.
+
+    python scripts/campaign/commands.py                      all of them
+    python scripts/campaign/commands.py --count 40 --json bad.json
+
+They are made of the configuration itself (every number with what is no number, unknown keys, choices that there are
+not) and of files and modules that cannot be used. Each runs in a fork of a process that has loaded the program, in a
+folder of its own. Ends with 1 if one ends in a traceback, is taken without a word, or is refused without its key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_cli.cli import main as cli
+from grpo_cli.config.choices import choices, groups_of, parts_of, shipped
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
+
+LIMIT_SECONDS = 60.0  # whatever runs longer was not refused
+NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
+ANY_SIGN = {"record.rollouts", "eval.problems", "sparsity.threshold"}  # of which -1 means something
+GOOD = ("task=jsonl", "task.path=good.jsonl")
+NEEDS = {"task=jsonl": GOOD, "task=gsm8k": GOOD, "task=math": GOOD, "predictor=oracle": ("predictor.lengths=x",)}
+SHORT = ("logger=jsonl", "train.steps=1", "eval.problems=1", "eval.k=1", "n=2", "train.prompts=1")
+
+
+@dataclass(frozen=True)
+class BadCommand:
+    """What is typed after `grpo`, and the word that the message has to say."""
+
+    arguments: tuple[str, ...]
+    key: str
+
+
+def bad_commands(seed: int) -> list[BadCommand]:
+    """All of them, none twice, in an order of the seed's."""
+    found = list(dict.fromkeys([*_numbers(), *_keys(), *_choices(), *_files(), *_together()]))
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _train(key: str, *words: str) -> BadCommand:
+    return BadCommand(("train", *SHORT, *words), key)
+
+
+def _numbers() -> Iterator[BadCommand]:
+    """Every setting that is a number, with what is none and, where no meaning is given to it, with -1."""
+    for command, settings in (("profile", ProfileRunSettings), ("eval", EvalRunSettings)):
+        keys = [key for key, kind in _typed(settings, "") if kind in (int, float)]
+        for key in (key for key in keys if command == "eval" or key.startswith("profile.")):
+            yield from (BadCommand((command, *few, f"{key}={value}"), key) for few, value in _values(key))
+        if command == "profile":
+            for key in (key for key in keys if not key.startswith("profile.")):
+                yield from (_train(key, f"{key}={value}") for _, value in _values(key))
+    for group in parts_of("train"):
+        for choice in choices(group):
+            for name in _numbers_of(group, choice):
+                key = f"{group}.{name}"
+                words = NEEDS.get(f"{group}={choice}", ()) or (f"{group}={choice}",)
+                words = (f"{group}={choice}", *words[1:], *_together_with(choice))
+                yield from (_train(key, *words, f"{key}={value}") for _, value in _values(key))
+    for name in shipped("task", "_text")["weights"]:
+        for value in NO_NUMBERS:
+            yield _train(f"task.weights.{name}", *GOOD, f"task.weights.{name}={value}")
+
+
+def _values(key: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    for value in (*NO_NUMBERS, *(() if key in ANY_SIGN else ("-1",))):
+        yield (), value
+
+
+def _together_with(choice: str) -> tuple[str, ...]:
+    """What a choice asks for besides."""
+    return ("predictor=mean",) if choice == "fptas" else ()
+
+
+def _typed(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The settings below a dataclass, each with its kind."""
+    for name, hint in typing.get_type_hints(kind).items():
+        if is_dataclass(hint):
+            yield from _typed(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, _kind(hint)
+
+
+def _numbers_of(group: str, choice: str) -> list[str]:
+    import hydra.utils
+
+    values = shipped(group, choice)
+    target = hydra.utils.get_object(values["_target_"])
+    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+    return [name for name in values if name in hints and _kind(hints[name]) in (int, float)]
+
+
+def _kind(hint: Any) -> Any:
+    members = set(typing.get_args(hint)) - {types.NoneType} if isinstance(hint, types.UnionType) else {hint}
+    return float if float in members else members.pop() if len(members) == 1 else None
+
+
+def _keys() -> Iterator[BadCommand]:
+    """Keys that there are not: every setting misspelt, and unknown ones in each group."""
+    for key, _ in _typed(ProfileRunSettings, ""):
+        if not key.startswith(("parts", "run_dir")):
+            yield BadCommand(("profile", f"{key}x=1"), f"{key}x")
+    for group in groups_of("train"):
+        if group != "experiment":
+            yield _train(f"{group}.zzz", f"{group}.zzz=1")
+            yield _train(f"{group}.zzz" if group == "model" else "zzz", f"+{group}.zzz=1")
+    yield _train("zzz", "~zzz")
+    yield _train("n", "+n=3")
+    for word in ("fast", "n=[1", "=5", "n", "==", "{}=1", "n=${zzz}", "n=${oc.env:NO_SUCH_VARIABLE}", "n={a:", "a b=1"):
+        yield _train("n" if word.startswith("n=$") else word, word)
+    yield _train("--no-such-flag", "--no-such-flag")
+
+
+def _choices() -> Iterator[BadCommand]:
+    """Choices that there are not, of groups and of settings that are one of a few words."""
+    for command in ("train", "eval", "profile"):
+        for group in groups_of(command):
+            yield BadCommand((command, f"{group}=zzz"), group)
+    yield _train("hydra/launcher", "-m", "hydra/launcher=zzz", "seed=1,2")
+    words = ["optim.name", "optim.schedule", "model.dtype", "model.autocast", "model.quantize", "device"]
+    words += ["loss.aggregation", "correction.importance", "correction.is_mode", "correction.rejection"]
+    words += ["sampler.on_oom", "advantage.stats_over"]
+    yield from (_train(word, f"{word}=zzz") for word in words)
+    for word in ("grading", "long_prompts", "formats_on", "on_crash", "reward", "template", "weights"):
+        yield _train(f"task.{word}", *GOOD, f"task.{word}=zzz")
+    for word in ("question_field", "answer_field"):
+        yield _train(f"task.{word}", *GOOD, f"task.{word}=zzz")
+    yield _train("engine.options", "engine=vllm", "engine.options=zzz")
+    yield _train("logger.tags", "logger=wandb", "logger.tags=zzz")
+    yield _train("scheduler.refill", "scheduler=fptas", "scheduler.refill=zzz")
+    yield _train("sampler.kv_budget", "sampler=infinite", "sampler.kv_budget=lots")
+    for size in ("0", "-1", "1e400", "9" * 400, "0GB", "nan"):
+        yield _train("sampler.kv_budget", "sampler=infinite", f"sampler.kv_budget={size}")
+        yield BadCommand(("profile", f"profile.fit={size}"), "profile.fit")
+    yield BadCommand(("profile", "profile.lengths=zzz"), "profile.lengths")
+    yield BadCommand(("profile", "profile.device=zzz"), "device")
+    for key, kind in _typed(ProfileRunSettings, ""):
+        if kind is bool:
+            yield BadCommand(("profile", f"{key}=7"), key)
+        elif kind is str and key not in ("run_dir", "device"):
+            yield BadCommand(("profile", f"{key}=7"), key)
+    for group, choice, name in (("task", "countdown", "use_all"), ("sparsity", "h2o", "per_head")):
+        yield _train(f"{group}.{name}", f"{group}={choice}", f"{group}.{name}=7")
+    for group in parts_of("train"):
+        yield _train(group, f"{group}._target_=no_such_module.Part")
+        for name in ("math.pi", "builtins.int", "syntax_error.f", "raises.f", "exits.f", "ends.f", "works.no_such"):
+            yield _train(group, f"{group}._target_={name}")
+
+
+def _files() -> Iterator[BadCommand]:
+    """Files, folders and modules that cannot be used."""
+    for name in (name for name in FILES if name.endswith(".jsonl") and name != "good.jsonl"):
+        yield _train(name, "task=jsonl", f"task.path={name}")
+        yield _train(name, *GOOD, f"task.eval_path={name}")
+    for name in ("nowhere.jsonl", "folder", "pipe", "/dev/zero", "hub:x", "hub::", ""):
+        yield _train("task.path", "task=jsonl", f"task.path={name}")
+        yield _train("predictor.lengths", "scheduler=lpt", "predictor=oracle", f"predictor.lengths={name or 'none'}")
+        yield BadCommand(
+            ("profile", "profile.lengths=trace", f"profile.trace_file={name or 'null'}"), "profile.trace_file"
+        )
+        if name:
+            yield _train("task.eval_path", *GOOD, f"task.eval_path={name}")
+            yield _train("task.few_shot_path", *GOOD, "task.few_shot=1", f"task.few_shot_path={name}")
+    yield _train("task.few_shot", *GOOD, "task.few_shot=99")
+    for module in (
+        "syntax_error:f",
+        "raises:f",
+        "exits:f",
+        "ends:f",
+        "..mod:f",
+        "works:no_such",
+        "works",
+        ":f",
+        "a b:c",
+    ):
+        yield _train("task.reward", *GOOD, f"task.reward={module}")
+    for function in ("raised", "exited", "ended", "huge", "endless", "text", "none", "wants", "far"):
+        yield _train("task.reward", *GOOD, f"task.reward=works:{function}", "sampling.max_new_tokens=4")
+    yield _train("task.reward", *GOOD, "task.reward=builtins:int")
+    for place in ("nowhere/at/all", "folder", "damaged", "", "good.jsonl", "piped"):
+        for command in ("train", "eval", "profile"):
+            yield BadCommand((command, "logger=jsonl", f"model.path={place}"), place or "model.path")
+        yield _train("model.adapter", f"model.adapter={place}", "model.lora.rank=4")
+        yield BadCommand(("eval", "logger=jsonl", f"checkpoint={place}"), place or "checkpoint")
+        yield _train("resume", f"resume={place or 'nowhere'}")
+        if place and place != "folder":
+            yield BadCommand(("show", place), place)
+            yield BadCommand(("merge", place, "merged"), place)
+    for command in ("report", "ls"):
+        yield BadCommand((command, "nowhere"), "nowhere")
+    yield BadCommand(("explain", "zzz"), "zzz")
+
+
+def _together() -> Iterator[BadCommand]:
+    """Settings that are fine alone."""
+    yield _train("m", "m=4", "n=2")
+    yield _train("m", "m=1", "n=2", "advantage.stats_over=kept")
+    yield _train("downsample", "m=2", "n=4", "downsample=all")
+    yield _train("train.minibatches", "train.minibatches=99")
+    yield _train("train.prompts", "train.prompts=1" + 12 * "0")
+    yield _train("sampling.temperature", "sampling.temperature=0")
+    yield _train("sampling.top_p", "sampling.top_p=0.5")
+    yield _train("sampling.top_k", "sampling.top_k=5")
+    yield _train("sampling.stop", "sampling.stop=['']")
+    yield _train("sampling.stop", r"sampling.stop=['\q']")
+    yield _train("sampling.max_new_tokens", "sampling.max_new_tokens=1000000", *GOOD)
+    yield _train("optim.weight_decay", "optim.weight_decay=1e4", "optim.lr=1e-3")
+    for key, value in (
+        ("optim.lr", "2"),
+        ("optim.eps", "2"),
+        ("optim.max_grad_norm", "1e20"),
+        ("optim.betas", "[1,1]"),
+    ):
+        yield _train(key, f"{key}={value}")
+    for key in ("sampling.temperature", "eval.temperature"):
+        yield _train(key, f"{key}=1e-30")
+        yield _train(key, f"{key}=1e30")
+    yield _train("optim.name", "optim.name=adamw8bit", "device=cpu")
+    yield _train("model.quantize", "model.quantize=4bit")
+    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[]")
+    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[zzz]")
+    yield _train("model.eos_tokens", "model.eos_tokens=[zzz]")
+    yield _train("model.architecture", "model.random_init=true", "model.path=x", "model.architecture={model_type: zzz}")
+    yield _train("scheduler=lpt", "scheduler=lpt", "predictor=none")
+    yield _train("engine=vllm", "engine=vllm", "sparsity=h2o")
+    yield _train("engine.cuda_graph", "engine.cuda_graph=true", "device=cpu")
+    yield _train("sparsity.budget", "sparsity=h2o", "sparsity.budget=8")
+    yield _train("sparsity.kernel", "sparsity=snapkv", "sparsity.kernel=2")
+    yield _train("task.eval_fraction", *GOOD, "task.eval_fraction=1")
+    yield _train("task.grading", *GOOD, "task.reward=works:good", "task.grading=strict")
+    yield _train("task.weights.zzz", *GOOD, "+task.weights.zzz=1")
+    for task in ("arithmetic", "countdown"):
+        for key in ("task.train_problems", "task.eval_problems"):
+            yield _train(key, f"task={task}", f"{key}=1" + 12 * "0")
+    yield BadCommand(("profile", "profile.mean=1000"), "profile.mean")
+    yield BadCommand(("profile", "profile.lengths=trace"), "profile.trace_file")
+    yield BadCommand(("profile", "profile.cv=1e200"), "profile.cv")
+    yield BadCommand(("eval", "eval.problems=0"), "eval.problems")
+    yield _train("resume", "-m", "resume=folder", "seed=1,2")
+
+
+ROW = '{"question": "%s", "answer": "4"}\n'
+FILES: Mapping[str, str | bytes] = {
+    "good.jsonl": "".join(ROW % f"{i}+{i}" for i in range(40)),
+    "empty.jsonl": "",
+    "no_json.jsonl": "{",
+    "a_list.jsonl": "[1]",
+    "no_object.jsonl": "7",
+    "other_fields.jsonl": '{"\\u001b[31mprompt": 1}',
+    "blank.jsonl": '{"question": " ", "answer": "4"}',
+    "no_answer.jsonl": '{"question": "a", "answer": "none"}',
+    "no_text.jsonl": '{"question": {}, "answer": "4"}',
+    "half.jsonl": '{"question": "\\ud800", "answer": "4"}',
+    "latin.jsonl": b'{"question": "\xe9", "answer": "4"}',
+    "no_number.jsonl": '{"question": "a", "answer": NaN}',
+    "deep.jsonl": 9000 * "[",
+    "long.jsonl": ROW % (10_000_000 * "a") + ROW % "2+2",
+    "syntax_error.py": "def f(:",
+    "raises.py": "1 / 0",
+    "exits.py": "import sys; sys.exit(0)",
+    "ends.py": "raise GeneratorExit",
+    "works.py": """
+import sys
+def good(reply): return 1.0
+def raised(reply): return 1 / 0
+def exited(reply): sys.exit(0)
+def ended(reply): raise GeneratorExit
+def huge(reply): return 10**400
+def endless(reply): return float("inf")
+def text(reply): return "1"
+def none(reply): return None
+def wants(zzz): return 1.0
+def far(reply): return 1e308
+""",
+    "damaged/config.json": "{",
+    "piped/config.json": '{"model_type": "qwen2"}',
+}
+
+
+def make_files(folder: Path) -> None:
+    """What the commands name, below `folder`."""
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "folder").mkdir()
+    for pipe in ("pipe", "piped/model.safetensors"):
+        os.mkfifo(folder / pipe)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a command; `code` is None where it had to be killed."""
+
+    command: BadCommand
+    code: int | None
+    said: str
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the answer; nothing if it is as it should be."""
+        if "Traceback (most recent call last)" in self.said:
+            return "traceback"
+        if self.code in (0, None):
+            return "silent"
+        return "" if self.command.key in self.said and self.code == 2 else "unnamed"
+
+
+def answers(commands: Sequence[BadCommand], jobs: int) -> Iterator[Answer]:
+    """What `grpo` says to each, as they end; `jobs` at a time."""
+    with tempfile.TemporaryDirectory() as place:
+        waiting = list(enumerate(commands))[::-1]
+        running: dict[int, tuple[int, BadCommand, float]] = {}
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                number, command = waiting.pop()
+                folder = Path(place, str(number))
+                folder.mkdir()
+                make_files(folder)
+                running[_forked(command, folder)] = number, command, time.monotonic() + LIMIT_SECONDS
+            for pid in [pid for pid, (_, _, deadline) in running.items() if time.monotonic() > deadline]:
+                os.killpg(pid, signal.SIGKILL)
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(0.01)
+                continue
+            number, command, _ = running.pop(pid)
+            said = Path(place, str(number), "said").read_text(encoding="utf-8", errors="replace")
+            yield Answer(command, os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None, said)
+
+
+def _forked(command: BadCommand, folder: Path) -> int:
+    """The process that runs it, in a group of its own; what it prints goes into the file `said`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(folder)
+        said = os.open("said", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.argv = ["grpo", *command.arguments]
+        code = _exit_code(cli.main)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _exit_code(program: Callable[[], None]) -> int:
+    try:
+        program()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, help="only so many; default: all")
+    parser.add_argument("--only", default="", help="those that have this text in a word")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where to write every command with its answer")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    import grpo_cli.experiment  # noqa: F401  so that no fork has to load PyTorch, and none has threads of its own
+
+    asked = [c for c in bad_commands(args.seed) if args.only in " ".join(c.arguments)][: args.count]
+    found = []
+    for answer in answers(asked, args.jobs):
+        found.append(answer)
+        if answer.fault:
+            print(f"{answer.fault}: {' '.join(answer.command.arguments)[:200]} (key {answer.command.key})", flush=True)
+            print(f"    {answer.said.strip()[-600:]}", flush=True)
+    counts = {fault: sum(a.fault == fault for a in found) for fault in ("traceback", "silent", "unnamed")}
+    print(f"{len(found)} command lines: {', '.join(f'{count} {fault}' for fault, count in counts.items())}")
+    if args.json is not None:
+        rows = [asdict(answer) | {"fault": answer.fault} for answer in found]
+        args.json.write_text(json.dumps({"commands": len(found), **counts, "answers": rows}, indent=1) + "\n")
+    raise SystemExit(any(counts.values()))
+
+
+if __name__ == "__main__":
+    main()

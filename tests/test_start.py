@@ -14,6 +14,7 @@ from pathlib import Path
 
 import made
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
@@ -272,6 +273,13 @@ def test_who_held_the_lock_stands_in_it_only_as_long(tmp_path: Path) -> None:
     with lock.sole_use(tmp_path, 0.0, print):
         assert lock.holder(tmp_path).startswith(f"process {os.getpid()} on ")
     assert (tmp_path / ".lock").read_text() == "of a process that was killed\n"
+
+
+@pytest.mark.parametrize(("typed", "seconds"), [("90", 90.0), ("60s", 60.0), ("1.5min", 90.0), ("2h", 7200.0)])
+def test_a_wait_is_given_in_any_unit(typed: str, seconds: float) -> None:
+    shown = yaml.safe_load(grpo("train", f"resume_wait={typed}", "--cfg", "job").stdout)
+    assert shown["resume_wait"] == seconds
+    assert "resume_wait=-1.0 must be at least 0" in refused("train", "resume_wait=-1.0")
 
 
 def test_where_there_are_no_locks_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

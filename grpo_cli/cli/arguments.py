@@ -5,6 +5,7 @@ What most command lines do not need is imported where they do.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,16 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     if task not in choices("task") or "eval_fraction" not in shipped("task", task):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def in_seconds(arguments: Sequence[str]) -> list[str]:
+    """The arguments, `resume_wait=5min` as the seconds that it stands for."""
+    pattern = re.compile(rf"(resume_wait=)(\d+(?:\.\d+)?)({'|'.join(_SECONDS)})")
+    found = [(word, pattern.fullmatch(word)) for word in arguments]
+    return [f"{match[1]}{float(match[2]) * _SECONDS[match[3]]}" if match else word for word, match in found]
 
 
 def with_slots(arguments: Sequence[str]) -> list[str]:

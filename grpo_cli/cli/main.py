@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_slots
+from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, in_seconds, with_slots
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import refusals
@@ -114,7 +114,7 @@ def grpo(
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
     with refusals():
-        arguments = after_those_of_the_run("resume", with_slots(overrides or []))
+        arguments = after_those_of_the_run("resume", with_slots(in_seconds(overrides or [])))
     hand_over("train", arguments, _train, _checked, "final_accuracy")
 
 

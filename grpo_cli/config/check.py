@@ -47,6 +47,7 @@ def check(settings: RunSettings) -> None:
             *_eval_problems(settings.eval),
             *_model_problems(settings.model, settings.device),
             *_at_least("record.rollouts", settings.record.rollouts, -1),
+            *_at_least("resume_wait", settings.resume_wait, 0),
             *_engine_problems(settings),
             *_rule_problems(settings),
         ]

@@ -68,7 +68,7 @@ def _taken(descriptor: int, folder: Path, wait: float, say: Callable[[str], None
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise UserError(
-                    f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60 waits up to 60 seconds), or "
+                    f"{folder} is in use by {holder(folder)}; wait for it (resume_wait=60s waits up to that long), or "
                     "stop it first"
                 ) from None
         except OSError as error:

@@ -1,0 +1,43 @@
+"""Runs are killed, damaged and started twice, and lose nothing: a few trials of `scripts/crash_campaign.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "crash_campaign.py"
+
+
+def carried_out(out: Path, campaign: str, count: int) -> list[dict[str, Any]]:
+    told = out / f"{campaign}.json"
+    command = [sys.executable, str(SCRIPT), campaign, f"--count={count}", f"--out={out}", f"--json={told}"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(told.read_text())
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_at_any_moment_come_to_what_they_come_to_undisturbed(tmp_path: Path) -> None:
+    trials = carried_out(tmp_path, "kills", 15)
+    assert sum(trial["kills"] + trial["stops"] for trial in trials) >= 12
+    again = carried_out(tmp_path, "kills", 15)
+    assert again == trials, "what was carried out is not carried out again"
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_noticed_or_makes_no_difference(tmp_path: Path) -> None:
+    outcomes = {trial["outcome"] for trial in carried_out(tmp_path, "damage", 8)}
+    assert outcomes <= {"refused", "passed over, said", "differs, said", "made no difference"}
+    assert outcomes & {"refused", "passed over, said"}
+
+
+@pytest.mark.slow
+def test_of_two_that_continue_one_run_the_second_is_refused(tmp_path: Path) -> None:
+    (trial,) = carried_out(tmp_path, "doubles", 1)
+    assert trial["outcome"] == "refused"

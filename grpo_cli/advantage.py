@@ -22,8 +22,8 @@ def grpo(
     `eps` is 1e-4 in TRL and in the PODS code, 1e-6 in slime and Sparse-RL. Dividing by the deviation gives hard and
     easy prompts, whose rewards vary little, the same weight as the others; see `dr_grpo` for the objection.
     """
-    if not 0 <= eps <= 1:
-        raise UserError(f"advantage.eps={eps} must be from 0 to 1: it is added to the deviation that is divided by")
+    if not eps >= 0:
+        raise UserError(f"advantage.eps={eps} must be at least 0: it is added to the deviation that is divided by")
     reference = _reference(kept_rewards, group_rewards, stats_over)
     if not _varies(reference):
         return torch.zeros_like(kept_rewards)

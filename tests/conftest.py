@@ -36,6 +36,14 @@ def _same_type_checks_each_time() -> None:
     random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _denormal_numbers_in_each_test() -> Iterator[None]:
+    """Hypothesis asks for them, and what makes a run has its process do without."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
+
+
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     """For input that ends in a RecursionError: Hypothesis's hook on the garbage collector fails with it, by chance."""

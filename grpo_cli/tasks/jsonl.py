@@ -59,8 +59,8 @@ class Jsonl:
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
-        refuse([*limit_problems(judge_seconds, judge_workers, on_crash)])
         self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
+        refuse([*limit_problems(judge_seconds, judge_workers, on_crash)])
         self._weighing = weighing(weights or {}, formats_on, self._judge.main)
         self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)
         self._fields = (question_field, answer_field)

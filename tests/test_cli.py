@@ -22,6 +22,7 @@ from grpo_cli.config.choices import groups_of, shipped
 from grpo_cli.config.overrides import overrides, unquoted
 from grpo_cli.errors import UserError
 from grpo_cli.runs.record import read_record
+from grpo_cli.sweep.status import Status, write_status
 
 OLD_RUN = str(Path(__file__).parent / "old_run")
 
@@ -209,18 +210,23 @@ def test_runs_that_start_together_write_to_different_folders(monkeypatch, elsewh
 
 
 def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere):
-    calls = fake_job(monkeypatch, None)
+    jobs = []
+
+    def run_here(job, command_of, name, view):
+        jobs.append(job)
+        write_status(job.folder, Status("done", None, job.overrides, exit_code=0))
+
+    monkeypatch.setattr("grpo_cli.sweep.job.run_here", run_here)
     result = grpo("train", "-m", "seed=1,2", "advantage=grpo,rloo", "hydra/launcher=basic")
-    assert result.exit_code == 0
-    assert "job 3: seed=2 advantage=rloo" in result.stdout
-    assert [(cfg.seed, cfg.advantage._target_.rpartition(".")[2]) for cfg in calls] == [
-        (1, "grpo"),
-        (1, "rloo"),
-        (2, "grpo"),
-        (2, "rloo"),
+    assert result.exit_code == 0 and "4 jobs: 4 done" in result.stdout
+    assert [job.overrides for job in jobs] == [
+        ("seed=1", "advantage=grpo"),
+        ("seed=1", "advantage=rloo"),
+        ("seed=2", "advantage=grpo"),
+        ("seed=2", "advantage=rloo"),
     ]
-    assert [Path(cfg.run_dir).name for cfg in calls] == ["0", "1", "2", "3"]
-    assert len({Path(cfg.run_dir).parent for cfg in calls}) == 1
+    assert [job.folder.name for job in jobs] == ["0", "1", "2", "3"]
+    assert len({job.folder.parent for job in jobs}) == 1
 
 
 @pytest.mark.parametrize("launcher", ["processes", "basic"])

@@ -59,7 +59,7 @@ def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(
     old = ["train", "completed", "gsm8k", "tiny", "8", "8", "20/20", "0.700", "2", "days", "outputs/train/old"]
     assert rows[2] == old
     remarks = [" ".join(row) for row in rows[3:]]
-    assert remarks[0].startswith("outputs/train/going: no summary.json; last record")
+    assert remarks[0].startswith("outputs/train/going: no summary.json, and no process is at it; last record")
     assert remarks[1] == "outputs/train/broke: RuntimeError: it broke"
 
 

@@ -39,10 +39,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def profile(*words: str) -> tuple[dict[str, Any], str]:
-    result = grpo("profile", *SMALL, "hydra.run.dir=out", *words)
+def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
+    result = grpo("profile", *SMALL, f"hydra.run.dir={out}", *words)
     assert result.exit_code == 0, result.output
-    return read(Path("out/profile.json")), result.stdout
+    return read(Path(out, "profile.json")), result.stdout
 
 
 def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
@@ -72,7 +72,7 @@ def test_the_pass_that_dropout_costs_is_predicted_too():
     pytest.importorskip("peft")
     words = ["profile.steps=1", "profile.warmup=0", "eval.every=0", "model.lora.rank=2"]
     for dropout, passes in ((0.5, True), (0, False)):
-        found, _ = profile(*words, f"model.lora.dropout={dropout}")
+        found, _ = profile(*words, f"model.lora.dropout={dropout}", out=f"out_{dropout}")
         for side in ("measured", "predicted"):
             assert ("policy_logprobs" in found[side]["phases"]) == passes, (side, dropout)
 

@@ -18,6 +18,7 @@ from grpo_cli.report.compare import compare, estimate, student_95
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
 from grpo_cli.report.tables import footnotes
+from grpo_cli.runs.lock import sole_use
 
 
 def rows_of(accuracies: Mapping[int, float], steps: int, seconds_per_step: float = 1.0) -> list[dict[str, Any]]:
@@ -182,9 +183,9 @@ def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
         (None, "completed", State.COMPLETED, ""),
         (None, "interrupted", State.INTERRUPTED, ""),
         (None, "failed", State.FAILED, "RuntimeError: it broke"),
-        (None, None, State.UNFINISHED, "no summary.json; last record 0 s ago"),
+        (None, None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
         (("done", None), "completed", State.COMPLETED, ""),
-        (("done", None), None, State.UNFINISHED, "no summary.json; last record 0 s ago"),
+        (("done", None), None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
         (
             ("failed", "killed by\nsignal 9\x1b[31m"),
             None,
@@ -192,7 +193,8 @@ def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
             "killed by signal 9\N{REPLACEMENT CHARACTER}[31m",
         ),
         (("failed", None), "failed", State.FAILED, "RuntimeError: it broke"),
-        (("running", None), "interrupted", State.RUNNING, "last record 0 s ago"),
+        (("running", None), "interrupted", State.INTERRUPTED, ""),
+        (("running", None), None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),
         (("waiting", None), None, State.WAITING, ""),
     ],
@@ -203,6 +205,14 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
         launched(run, *status)
     found = read_run(run, "0")
     assert (found.state, found.reason) == (state, reason)
+
+
+@pytest.mark.parametrize("status", [None, "completed"])
+def test_a_run_is_running_as_long_as_a_process_holds_its_folder(tmp_path, status):
+    run = leave(tmp_path / "0", status=status)
+    with sole_use(run, 0.0, print):
+        assert read_run(run, "0").state == State.RUNNING
+    assert read_run(run, "0").state != State.RUNNING
 
 
 def test_damaged_small_files_are_notes(tmp_path):

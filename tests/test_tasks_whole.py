@@ -34,7 +34,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def grpo(command: str, *words: str) -> Result:
     given = ["model=hf", "model.path=model", "task=jsonl", "task.path=mine.jsonl", "sampling.max_new_tokens=12"]
-    return CliRunner().invoke(cli.app, [command, *given, *words, "hydra.run.dir=run"], prog_name="grpo")
+    return CliRunner().invoke(cli.app, [command, *given, "hydra.run.dir=run", *words], prog_name="grpo")
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -64,8 +64,9 @@ def test_eval_takes_all_of_a_file_that_is_named_to_it(elsewhere: Path) -> None:
     result = grpo("eval", "eval.problems=-1", "eval.k=1", "device=cpu")
     assert result.exit_code == 0, result.output
     assert json.loads((elsewhere / "run" / "summary.json").read_text())["problems"] == 8
-    result = grpo("eval", "eval.problems=-1", "eval.k=1", "device=cpu", "task.eval_fraction=0.25")
-    assert json.loads((elsewhere / "run" / "summary.json").read_text())["problems"] == 2
+    words = ("task.eval_fraction=0.25", "hydra.run.dir=share")
+    result = grpo("eval", "eval.problems=-1", "eval.k=1", "device=cpu", *words)
+    assert json.loads((elsewhere / "share" / "summary.json").read_text())["problems"] == 2
 
 
 def test_but_of_the_file_that_a_run_was_trained_on_only_what_was_held_out() -> None:

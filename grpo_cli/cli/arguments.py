@@ -101,7 +101,7 @@ def begun_or_resumed(given: Sequence[str]) -> list[str]:
     folder = Path(named[-1])
     first, last = begun_as(folder), read_record(folder)
     if first is None or last is None:
-        return [word for word in given if not word.startswith("resume=")]
+        return [word for word in given if not word.lstrip("+").startswith(("resume=", "accept_damage="))]
     typed = [
         word for word in given if not is_of_a_resume(word) and not word.lstrip("+").startswith(("hydra.", "hydra/"))
     ]

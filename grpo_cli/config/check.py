@@ -48,10 +48,16 @@ def check(settings: RunSettings) -> None:
             *_model_problems(settings.model, settings.device),
             *_at_least("record.rollouts", settings.record.rollouts, -1),
             *_at_least("resume_wait", settings.resume_wait, 0),
+            *_resume_problems(settings),
             *_engine_problems(settings),
             *_rule_problems(settings),
         ]
     )
+
+
+def _resume_problems(settings: RunSettings) -> Iterator[str]:
+    if settings.accept_damage and settings.resume is None:
+        yield "accept_damage=true is about the records of a run that goes on: name it, resume=<run folder>"
 
 
 def check_profile(settings: ProfileRunSettings) -> None:

@@ -22,6 +22,7 @@ from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
 from grpo_cli.runs import layout
+from grpo_cli.runs.lock import is_held
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
 PHASES = ("rollout", "reward", "logprobs", "update")
@@ -38,7 +39,7 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     SKIPPED = "skipped"
-    UNFINISHED = "unfinished"  # no word of its end: it was killed, or goes on without a launcher
+    UNFINISHED = "unfinished"  # no word of its end: it was killed
     REPEATED = "repeated"  # completed, and so did a later run of the same settings and seed
 
 
@@ -221,18 +222,18 @@ def _step_seconds(steps: Rows) -> dict[str, float]:
 
 
 def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
-    """The launcher's word where there is one; where the run ended by itself, the run's own."""
+    """Running is what a process has in use; else the launcher's word counts where there is one, or the run's own."""
+    if is_held(folder / layout.LOCK) or is_held(folder / layout.LOG):
+        return State.RUNNING, _last_sign(folder)
     told, ended = status.get("state"), summary.get("status")
     reason = plain(status.get("reason") or summary.get("error") or "")
     if told in (State.WAITING, State.SKIPPED, State.FAILED):
         return State(told), reason
-    if told == State.RUNNING:
-        return State.RUNNING, _last_sign(folder)
     if ended in (State.COMPLETED, State.INTERRUPTED, State.FAILED):
         return State(ended), reason
     if not folder.exists():
         return State.WAITING, f"listed in {layout.SWEEP}, not begun"
-    return State.UNFINISHED, f"no {layout.SUMMARY}; {_last_sign(folder)}"
+    return State.UNFINISHED, f"no {layout.SUMMARY}, and no process is at it; {_last_sign(folder)}"
 
 
 def _last_sign(folder: Path) -> str:

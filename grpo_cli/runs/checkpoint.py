@@ -29,12 +29,15 @@ from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import (
     CHECKPOINTS,
     COMPLETE,
+    EVERY_RESUMED,
     METRICS,
     REPLACED,
     ROLLOUTS,
+    RUN,
     SUMMARY,
     TRAINER_STATE,
     UNFINISHED,
+    WANDB_ID,
     step_folder,
     step_of,
 )
@@ -153,8 +156,10 @@ def clear_leftovers(run_dir: Path) -> None:
 
     A replaced checkpoint whose successor is not complete gets its name back.
     """
-    for name in (METRICS, ROLLOUTS, SUMMARY):
+    for name in (METRICS, ROLLOUTS, SUMMARY, RUN, WANDB_ID):
         unfinished(run_dir / name).unlink(missing_ok=True)
+    for path in run_dir.glob(unfinished(Path(EVERY_RESUMED)).name):
+        path.unlink(missing_ok=True)
     if (run_dir / CHECKPOINTS).is_dir():
         _remove_leftovers(run_dir / CHECKPOINTS)
 

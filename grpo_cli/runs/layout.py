@@ -21,7 +21,7 @@ from pathlib import Path
 OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
-RUN, RESUMED, LOCK = "run.json", "resumed_{:03d}.json", ".lock"
+RUN, RESUMED, EVERY_RESUMED, LOCK = "run.json", "resumed_{:03d}.json", "resumed_*.json", ".lock"
 # What Hydra left of runs that have no `run.json`.
 HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"

@@ -26,7 +26,7 @@ from grpo_cli.runs.layout import LOCK
 
 POLL_SECONDS = 0.5
 _MOST_BYTES = 4096
-_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _taken(descriptor: int, folder: Path, wait: float, say: Callable[[str], None
                     "stop it first"
                 ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
+            if error.errno not in NO_LOCKS_HERE:
                 raise
             say(f"{folder} is on a file system without locks: see to it yourself that no other process writes there")
             return False
@@ -91,6 +91,18 @@ def _write(descriptor: int, content: bytes) -> None:
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process, on whatever machine the file system knows of, has a lock on the file."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is not there, cannot be read, or knows no locks
+        return False
+    return False
 
 
 def holder(folder: Path) -> str:

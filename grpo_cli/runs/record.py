@@ -18,7 +18,7 @@ import yaml
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.layout import HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
+from grpo_cli.runs.layout import EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 _CHECKSUM = "sha256"
@@ -78,7 +78,7 @@ def has_record(folder: Path) -> bool:
 
 def _files(folder: Path) -> list[Path]:
     """`run.json` and its successors in their order. UserError if one between is gone."""
-    later = sorted(folder.glob(RESUMED.format(0).replace("000", "*")))
+    later = sorted(folder.glob(EVERY_RESUMED))
     names = [RUN, *(RESUMED.format(number) for number in range(1, len(later) + 1))]
     files = [folder / name for name in names]
     if not later:

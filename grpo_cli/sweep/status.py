@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.lock import NO_LOCKS_HERE, is_held
 from grpo_cli.runs.summary import read_object
 
 TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
@@ -79,11 +79,7 @@ def is_done(folder: Path) -> bool:
 
 def is_running(folder: Path) -> bool:
     """Whether a process still writes to the job's log, though whoever started it may be gone."""
-    try:
-        with open(folder / layout.LOG, "rb+") as log:
-            return not locked(log)
-    except FileNotFoundError:
-        return False
+    return is_held(folder / layout.LOG)
 
 
 def runner(folder: Path) -> str:
@@ -122,7 +118,7 @@ def locked(log: Any) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if error.errno not in NO_LOCKS_HERE:
             raise
     return True
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, sync_file, sync_folder
-from grpo_cli.runs.layout import METRICS, ROLLOUTS
+from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import Ledger, StepRows, cut, load_ledgers, look, missing_steps, save_ledgers
 from grpo_cli.types import Example, Record
 
@@ -124,6 +124,8 @@ class JsonlTracker:
             )
         for problem in some:
             self._warn(f"damage is accepted, and stays: {problem}")
+        # What it says is of rows that are cut now: a kill from here on leaves none.
+        (self._paths[METRICS].parent / SUMMARY).unlink(missing_ok=True)
         for name, each in found.items():
             cut(self._paths[name], each)
             self._ledgers[name] = each.ledger

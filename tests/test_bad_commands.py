@@ -1,4 +1,4 @@
-"""What `grpo` says to command lines that cannot be used: some of those that scripts/campaign/commands.py makes."""
+"""What `grpo` says to command lines that cannot be used: some of those that scripts/bad_commands.py makes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import SCRIPTS
 
-sys.path.append(str(SCRIPTS / "campaign"))
+sys.path.append(str(SCRIPTS))
 
 
 @pytest.mark.slow
 def test_forty_bad_command_lines_are_each_refused_by_the_name_of_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "campaign/commands.py"), "--count", "40", "--json", str(tmp_path / "told")]
+    command = [sys.executable, str(SCRIPTS / "bad_commands.py"), "--count", "40", "--json", str(tmp_path / "told")]
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}, capture_output=True, text=True
     )
@@ -26,7 +26,7 @@ def test_forty_bad_command_lines_are_each_refused_by_the_name_of_what_is_wrong(t
 
 
 def test_an_answer_has_a_fault_unless_it_is_a_refusal_that_names_the_key() -> None:
-    from commands import Answer, BadCommand, bad_commands
+    from bad_commands import Answer, BadCommand, bad_commands
 
     asked = bad_commands(seed=1)
     assert len(asked) == len(set(asked)) >= 400 and asked != bad_commands(seed=2)

@@ -1,7 +1,7 @@
 """Command lines that nobody should be able to run, and what `grpo` says to each: one message that names what is wrong.
 
-    python scripts/campaign/commands.py                      all of them
-    python scripts/campaign/commands.py --count 40 --json bad.json
+    python scripts/bad_commands.py                      all of them
+    python scripts/bad_commands.py --count 40 --json bad.json
 
 They are made of the configuration itself (every number with what is no number, unknown keys, choices that there are
 not) and of files and modules that cannot be used. Each runs in a fork of a process that has loaded the program, in a

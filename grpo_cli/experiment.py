@@ -35,7 +35,7 @@ from grpo_cli.model.load import (
     save_pretrained,
 )
 from grpo_cli.processor import flush_denormals, remarks
-from grpo_cli.runs.find import find_checkpoint, resolve_run
+from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.summary import write_summary
@@ -163,9 +163,9 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
     found = find_checkpoint(folder)
     for reason in found.skipped:
         warn(f"checkpoint passed over: {reason}")
-    if found.path is None and found.skipped and not accept_damage:
+    if found.path is None and not (accept_damage or never_saved(folder)):
         raise UserError(
-            f"resume={resume} holds no complete checkpoint ({'; '.join(found.skipped)}); name another run, or begin "
+            f"resume={resume} holds no complete checkpoint ({'; '.join(found.skipped) or 'they are gone'}); name another run, or begin "
             "this one anew in its folder: accept_damage=true"
         )
     if found.path is None:

@@ -172,11 +172,25 @@ def test_an_old_run_gets_a_record_when_it_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_without_a_checkpoint_begins_anew_as_it_was_started(run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").write_text("")
     result = grpo("train", "resume=R")
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize("suffix", ["", ".tmp"])
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(run: Path, suffix: str) -> None:
+    shutil.rmtree(run / "checkpoints/step_000001")
+    (run / "checkpoints/step_000000").rename(run / f"checkpoints/step_000000{suffix}")
+    (run / f"checkpoints/step_000000{suffix}/COMPLETE").unlink()
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "accept_damage=true" in refused("train", "resume=R"), "rows of later steps say that there was a checkpoint"
+    (run / "metrics.jsonl").write_text(rows[0])
+    result = grpo("train", "resume=R")
+    assert result.exit_code == 0 and "begins anew" in result.output, result.output
+    assert not list(run.glob("checkpoints/*.tmp"))
 
 
 def test_where_no_checkpoint_is_whole_a_run_begins_anew_only_if_asked(run: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs.files import sha256
-from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
+from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
 from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
 
@@ -35,6 +35,13 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint:
             return FoundCheckpoint(path, tuple(skipped))
         skipped.append(f"{path.name}: {reason}")
     return FoundCheckpoint(None, tuple(skipped))
+
+
+def never_saved(run_dir: Path) -> bool:
+    """Whether a run was ended before it had a checkpoint, perhaps in its first save, which is of step 0."""
+    metrics = run_dir / METRICS
+    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    return rows <= 1 and all(step_of(p.name) == 0 and not (p / COMPLETE).exists() for p in candidates(run_dir))
 
 
 def candidates(folder: Path) -> list[Path]:

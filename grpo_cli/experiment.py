@@ -166,8 +166,8 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
     if found.path is None and not (accept_damage or never_saved(folder)):
         reasons = "; ".join(found.skipped) or "they are gone"
         raise UserError(
-            f"resume={resume} holds no complete checkpoint ({reasons}); name another run, or begin this one anew in its "
-            "folder: accept_damage=true"
+            f"resume={resume} holds no complete checkpoint ({reasons}); name another run, or begin this one anew in "
+            "its folder: accept_damage=true"
         )
     if found.path is None:
         warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")

@@ -11,6 +11,9 @@ ruff check .
 ruff format --check .
 mypy
 (($#)) && exec pytest "$@"
+if ! scripts/get_smollm2.sh; then
+    echo "NOT RUN: the tests of a real pretrained model, which could not be had (see above)" >&2
+fi
 # As many processes as cores, one thread each: tests of other numbers of threads start programs of their own.
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" pytest -n logical --maxprocesses 8 --dist worksteal --durations=15
 # The default run to its end as on a machine with more cores (MKL takes no more threads than there are, unless told to).

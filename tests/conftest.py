@@ -20,6 +20,7 @@ from grpo_cli.processor import settle
 
 settle()  # before torch is loaded
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
 sys.path += [str(SCRIPTS), str(SCRIPTS / "bench"), str(SCRIPTS / "reproduce")]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("smollm2") and not (SMOLLM2 / "model.safetensors").is_file():
+            item.add_marker(pytest.mark.skip(reason=f"{SMOLLM2} is not there (scripts/get_smollm2.sh)"))
         if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed (scripts/install_vllm.sh)"))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
 from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
@@ -71,6 +71,11 @@ class Block:
             down_proj=layer.mlp.down_proj,
         )
 
+    def cast(self, dtype: torch.dtype) -> Block:
+        """With linear layers that multiply in that precision, by weights that are in it already."""
+        linear = {f.name: _cast(getattr(self, f.name), dtype) for f in fields(self) if f.name.endswith("_proj")}
+        return replace(self, **linear)
+
 
 class Decoder:
     """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all)."""
@@ -98,6 +103,20 @@ class Decoder:
         """The same blocks, padded otherwise."""
         other = copy(self)
         other.padding = padding
+        return other
+
+    def in_its_precision(self) -> Decoder:
+        """The same, with weights in the precision that a step multiplies in: under autocast copies, as they are now.
+
+        Autocast would cast every weight again in every step, and keeps none under `inference_mode`. Where weights are
+        multiplied as they are, nothing is copied; nor is what is quantised.
+        """
+        dtype = self.layout().dtype
+        if dtype == self.dtype:
+            return self
+        other = copy(self)
+        other._blocks_of_model = [block.cast(dtype) for block in self._blocks_of_model]
+        other._head = _cast(self._head, dtype)
         return other
 
     def of_one_block(self) -> Decoder:
@@ -204,6 +223,27 @@ class Decoder:
         """Zero rows below, as many as `padding` asks for."""
         missing = self.padding.padded_rows(x.shape[0]) - x.shape[0]
         return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def _cast(module: Any, dtype: torch.dtype) -> Any:
+    """What a linear layer computes, by a copy of its weight in `dtype`; of one with adapters, by copies of theirs too.
+
+    Adapters stay apart: what they add is often less than bfloat16 tells apart in a sum with the weight. Their dropout
+    is of updates only. Other modules (quantised ones) are as they are.
+    """
+    adapters = getattr(module, "lora_A", None)
+    if adapters is not None and type(module.base_layer) is nn.Linear and not module.merged:
+        base = _cast(module.base_layer, dtype)
+        names = [] if module.disable_adapters else [name for name in module.active_adapters if name in adapters]
+        pairs = [
+            (_cast(adapters[name], dtype), _cast(module.lora_B[name], dtype), module.scaling[name]) for name in names
+        ]
+        return lambda x: sum((up(down(x)) * scale for down, up, scale in pairs), base(x))
+    if type(module) is not nn.Linear:
+        return module
+    weight = module.weight.detach().to(dtype)
+    bias = None if module.bias is None else module.bias.detach().to(dtype)
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _norm(module: Any) -> Any:

@@ -55,7 +55,7 @@ class Generation:
         meter: Meter,
         prefix: int = 0,
     ) -> None:
-        self.decoder = decoder
+        self.decoder = decoder = decoder.in_its_precision()
         self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix)
         shape = self.sizes.slots
         self.slots = Slots(shape, decoder.padding, self.sizes.max_new_tokens, keeper_of(sparsity, shape))

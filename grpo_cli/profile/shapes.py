@@ -53,6 +53,10 @@ class Workload:
     lengths: tuple[int, ...]
 
 
+class _Quantised(nn.Linear):
+    """A linear layer that stands for one of bitsandbytes: no plain layer, whose weight rollouts would copy."""
+
+
 class ShapeModel:
     """A model without weights, and what a pass of it would take. `autocast` is `none` or `bfloat16`; `bits` are those
     of its quantised weights, which concerns their own size only (None: not quantised)."""
@@ -67,6 +71,9 @@ class ShapeModel:
         allow_packing(self.model)
         self._autocast = autocast
         self._bits = bits
+        if bits is not None:
+            for module in self._quantised():
+                module.__class__ = _Quantised
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
@@ -78,12 +85,13 @@ class ShapeModel:
         whole = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
         if self._bits is None:
             return whole
-        return whole - sum(w.untyped_storage().nbytes() - w.numel() * self._bits // 8 for w in self._quantised())
+        quantised = [module.weight for module in self._quantised()]
+        return whole - sum(w.untyped_storage().nbytes() - w.numel() * self._bits // 8 for w in quantised)
 
-    def _quantised(self) -> list[Tensor]:
+    def _quantised(self) -> list[nn.Linear]:
         """What bitsandbytes quantises: linear layers, but for the head and the adapters."""
         named = [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        return [module.weight for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
+        return [module for name, module in named if "lora_" not in name and not name.endswith("lm_head")]
 
     @property
     def trained(self) -> list[Tensor]:

@@ -1,0 +1,85 @@
+"""Rollouts under autocast multiply by weights that are cast once, when they begin, and say what autocast would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from made import model as model_settings
+from small import contents, make_engine, small_model, some_requests
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.settings import LoraSettings
+
+LORA = LoraSettings(rank=2, alpha=8.0, dropout=0.5, targets=("q_proj", "v_proj", "down_proj"))
+
+
+def made(adapted: bool) -> Any:
+    """A small model; its adapters do something, which new ones do not."""
+    if not adapted:
+        return small_model()
+    pytest.importorskip("peft")
+    from grpo_cli.model.adapters import with_adapters
+
+    model = with_adapters(small_model(), replace(model_settings(), lora=LORA)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight += torch.randn(weight.shape, generator=generator) * 0.1
+    return model
+
+
+class Casts(TorchDispatchMode):
+    """Counts the weights that are cast: of one shape with a parameter, from float32 to bfloat16."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.addresses, self.count = {weight.data_ptr() for weight in model.parameters()}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.addresses:
+            self.count += out.dtype == torch.bfloat16
+        return out
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_decode_step_casts_no_weight(adapted: bool) -> None:
+    model = made(adapted)
+    counts = []
+    for tokens in (4, 12):
+        engine = make_engine(model, eos_token_ids=(10**6,))
+        with torch.autocast("cpu", torch.bfloat16), Casts(model) as casts:
+            rollouts = list(engine.generate(some_requests(prompts=1, n=2, tokens=tokens)))
+        assert [len(rollout.token_ids) for rollout in rollouts] == [tokens, tokens]
+        counts.append(casts.count)
+    assert counts[0] == counts[1] > 0, "each weight once, however many steps there are"
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_weights_that_are_cast_once_say_what_autocast_says(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests = made(adapted), some_requests(prompts=2, n=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        once = contents(make_engine(model).generate(requests))
+        monkeypatch.setattr(Decoder, "in_its_precision", lambda self: self)
+        assert contents(make_engine(model).generate(requests)) == once
+
+
+def test_weights_are_cast_as_they_are_when_rollouts_begin() -> None:
+    model, requests = small_model(), some_requests(prompts=2, n=2)
+    engine = make_engine(model)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        before = contents(engine.generate(requests))
+        for weight in model.parameters():
+            weight.mul_(1.5)
+        after = contents(engine.generate(requests))
+        assert after != before and contents(make_engine(model).generate(requests)) == after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_multiplied_as_they_are_are_not_copied(dtype: torch.dtype) -> None:
+    decoder = Decoder(small_model().to(dtype))
+    assert decoder.in_its_precision() is decoder

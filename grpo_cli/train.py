@@ -64,11 +64,20 @@ class Trainer:
                 self._clear_leftovers()
                 summary = self._summary(status, fault)
                 try:
-                    write_summary(self._run_dir, summary)
+                    self._leave(summary)
                 finally:  # a full disk is no reason to leave a tracker open
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
+
+    def _leave(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary. Where it cannot be, what went wrong before is what is told."""
+        try:
+            write_summary(self._run_dir, summary)
+        except UserError as error:
+            if summary["error"] is None:
+                raise
+            self._parts.warn(str(error))
 
     def _loop(self) -> None:
         settings, progress = self._settings, self._progress

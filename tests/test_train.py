@@ -701,6 +701,12 @@ def test_trackers_are_closed_when_the_summary_cannot_be_written(
         make_trainer(settings_for(tmp_path, steps=1), trackers=(recorder,)).fit()
     assert recorder.summary is not None and recorder.summary["status"] == "completed"
 
+    def breaks(record: Record) -> None:
+        raise RuntimeError("the first thing that went wrong")
+
+    with pytest.raises(RuntimeError, match="the first thing"):
+        make_trainer(settings_for(tmp_path / "b", steps=1), trackers=(Recorder(breaks),)).fit()
+
 
 def test_more_prompts_a_step_than_the_task_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.prompts=13 different prompts .* has 12"):

@@ -108,7 +108,7 @@ class Process:
         return self._code
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""  # killed before it could open it
 
 
 def _forked(words: Sequence[str], place: Path, log: Path) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from test_sweep import HELD
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
@@ -186,18 +187,6 @@ def test_slurm_s_script_passes_its_warning_on_and_queues_the_job_again(
     assert (tmp_path / "queued").read_text() == queued
 
 
-# Job 0 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
-HELD = """
-import itertools, pathlib, time
-from grpo_cli.advantage import grpo
-
-calls = itertools.count(1)
-
-def advantage(kept_rewards, group_rewards, **settings):
-    while len(group_rewards) == 2 and next(calls) > 3 and pathlib.Path("hold").exists():
-        time.sleep(0.05)
-    return grpo(kept_rewards, group_rewards, **settings)
-"""
 SMALL = ["train.prompts=1", "n=2,4", "sampling.max_new_tokens=4", "eval.every=0", "train.steps=6", "logger=jsonl"]
 SMALL += ["train.checkpoint_every=1", "advantage._target_=held.advantage", "device=cpu", "hydra.sweep.dir=sweep"]
 

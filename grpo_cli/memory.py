@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -132,6 +132,37 @@ def _trim() -> Callable[[int], int] | None:
 
 
 _TRIM = _trim()
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take: of a GPU its share, otherwise of the machine and of its control groups."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        return min(free, share - torch.cuda.memory_reserved(device))
+    of_groups = _free_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([int(psutil.virtual_memory().available), *of_groups])
+
+
+# Of a control group: its limit, what it uses, and the cached files in that, by the names of versions 1 and 2.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+_V2 = "memory.max", "memory.current", "inactive_file"
+
+
+def _free_of_groups(own: Path, root: Path) -> Iterator[int]:
+    """What the control groups that the process is in have left, each with those around it. In a container the paths
+    may not be there, and the root be its group."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, used, cached = _V1 if controllers else _V2
+        top = root / "memory" if controllers else root
+        inner = top / path.lstrip("/")
+        for group in (inner, *inner.parents):
+            if group.is_relative_to(top) and (group / limit).exists() and (group / limit).read_text().strip() != "max":
+                files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield int((group / limit).read_text()) - int((group / used).read_text()) + int(files.get(cached, 0))
 
 
 def resident_bytes() -> int:

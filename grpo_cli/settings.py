@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class ModelSettings:
 class TrainSettings:
     steps: int
     prompts: int
-    micro_batch_tokens: int
+    micro_batch_tokens: int | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
     epochs: int
     minibatches: int
     logprob_chunk: int

@@ -90,6 +90,17 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     assert found["schema"] == SCHEMA
 
 
+def test_a_plan_for_a_gpu_needs_none_and_is_on_its_terms():
+    plan = ["profile.plan_only=true", "eval.every=0"]
+    words = [*plan, "device=cuda", "optim.offload=true", "profile.fit=1GB"]
+    found, _ = profile(*words)
+    for sizes in found["predicted"]["phases"].values():  # neither Python's memory nor the optimizer's is the GPU's
+        assert sizes["held_by"]["other"] == sizes["held_by"]["optimizer"] == 0 or torch.cuda.is_available()
+    assert profile(*plan, "device=cpu", out="cpu")[0]["predicted"]["phases"]["decode"]["held_by"]["other"] > 2**26
+    if not torch.cuda.is_available():
+        assert "profile.fit=80GB" in grpo("profile", *SMALL, *plan, "device=cuda").stderr
+
+
 def test_what_cannot_be_profiled_is_refused_all_at_once():
     wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=0GB", "profile.mean=9"]
     result = grpo("profile", *SMALL, *wrong)

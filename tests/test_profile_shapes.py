@@ -169,15 +169,6 @@ def test_every_phase_holds_the_optimizer_and_what_lies_beside_the_model():
     assert all(set(sizes) <= set(KINDS) for sizes in found.values())
 
 
-def test_on_a_cpu_every_phase_keeps_the_activations_of_the_fullest():
-    given = plan(some_requests(prompts=2, n=4), 4, 4)
-    freed, kept = (Estimator(fake_model(), 0, 0, stays).predict(given).phases for stays in (False, True))
-    most = max(sizes.get(ACTIVATIONS, 0) for sizes in freed.values())
-    assert {sizes[ACTIVATIONS] for sizes in kept.values()} == {most}
-    for phase, sizes in kept.items():
-        assert {**sizes, ACTIVATIONS: freed[phase].get(ACTIVATIONS, 0)} == {ACTIVATIONS: 0, **freed[phase]}
-
-
 def test_where_everything_fits_there_is_no_largest_value():
     found = Estimator(fake_model(), 0, 0).largest(plan(some_requests(prompts=1, n=2), 2, 2), 10**15)
     assert found == {"n": 0, "sampler.slots": 0, "train.micro_batch_tokens": 0}

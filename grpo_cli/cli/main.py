@@ -285,6 +285,7 @@ def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
+    from grpo_cli.profile.micro_batch import decided
     from grpo_cli.runs.find import completed_steps
     from grpo_cli.runs.stop import Stop
 
@@ -293,8 +294,10 @@ def _train(cfg: DictConfig) -> Any:
     if done is not None and done >= settings.train.steps:
         typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
+    asked, settings = settings, decided(settings, rules, experiment.pick_device(settings.device), _to_stderr)
+    by_memory = {} if settings == asked else {"train.micro_batch_tokens": settings.train.micro_batch_tokens}
     with (
-        started("train", cfg, settings.resume, settings.resume_wait) as go_on,
+        started("train", cfg, settings.resume, settings.resume_wait, by_memory) as go_on,
         _memory_explained(settings),
         Stop(_to_stderr) as stop,
     ):

@@ -147,7 +147,9 @@ def _seed_problems(seed: int) -> Iterator[str]:
 
 
 def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
-    for key in ("steps", "prompts", "micro_batch_tokens", "epochs", "minibatches", "logprob_chunk", "max_bad_steps"):
+    if train.micro_batch_tokens != "auto":
+        yield from _at_least("train.micro_batch_tokens", train.micro_batch_tokens, 1)
+    for key in ("steps", "prompts", "epochs", "minibatches", "logprob_chunk", "max_bad_steps"):
         yield from _at_least(f"train.{key}", getattr(train, key), 1)
     yield from _at_least("train.checkpoint_every", train.checkpoint_every, 1)
     yield from _at_least("train.keep_checkpoints", train.keep_checkpoints, 1)

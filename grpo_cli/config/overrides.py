@@ -54,6 +54,7 @@ def overrides_of_run(record: RunRecord) -> list[str]:
 def overrides_to_resume(record: RunRecord, run_dir: Path) -> list[str]:
     """What a run was started with, and its folder: the same command again, going on in the same place."""
     again = [renamed(word) for word in record.overrides if not is_of_a_resume(word)]
+    again += overrides(record.about.get("decided", {}))
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
 
 

@@ -68,6 +68,9 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         if isinstance(value, list):
             return value
         problems.append(f"{key}={shown(value)} must be a list")
+    elif typing.get_origin(kind) is typing.Union:  # of a kind, and of words that stand for themselves
+        other, words = typing.get_args(kind)
+        return value if value in typing.get_args(words) else _read(other, value, key, problems)
     elif isinstance(kind, types.UnionType):
         return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):

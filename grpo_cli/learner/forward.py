@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import micro_batch_rows, micro_batches
 from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
@@ -63,9 +64,20 @@ class ShapeOnly(Forward, Protocol):
 
 
 def make_forward(train: TrainSettings, temperature: float) -> Padded | PaddingFree:
-    """What `train` asks for."""
+    """What `train` asks for. UserError if it leaves open how much goes through at once."""
+    plain = make_padded(train, temperature)
     if train.shared_prefix or train.padding_free:
-        return PaddingFree(train.micro_batch_tokens, train.logprob_chunk, temperature, train.shared_prefix)
+        return PaddingFree(plain.tokens, plain.chunk, temperature, train.shared_prefix)
+    return plain
+
+
+def make_padded(train: TrainSettings, temperature: float) -> Padded:
+    """The same in the plain way."""
+    if train.micro_batch_tokens == "auto":
+        raise UserError(
+            "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
+            "the settings that grpo_cli.profile.micro_batch.decided makes of these"
+        )
     return Padded(train.micro_batch_tokens, train.logprob_chunk, temperature)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
-from grpo_cli.learner.forward import Forward, Padded, make_forward
+from grpo_cli.learner.forward import Forward, make_forward, make_padded
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
 from grpo_cli.memory import give_back_freed
 from grpo_cli.model.anatomy import has_dropout
@@ -59,7 +59,7 @@ class Learner:
         self._train = train
         self._optim = optim
         self._max_new_tokens = sampling.max_new_tokens
-        self._plain = Padded(train.micro_batch_tokens, train.logprob_chunk, sampling.temperature)
+        self._plain = make_padded(train, sampling.temperature)
         self._forward: Forward = make_forward(train, sampling.temperature)
         self._forward.prepare(model)
         self._compared = self._forward == self._plain

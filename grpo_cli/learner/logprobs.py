@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_cli.model.anatomy import head
 from grpo_cli.model.lean import last_states
 
-_AT_ONCE = 1 << 23  # logits that are in float32 at one time
+_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that are in float32 at one time; a GPU wants few large calls
 
 
 def token_logprobs(
@@ -95,7 +95,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(1, _AT_ONCE // logits.shape[1])
+    rows = max(1, _AT_ONCE[logits.device.type] // logits.shape[1])
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 

@@ -30,6 +30,7 @@ def last_states(model: Any, **inputs: Any) -> Tensor:
     hooks = _Hooks()
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         states: Tensor = backbone(model)(use_cache=False, **inputs).last_hidden_state
+    hooks.tidy_up()  # for the head, whose pass comes next and is the fullest
     return states
 
 
@@ -55,7 +56,7 @@ class _Hooks:
     def __init__(self) -> None:
         self._last: tuple[int, Tensor] | None = None
         self._narrow: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._passed = 0
+        self._passed, self._is_much = 0, False
 
     def pack(self, tensor: Tensor) -> Tensor | _Note | _Kept:
         node: Any = tensor.grad_fn
@@ -91,8 +92,14 @@ class _Hooks:
         if tensor.device.type == "cpu":
             self._passed += tensor.nbytes
             if self._passed > _AT_MOST_FREED:
+                self._is_much, self._passed = True, 0
                 give_back_freed()
-                self._passed = 0
+
+    def tidy_up(self) -> None:
+        """Give back now, and again as soon as the backward pass is here; where little was kept that is not worth it."""
+        if self._is_much:
+            give_back_freed()
+            self._passed = _AT_MOST_FREED
 
     def _made(self, node: Any) -> Tensor:
         """The result of a node, which `_can_be_made`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,21 +14,19 @@ import psutil
 import torch
 
 from grpo_cli import __version__, experiment
-from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import parse_bytes
 from grpo_cli.interfaces import AdvantageFn, Rules
-from grpo_cli.learner.logprobs import logprobs_at
-from grpo_cli.memory import is_out_of_memory, resident_bytes
+from grpo_cli.memory import is_out_of_memory
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile import advice
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.profile.from_settings import estimator_of, is_ours, not_predicted, shapes_of, step_of
+from grpo_cli.profile.from_settings import estimator_of, is_ours, not_predicted, process_alone, shapes_of, step_of
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
+from grpo_cli.profile.micro_batch import decided
 from grpo_cli.settings import ProfileRunSettings
 from grpo_cli.step import Step
 from grpo_cli.types import Record
@@ -40,10 +37,11 @@ Say = Callable[[str], None]
 def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn: Say) -> Findings:
     """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
     the numbers."""
-    device = experiment.pick_device(settings.device)
+    device = _device(settings)
     rules = build_rules(settings.parts, settings.n, settings.m)
-    lengths = _lengths(settings)
-    other = _process_alone(device)
+    lengths, room = _lengths(settings), _room(settings, device)
+    settings = decided(settings, rules, device, say, None if settings.profile.fit is None else room)
+    other = process_alone(device)
     measured = None
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
@@ -53,13 +51,12 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, device, other)
-    room = _room(settings, device)
     predicted = estimator.predict(step)
     findings = Findings(
         command=tuple(command),
         settings=dataclasses.asdict(settings),
         versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        device=_name(device),
         threads=torch.get_num_threads(),
         measured=measured,
         predicted=predicted,
@@ -74,29 +71,25 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     return findings
 
 
+def _device(settings: ProfileRunSettings) -> torch.device:
+    """Where it runs; a plan with device=cuda is on a GPU's terms where there is none, too."""
+    if settings.profile.plan_only and settings.device == "cuda" and not torch.cuda.is_available():
+        return torch.device("cuda")
+    return experiment.pick_device(settings.device)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "a GPU that is not here"
+    return f"cpu ({platform.machine()})"
+
+
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
     if wanted.lengths != "natural" and not is_ours(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
     trace = read_trace(wanted.trace_file, "profile.trace_file") if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
-
-
-def _process_alone(device: torch.device) -> int:
-    """Baseline memory of the process, in bytes: on a CPU the program and its libraries, which the embedded model
-    has used once so that they are loaded; on a GPU what the allocator keeps for them."""
-    model = load_model(model_of(TINY), device)
-    load_tokenizer(model_of(TINY))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
-    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
-    optimizer.step()
-    if device.type == "cpu":
-        return resident_bytes()
-    optimizer.zero_grad()
-    del model, optimizer, ids, place
-    gc.collect()
-    return int(torch.cuda.memory_allocated(device))
 
 
 def _measured(
@@ -135,6 +128,8 @@ def _never_all_equal(rule: AdvantageFn, kept_rewards: torch.Tensor, group_reward
 def _room(settings: ProfileRunSettings, device: torch.device) -> int:
     if settings.profile.fit is not None:
         return parse_bytes(settings.profile.fit, "profile.fit")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda is planned for where there is no GPU: say what it has, as in profile.fit=80GB")
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)

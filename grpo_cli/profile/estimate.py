@@ -47,6 +47,16 @@ class StepShape:
         return replace(self, rollouts=_full(self.rollouts), evaluation=evaluation)
 
 
+def most_tokens(step: StepShape) -> int:
+    """Tokens that a step trains on: no pass can take more."""
+    return sum(row.prompt + row.completion for row in _rows(step.rollouts, step.m))
+
+
+def with_tokens(step: StepShape, count: int) -> StepShape:
+    """The same with so many tokens in one forward and backward pass, or one row."""
+    return replace(step, forward=replace(step.forward, tokens=count))  # type: ignore[type-var]
+
+
 def total(sizes: Sizes) -> int:
     return sum(sizes.values())
 
@@ -78,17 +88,12 @@ class Prediction:
 
 class Estimator:
     """What steps take, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
-    beside the model's tensors.
+    beside the model's tensors."""
 
-    `freed_stays`: memory is what is resident, as on a CPU. There glibc does not return freed blocks under 32 MiB, so
-    that later phases keep the activations of the fullest.
-    """
-
-    def __init__(self, model: ShapeModel, optimizer: int, other: int, freed_stays: bool = False) -> None:
+    def __init__(self, model: ShapeModel, optimizer: int, other: int) -> None:
         self._model = model
         self._optimizer = optimizer
         self._other = other
-        self._freed_stays = freed_stays
 
     def predict(self, step: StepShape) -> Prediction:
         """Each phase at its fullest, with all that lies there meanwhile."""
@@ -108,9 +113,6 @@ class Estimator:
         if step.evaluation is not None and step.engine is not None:
             beginning, going_on = model.rollouts(step.evaluation, step.engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
-        if self._freed_stays:
-            most = max(sizes.get(ACTIVATIONS, 0) for sizes in phases.values())
-            phases = {phase: {**sizes, ACTIVATIONS: most} for phase, sizes in phases.items()}
         return Prediction(phases)
 
     def _steady(self, step: StepShape) -> dict[str, int]:
@@ -142,7 +144,6 @@ class Estimator:
         """
         step = step.at_full_length()
         requests = len(step.rollouts.lengths)
-        tokens = sum(row.prompt + row.completion for row in _rows(step.rollouts, step.m))
 
         def with_n(n: int) -> StepShape:
             m = n if step.m == step.rollouts.n else min(step.m, n)
@@ -152,19 +153,21 @@ class Estimator:
             assert step.engine is not None, "asked only where the engine is ours"
             return replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(slots)))
 
-        def with_tokens(count: int) -> StepShape:
-            return replace(step, forward=replace(step.forward, tokens=count))  # type: ignore[type-var]
-
         found = {"n": self._most(with_n, step.rollouts.n, 2, MOST, room)}
         if step.engine is not None:
             slots = min(requests, step.engine.sampler.slots or DEFAULT_SLOTS)
             found["sampler.slots"] = self._most(with_slots, slots, 1, requests, room)
-        return found | {
-            "train.micro_batch_tokens": self._most(with_tokens, min(tokens, step.forward.tokens), 1, tokens, room),
-        }
+        return found | {"train.micro_batch_tokens": self.micro_batch(step, room)}
+
+    def micro_batch(self, step: StepShape, room: int) -> int | None:
+        """The most tokens in one pass that fit `room` bytes; None and 0 as `largest`."""
+        tokens = most_tokens(step)
+        start = min(tokens, step.forward.tokens)
+        return self._most(lambda count: with_tokens(step, count), start, 1, tokens, room)
 
     def _most(self, step: Callable[[int], StepShape], start: int, least: int, enough: int, room: int) -> int | None:
-        """The largest value, to a part in eight or to 95 % of the room; beyond `enough` nothing changes any more.
+        """The largest value, to a part in eight or to 95 % of the room above the least that was tried; beyond `enough`
+        nothing changes any more.
 
         Bytes grow nearly in proportion, so where the room ends is guessed on the line between what fits and what not.
         """
@@ -182,7 +185,7 @@ class Estimator:
                 if good == enough:
                     return 0
                 value = min(enough, 4 * good)
-            elif peaks[good] > 0.95 * room or bad - good <= max(1, good // 8):
+            elif room - peaks[good] < 0.05 * (room - min(peaks.values())) or bad - good <= max(1, good // 8):
                 break
             else:
                 share, margin = (room - peaks[good]) / (peaks[bad] - peaks[good]), (bad - good) // 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import hydra.utils
 import torch
 
+from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
+from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.model.load import load_model, load_tokenizer
+from grpo_cli.memory import resident_bytes
+from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
 from grpo_cli.profile.shapes import EngineShape, ShapeModel, Workload
@@ -33,7 +37,26 @@ def shapes_of(model: ModelSettings) -> ShapeModel:
 
 
 def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Estimator:
-    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
+    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other)
+
+
+def process_alone(device: torch.device) -> int:
+    """Baseline memory of the process, in bytes: on a CPU the program and its libraries, which the embedded model
+    has used once so that they are loaded; on a GPU what the allocator keeps for them."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return 0  # planned for
+    model = load_model(model_of(TINY), device)
+    load_tokenizer(model_of(TINY))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids, place = torch.zeros(2, 16, dtype=torch.long, device=device), torch.ones(8, dtype=torch.long, device=device)
+    logprobs_at(model, ids, 0 * place, place, 1.0, 8).sum().backward()
+    optimizer.step()
+    if device.type == "cpu":
+        return resident_bytes()
+    optimizer.zero_grad()
+    del model, optimizer, ids, place
+    gc.collect()
+    return int(torch.cuda.memory_allocated(device))
 
 
 def is_ours(settings: RunSettings) -> bool:

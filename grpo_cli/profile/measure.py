@@ -51,10 +51,10 @@ class Rehearsal:
     settings: RunSettings
     parts: Parts
 
-    def rehearse(self, steps: int, evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
+    def rehearse(self, steps: Sequence[int], evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
         """`step` or `eval` of each, and its metrics."""
         settings, progress = self.settings, Progress()
-        for step in range(steps):
+        for step in steps:
             yield "step", self.step.run(step, progress).metrics
         if evaluate:
             with self.parts.meter.span("eval"), self.step.learner.autocast():
@@ -182,9 +182,9 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
     kv: dict[str, int] = {}
     tokens: dict[str, dict[str, float]] = {}
     with probe, update.seen():
-        done, trained = 0, 0.0
+        done, trained, fullest_step = 0, 0.0, 0
         say(f"warming up ({profile.warmup} of {profile.warmup + profile.steps} steps)")
-        for kind, metrics in subject.rehearsal.rehearse(profile.warmup + profile.steps, evaluate):
+        for kind, metrics in subject.rehearsal.rehearse(range(profile.warmup + profile.steps), evaluate):
             times, highest = probe.take(), probe.peaks.take()
             done += kind == "step"
             stats, work = subject.engine.stats(), subject.engine.work
@@ -203,14 +203,15 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
                 seconds.setdefault("rest", []).append(rest)
                 engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
                 say(f"step {done - profile.warmup} of {profile.steps}: {times['time/step']:.2f} s")
-            _keep_larger(works, kind, work)
+            if _keep_larger(works, kind, work) and kind == "step":
+                fullest_step = done - 1
             kv[kind] = max(kv.get(kind, 0), stats.kv_peak_bytes)
             counts = {"generated": stats.generated_tokens, "trained": of_step}
             counts["engine/prefill_tokens"] = stats.prefill_tokens
             tokens[kind] = {name: float(value) for name, value in counts.items()}
         fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
         say("one more step, to see what memory is held by")
-        inside = _anatomy(subject, update, evaluate, works)
+        inside = _anatomy(subject, update, fullest_step, evaluate, works)
     phases = {
         name: Phase(
             tuple(values),
@@ -225,14 +226,19 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
     return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
 
 
-def _keep_larger(works: dict[str, Workload], kind: str, work: Workload | None) -> None:
+def _keep_larger(works: dict[str, Workload], kind: str, work: Workload | None) -> bool:
+    """Whether this is the largest of its kind so far."""
     assert work is not None, "something was generated"
-    if kind not in works or sum(work.lengths) > sum(works[kind].lengths):
+    larger = kind not in works or work.tokens > works[kind].tokens
+    if larger:
         works[kind] = work
+    return larger
 
 
-def _anatomy(subject: Subject, update: _Update, evaluate: bool, works: dict[str, Workload]) -> dict[str, Sizes]:
-    """What each phase held when it held most, beside what is there all the time. Notes larger `works`."""
+def _anatomy(
+    subject: Subject, update: _Update, step: int, evaluate: bool, works: dict[str, Workload]
+) -> dict[str, Sizes]:
+    """What each phase of a step held when it held most, beside what is there all the time. Notes larger `works`."""
     found: dict[str, Sizes] = {}
     open_spans: tuple[str, ...] = ()
     with Allocations(subject.model) as allocations:
@@ -250,7 +256,7 @@ def _anatomy(subject: Subject, update: _Update, evaluate: bool, works: dict[str,
 
         subject.probe.listener = note
         try:
-            for kind, _ in subject.rehearsal.rehearse(1, evaluate):
+            for kind, _ in subject.rehearsal.rehearse([step], evaluate):
                 _keep_larger(works, kind, subject.engine.work)
         finally:
             subject.probe.listener = lambda names: None
@@ -278,7 +284,7 @@ def write_trace(subject: Subject, folder: Path) -> list[Path]:
         torch.cuda.memory._record_memory_history()
     subject.probe.trace = True
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in subject.rehearsal.rehearse(1, False):
+        for _ in subject.rehearsal.rehearse([0], False):
             pass
     subject.probe.trace = False
     written = [folder / "trace.json.gz"]

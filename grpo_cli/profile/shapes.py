@@ -52,6 +52,11 @@ class Workload:
     max_new_tokens: int
     lengths: tuple[int, ...]
 
+    @property
+    def tokens(self) -> int:
+        """Of all rollouts, each with its prompt."""
+        return sum(self.lengths) + self.n * sum(len(prompt.token_ids) for prompt in self.prompts)
+
 
 class _Quantised(nn.Linear):
     """A linear layer that stands for one of bitsandbytes: no plain layer, whose weight rollouts would copy."""

@@ -1,0 +1,67 @@
+"""`train.micro_batch_tokens=auto`: how much goes through the model at once, by the memory that is free at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from grpo_cli.errors import UserError
+from grpo_cli.formatting import gib
+from grpo_cli.interfaces import Rules
+from grpo_cli.memory import free_bytes
+from grpo_cli.model.anatomy import has_dropout
+from grpo_cli.profile import advice
+from grpo_cli.profile.estimate import Estimator, StepShape, most_tokens, with_tokens
+from grpo_cli.profile.from_settings import estimator_of, process_alone, shapes_of, step_of
+from grpo_cli.settings import RunSettings
+
+_SHARE = 0.9  # of what is free: predictions are to be within a tenth of what a run then takes
+
+
+Settings = TypeVar("Settings", bound=RunSettings)
+
+
+def decided(
+    settings: Settings, rules: Rules, device: torch.device, say: Callable[[str], None], room: int | None = None
+) -> Settings:
+    """The settings with a number where they say auto, which is said: the largest with which the passes over rollouts of
+    full length fit `room` bytes, by default what is free. Rollouts are made by themselves and have no part in it.
+
+    UserError where not one sequence fits.
+    """
+    if settings.train.micro_batch_tokens != "auto":
+        return settings
+    other = process_alone(device)  # is there already, and so not in what is free
+    room = int(_SHARE * free_bytes(device)) + other if room is None else room
+    shapes = shapes_of(settings.model)
+    sampler, step = step_of(_with(settings, 1), rules, has_dropout(shapes.model))
+    step = replace(step, engine=None, evaluation=None).at_full_length()
+    estimator, all_of_them = estimator_of(settings, shapes, device, other), most_tokens(step)
+    found = estimator.micro_batch(with_tokens(step, all_of_them), room)
+    if found is None:
+        least = estimator.predict(step)
+        parts = advice.breakdown(least.fullest, least.phases[least.fullest], sampler)
+        raise UserError(
+            f"train.micro_batch_tokens=auto: not one sequence fits. It takes at least {gib(least.peak)}, and "
+            f"{gib(room)} are free for it:\n" + "\n".join(parts) + "\n  sampling.max_new_tokens=<fewer>, or adapters, "
+            "which need next to no gradients and optimizer: model.lora.rank=16"
+        )
+    count = found or all_of_them
+    say(_said(count, found == 0, estimator, step, room))
+    return _with(settings, count)
+
+
+def _said(count: int, all_at_once: bool, estimator: Estimator, step: StepShape, room: int) -> str:
+    peak = estimator.predict(with_tokens(step, count)).peak
+    what = "all of a step at once" if all_at_once else "the most that fit"
+    return (
+        f"train.micro_batch_tokens=auto is {count}: {what}; updates are expected to take {gib(peak)} of {gib(room)}. "
+        f"Elsewhere train.micro_batch_tokens={count} gives the same run"
+    )
+
+
+def _with(settings: Settings, tokens: int) -> Settings:
+    return replace(settings, train=replace(settings.train, micro_batch_tokens=tokens))

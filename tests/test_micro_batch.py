@@ -1,0 +1,106 @@
+"""`train.micro_batch_tokens=auto`: decided once by what memory is free, said, kept for a resumed run, or refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import WORDS, rows
+from typer.testing import CliRunner
+
+from grpo_cli import memory
+from grpo_cli.cli import main as cli
+from grpo_cli.config.compose import settings_of
+from grpo_cli.errors import UserError
+from grpo_cli.experiment import build, tried_rules
+from grpo_cli.formatting import parse_bytes
+from grpo_cli.profile import micro_batch
+
+AUTO = (*WORDS, "n=16", "train.micro_batch_tokens=auto")
+LITTLE = 10 * 2**20  # takes the weights, the optimizer and a few rows
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, free: int, *words: str) -> tuple[int, str]:
+    """The number where so many bytes are free, and what is said of it."""
+    said: list[str] = []
+    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
+    settings = settings_of(*AUTO, *words)
+    settings = micro_batch.decided(settings, tried_rules(settings), torch.device("cpu"), said.append)
+    assert isinstance(settings.train.micro_batch_tokens, int)
+    return settings.train.micro_batch_tokens, *said
+
+
+def grpo(*words: str) -> Any:
+    result = CliRunner().invoke(cli.app, ["train", *words], prog_name="grpo")
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_it_is_all_of_a_step_or_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything, said = decided(monkeypatch, 2**40)
+    # 2 prompts x 16 rollouts of 12 tokens at most, and prompts of 6 to 16 tokens
+    assert 32 * (6 + 12) <= everything <= 32 * (16 + 12)
+    assert f"auto is {everything}: all of a step at once" in said and f"train.micro_batch_tokens={everything} " in said
+    few, said = decided(monkeypatch, LITTLE)
+    assert 6 + 12 < few < everything and f"auto is {few}: the most that fit" in said
+    expected, room = (parse_bytes(size, "") for size in re.findall(r"[\d.]+ [MG]iB", said))
+    assert expected <= room
+    assert few < decided(monkeypatch, LITTLE, "model.gradient_checkpointing=true")[0]
+
+
+def test_where_not_one_sequence_fits_it_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError) as refused:
+        decided(monkeypatch, 0)
+    message = str(refused.value)
+    assert "not one sequence fits. It takes at least" in message
+    for lever in ("model.gradient_checkpointing=true", "model.lora.rank=16", "sampling.max_new_tokens"):
+        assert lever in message
+
+
+def test_a_resumed_run_cuts_as_before_whatever_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    few, _ = decided(monkeypatch, LITTLE)
+    begun = grpo(*AUTO, "train.steps=2", "hydra.run.dir=cut")
+    assert f"auto is {few}" in begun.stderr
+    record = json.loads(Path("cut/run.json").read_text())
+    assert record["config"]["train"]["micro_batch_tokens"] == few
+    assert json.loads(Path("cut/summary.json").read_text())["micro_batch_tokens"] == few
+    monkeypatch.setattr(micro_batch, "free_bytes", lambda device: 2**40)
+    again = grpo("resume=cut", "train.steps=4")
+    assert "micro_batch_tokens" not in again.stderr
+    grpo(*WORDS, "n=16", "train.steps=4", f"train.micro_batch_tokens={few}", "hydra.run.dir=whole")
+    assert rows(Path("cut")) == rows(Path("whole"))
+
+
+def test_what_is_built_without_the_command_line_wants_a_number() -> None:
+    with pytest.raises(UserError, match="train.micro_batch_tokens=auto is decided by the command line"):
+        build(settings_of(*AUTO))
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "tree"),
+    [
+        ("0::/a/b", ("memory.max", "memory.current", "inactive_file"), ""),
+        ("4:cpu,memory:/a/b", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"), "memory"),
+    ],
+)
+def test_a_control_group_and_those_around_it_bound_what_is_free(
+    line: str, names: tuple[str, str, str], tree: str, tmp_path: Path
+) -> None:
+    limit, used, cached = names
+    for group, most in (("a", "5000"), ("a/b", "max" if not tree else str(2**63)), ("", "100000")):
+        folder = tmp_path / "cgroup" / tree / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text("3000\n")
+        (folder / "memory.stat").write_text(f"anon 2000\n{cached} 700\n")
+    (tmp_path / "own").write_text(f"7:cpuset:/a\n{line}\n")
+    found = sorted(memory._free_of_groups(tmp_path / "own", tmp_path / "cgroup"))
+    assert found[:2] == [5000 - 3000 + 700, 100000 - 3000 + 700]
+    assert list(memory._free_of_groups(tmp_path / "none", tmp_path)) == []
+    (tmp_path / "own").write_text(line.replace("/a/b", "/elsewhere/in/a/container"))
+    assert list(memory._free_of_groups(tmp_path / "own", tmp_path / "cgroup")) == [100000 - 3000 + 700]

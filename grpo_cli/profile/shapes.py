@@ -105,14 +105,10 @@ class ShapeModel:
 
     @contextmanager
     def _watched(self, *, training: bool) -> Iterator[Allocations]:
-        precision: AbstractContextManager[Any] = nullcontext()
-        if self._autocast != "none":
-            precision = torch.autocast("cpu", getattr(torch, self._autocast))
         mode = self.model.training
         with ExitStack() as stack:
             stack.enter_context(self._fake)
             allocations = stack.enter_context(Allocations(self.model))
-            stack.enter_context(precision)
             stack.enter_context(torch.set_grad_enabled(training))
             self.model.train(training)
             try:
@@ -121,6 +117,10 @@ class ShapeModel:
                 self.model.train(mode)
                 for parameter in self.model.parameters():
                     parameter.grad = None
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """As the learner computes forward and in rollouts. What it casts weights to is kept until its end."""
+        return nullcontext() if self._autocast == "none" else torch.autocast("cpu", getattr(torch, self._autocast))
 
     def _train_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
@@ -131,7 +131,8 @@ class ShapeModel:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            values = forward.blank(self.model, rows)
+            with self._precision():
+                values = forward.blank(self.model, rows)
             without_backward = allocations.take_peak()
             values.sum().backward()
             return without_backward, allocations.take_peak()
@@ -139,7 +140,7 @@ class ShapeModel:
     def _quiet_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...]) -> Sizes:
         """The same pass forward without gradients."""
         forward.prepare(self.model)
-        with self._watched(training=False) as allocations:
+        with self._watched(training=False) as allocations, self._precision():
             forward.blank(self.model, rows)
             return allocations.take_peak()
 
@@ -147,7 +148,7 @@ class ShapeModel:
         """Prefill and decode of one `generate`."""
         sampling = Sampling.plain(work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
-        with self._watched(training=False) as allocations:
+        with self._watched(training=False) as allocations, self._precision():
             generation = Generation(
                 Decoder(self.model),
                 (0,),

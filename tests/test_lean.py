@@ -18,6 +18,7 @@ from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model import lean
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(3, 20, dtype=torch.bool).tril(12).logical_and(torch.arange(20) > 4)
@@ -92,6 +93,15 @@ def test_only_what_products_make_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     # attention (32); the norms' factors (2). After the last layer a residual and a factor.
     numbers = 2 * (2 * 32 + 32 + 16 + 16 + 64 + 64 + 32 + 2) + 32 + 1
     assert kept(small_model("llama"), IDS, monkeypatch) == IDS.numel() * numbers * 4
+
+
+def test_autocast_keeps_no_copies_of_the_weights() -> None:
+    model = small_model("llama", hidden_size=256, intermediate_size=1024)
+    with torch.autocast("cpu", torch.bfloat16), Allocations(model) as allocations:
+        states = lean.last_states(model, input_ids=IDS[:1, :1])
+        allocations.take_peak()
+        assert allocations.take_peak()[ACTIVATIONS] < 10**5 < sum(p.nbytes // 2 for p in model.parameters())
+    del states
 
 
 def test_a_float32_copy_of_a_bfloat16_residual_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from grpo_cli.settings import OptimSettings
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
 
 
-def fake_model(**config: Any) -> ShapeModel:
-    return ShapeModel(lambda: small_model(**config), "none")
+def fake_model(autocast: str = "none", **config: Any) -> ShapeModel:
+    return ShapeModel(lambda: small_model(**config), autocast)
 
 
 def work_of(requests: Any, n: int, tokens: int) -> Workload:
@@ -130,18 +130,20 @@ def test_quantised_are_the_linear_layers_but_the_head():
 WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
 
 
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS, ids=repr)
 @pytest.mark.parametrize("groups", [[(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]], ids=str)
-def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any):
+def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any, autocast: str):
     model, batch = small_model(), make_batch(groups)
     rows = tuple(RowShape(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
     way.prepare(model)
     with Allocations(model) as allocations:
-        values = way.logprobs(model.train(), batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast != "none"):
+            values = way.logprobs(model.train(), batch)
         real = [allocations.take_peak()]
         values.sum().backward()
         real.append(allocations.take_peak())
-    for found, predicted in zip(real, fake_model().train_pass(way, rows, False), strict=True):
+    for found, predicted in zip(real, fake_model(autocast).train_pass(way, rows, False), strict=True):
         # Attention of fake tensors lays its results out differently, which costs or saves a copy.
         assert total(predicted) == pytest.approx(total(found), rel=0.05)
         assert predicted.get(LOGITS, 0) == found.get(LOGITS, 0)

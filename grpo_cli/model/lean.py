@@ -25,11 +25,16 @@ _MUL, _SILU, _CAST, _LEAF = "MulBackward0", "SiluBackward0", "ToCopyBackward0", 
 _AT_MOST_FREED = 1 << 27  # bytes that are kept, or used again, before what was freed meanwhile is given back
 
 
-def last_states(model: Any, **inputs: Any) -> Tensor:
-    """The backbone's last hidden states; the backward pass keeps only what no elementwise operation can make again."""
-    hooks = _Hooks()
+def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
+    """The backbone's last hidden states; the backward pass keeps only what no elementwise operation can make again.
+
+    Autocast, where it is on, keeps no copies of the weights: each is used once here.
+    """
+    hooks, kind = _Hooks(), input_ids.device.type
+    precision = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-        states: Tensor = backbone(model)(use_cache=False, **inputs).last_hidden_state
+        with torch.autocast(kind, *precision, cache_enabled=False):
+            states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     hooks.tidy_up()  # for the head, whose pass comes next and is the fullest
     return states
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
+from small import make_engine, some_requests
+from small import small_model as made_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,15 +37,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model.checks import check_supported, check_vocabulary, supported_architectures
 from grpo_cli.model.load import (
-    check_supported,
-    check_vocabulary,
     eos_token_ids,
     load_model,
     load_tokenizer,
+    model_config,
     pad_token_id,
     save_pretrained,
-    supported_architectures,
 )
 from grpo_cli.settings import ModelSettings
 from grpo_cli.tasks.arithmetic import final_answer
@@ -139,6 +141,39 @@ def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     second = load_model(settings(tmp_path, random_init=True, dtype="bfloat16"), CPU)
     assert {weight.dtype for weight in first.parameters()} == {torch.bfloat16}
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"head_dim": 7}, "heads of 7 numbers (head_dim in the model's config) cannot be computed with"),
+        ({"head_dim": 0}, "heads of 0 numbers"),
+        ({"head_dim": None, "hidden_size": 34, "num_attention_heads": 4}, "heads of 8.5 numbers (hidden_size=34 over"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
+    ],
+)
+def test_heads_that_nothing_can_be_computed_with_are_named(changed: dict, said: str, tmp_path: Path) -> None:
+    """Such folders gave "validate_rope", a ZeroDivisionError or, in the first decode step, sizes that do not match."""
+    config = LlamaConfig(**SMALL).to_dict() | changed | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    with pytest.raises(UserError) as caught:
+        load_model(settings(tmp_path, random_init=True), CPU)
+    assert said in str(caught.value)
+    with pytest.raises(UserError, match="model.architecture: heads of 7"):
+        model_config(settings("org/name", architecture={"model_type": "llama", **SMALL, "head_dim": 7}))
+
+
+@pytest.mark.parametrize("size", [2, 12, 20, 80, 96, 288])
+def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
+    model = made_model(head_dim=size)
+    for rollout in make_engine(model).generate(some_requests(1, 2, tokens=6)):
+        ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+        mask = torch.arange(ids.shape[1])[None] >= len(rollout.request.prompt.token_ids)
+        policy = token_logprobs(model, ids, mask, 1.0, 64)[mask]
+        torch.testing.assert_close(policy.detach(), torch.tensor(rollout.sampler_logprobs), atol=1e-5, rtol=0)
 
 
 def test_weights_are_read_in_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be at least 1"),
         (["sampler=infinite", "sampler.kv_budget=lots"], "sampler.kv_budget=lots is no size"),
         (["sampler=infinite", "sampler.kv_budget=true", "n=0"], "sampler.kv_budget=true is no size"),
-        (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
+        (["model.dtype=fp16"], "model.dtype=fp16 must be one of auto, float32, bfloat16"),
         (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
         (["loss.kl_coef=-1"], "loss.kl_coef=-1.0 must be at least 0"),
         (["loss.kl_coef=inf"], "loss.kl_coef=inf must be finite"),

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume
+from grpo_cli.config.precision import KEYS
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import plain, shown
 from grpo_cli.runs.files import json_line
@@ -24,15 +25,17 @@ from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.runs.summary import failure_noted, read_object
+from grpo_cli.settings import ModelSettings
 
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 
 @contextmanager
 def started(
-    command: str, cfg: DictConfig, resume: str | None = None, wait: float = 0.0
+    command: str, cfg: DictConfig, model: ModelSettings, resume: str | None = None, wait: float = 0.0
 ) -> Iterator[Callable[[], None]]:
-    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`.
+    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`. What was decided
+    of `model` is written down as it was decided.
 
     What is yielded is to be called when a resumed run is about to go on: it writes down what was changed, and says so.
     UserError if another process or another run has the folder; then nothing in it is touched.
@@ -40,7 +43,7 @@ def started(
     folder = Path(cfg.run_dir)
     _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
     with sole_use(folder, wait, _say):
-        record, before = _record(command, cfg), _before(command, folder, resume)
+        record, before = _record(command, cfg, model), _before(command, folder, resume)
         if before is None:
             write_record(folder, record)
         elif resume is None and before.overrides != record.overrides:
@@ -49,9 +52,10 @@ def started(
             yield lambda: None if before is None else _go_on(folder, before, record)
 
 
-def _record(command: str, cfg: DictConfig) -> RunRecord:
+def _record(command: str, cfg: DictConfig, model: ModelSettings) -> RunRecord:
     hydra = HydraConfig.get()
     config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # as it is read back
+    config["model"] |= {key: getattr(model, key) for key in KEYS}
     choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     return RunRecord(

@@ -27,10 +27,10 @@ from grpo_cli.settings import (
 )
 
 _SCHEDULES = ("constant", "linear", "cosine")
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("auto", "float32", "bfloat16")
 _QUANTISED = ("none", "8bit", "4bit")
 _OPTIMIZERS = ("adamw", "adamw8bit")
-_AUTOCASTS = ("none", "bfloat16")
+_AUTOCASTS = ("auto", "none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 

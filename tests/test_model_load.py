@@ -18,6 +18,7 @@ from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
 from small import make_engine, some_requests
 from small import small_model as made_model
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,6 +39,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
 from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.checks import check_supported, check_vocabulary, supported_architectures
 from grpo_cli.model.load import (
     eos_token_ids,
@@ -47,6 +49,7 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.types import Prompt
@@ -213,6 +216,45 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tmp_path: Pat
     assert calls == {False: 1, True: 2}
     for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
         assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(
+    adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers, one row of 12 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
+    lora = made.lora(rank=2, targets=("q_proj", "down_proj")) if adapted else made.lora()
+    gradients = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = with_adapters(small_model("qwen2"), settings(lora=lora))
+        recompute_layers(model.get_base_model() if adapted else model, offload)
+        if adapted:
+            torch.nn.init.ones_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
+        model.train()(input_ids=torch.arange(12)[None], use_cache=False).logits.square().sum().backward()
+        gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
+    for plain, offloaded in zip(*gradients, strict=True):
+        assert plain is not None and torch.equal(plain, offloaded)
+
+    gone, back = [], []
+    model = small_model("qwen2")
+
+    def away(tensor: torch.Tensor) -> torch.Tensor:
+        gone.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    hooks = lambda pin_memory: saved_tensors_hooks(away, lambda kept: (back.append(pin_memory), kept)[1])  # noqa: E731
+    monkeypatch.setattr("grpo_cli.model.recompute.save_on_cpu", hooks)
+    recompute_layers(model, offload=True)
+    loss = model.train().model(input_ids=torch.arange(12)[None], use_cache=False).last_hidden_state.sum()
+    assert gone == [(1, 12, 32)] * 2 and not back
+    loss.backward()
+    assert back == [True, True]
+
+
+def test_there_is_nowhere_to_offload_activations_to_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="model.offload_activations=true .* the device is cpu"):
+        load_model(settings(gradient_checkpointing=True, offload_activations=True), CPU)
 
 
 def test_what_is_saved_loads_with_plain_transformers(

@@ -90,6 +90,20 @@ def test_a_plan_reads_no_weights_and_runs_nothing(monkeypatch: pytest.MonkeyPatc
     assert found["schema"] == SCHEMA
 
 
+def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch: pytest.MonkeyPatch):
+    """No phase keeps what another has freed, nothing is resident beside the tensors, and 4 bits can be planned for."""
+    monkeypatch.setattr("grpo_cli.config.precision.fast_in_bfloat16", lambda device: False)
+    words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "model.lora.rank=2", "model.quantize=4bit"]
+    words += ["model.gradient_checkpointing=true", "model.offload_activations=true", "eval.every=0", "profile.fit=2GB"]
+    found, _ = profile("profile.plan_only=true", "profile.for_gpu=true", *words)
+    assert (found["settings"]["model"]["dtype"], found["settings"]["model"]["autocast"]) == ("bfloat16", "bfloat16")
+    held = {name: phase["held_by"] for name, phase in found["predicted"]["phases"].items()}
+    assert {sizes["other"] for sizes in held.values()} == {0} and found["device"] == "a GPU of 2GB"
+    assert held["optimizer"]["activations"] == 0 < held["decode"]["activations"] < held["backward"]["activations"]
+    refused = grpo("profile", *SMALL, "profile.for_gpu=true").stderr
+    assert "profile.for_gpu=true plans for a GPU" in refused and "profile.plan_only=true" in refused
+
+
 def test_what_cannot_be_profiled_is_refused_all_at_once():
     wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=0GB", "profile.mean=9"]
     result = grpo("profile", *SMALL, *wrong)

@@ -18,12 +18,15 @@ from grpo_cli.engine.schedule import Lpt
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
 from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
 
+LORA = made.model(lora=vars(made.lora(rank=2)) | {"targets": ["q_proj"]})
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
 
 
@@ -122,9 +125,35 @@ def test_predicted_keys_and_values_of_those_who_wait_are_the_engines_too(sampler
 def test_quantised_are_the_linear_layers_but_the_head():
     """Two layers of 32 x (32 + 16 + 16) + 32 x 32 + 3 x 32 x 64 numbers."""
     whole, four_bits = (
-        ShapeModel(lambda: small_model(tie_word_embeddings=False), "none", bits).weights for bits in (None, 4)
+        ShapeModel(lambda: small_model(tie_word_embeddings=False), "none", bits).weights for bits in (None, 4.0)
     )
     assert whole - four_bits == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64) * (4 - 0.5)
+
+
+def test_a_quantised_weight_is_whole_for_as_long_as_it_is_multiplied_by():
+    """One layer and one token: nothing is as large as a weight of the MLP, 32 x 64 numbers, of which one is whole."""
+    sizes = []
+    for bits in (None, 4.0):
+        model = ShapeModel(lambda: with_adapters(small_model(num_hidden_layers=1), LORA), "none", bits)
+        passes = model.train_pass(Padded(1, 64, 1.0), (RowShape(1, 1),), False)
+        sizes.append([found[ACTIVATIONS] for found in passes])
+    for plain, quantised in zip(*sizes, strict=True):
+        assert quantised - plain == pytest.approx(32 * 64 * 4, rel=0.15)
+
+
+def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
+    """Four layers' inputs of 400 tokens, 32 numbers each. There are the one that is computed with and, forward, the
+    first, which transformers holds until that has ended; backward, the gradient that goes on to the layer before."""
+
+    def load() -> Any:
+        model = small_model(num_hidden_layers=4)
+        recompute_layers(model, offload=False)
+        return with_adapters(model, LORA)
+
+    way, rows = Padded(400, 64, 1.0), (RowShape(100, 300),)
+    plain, offloaded = (ShapeModel(load, "none", None, away).train_pass(way, rows, False) for away in (False, True))
+    for kept, gone in zip(plain, offloaded, strict=True):
+        assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
 WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]

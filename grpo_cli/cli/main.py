@@ -155,7 +155,8 @@ def _checked_profile(cfg: DictConfig) -> Any:
 
 
 def _profile(cfg: DictConfig) -> Any:
-    settings = _decided(_checked_profile(cfg))
+    settings = _checked_profile(cfg)
+    settings = _decided(settings, settings.profile.for_gpu or None)
     from hydra.core.hydra_config import HydraConfig
 
     from grpo_cli.cli.start import started
@@ -281,10 +282,10 @@ def _checked_eval(cfg: DictConfig) -> Any:
     return settings
 
 
-def _decided(settings: Any) -> Any:
+def _decided(settings: Any, fast: bool | None = None) -> Any:
     from grpo_cli.config.precision import decided
 
-    return decided(settings, _to_stderr)
+    return decided(settings, _to_stderr, fast)
 
 
 def _train(cfg: DictConfig) -> Any:

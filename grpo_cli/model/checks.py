@@ -141,7 +141,13 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """Raises UserError for quantised weights where bitsandbytes has no kernels for them."""
+    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that are
+    to be moved to where they are."""
+    if settings.offload_activations and device.type == "cpu":
+        raise UserError(
+            "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "
+            "leave it out (model.gradient_checkpointing=true alone keeps as little)"
+        )
     if settings.quantize == "none":
         return
     if device.type != "cuda":

@@ -36,6 +36,7 @@ from grpo_cli.model.checks import (
     check_supported,
     check_weights,
 )
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,9 +72,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         model = _read_weights(source, config, dtype, settings, device)
     check_supported(model)
     if settings.gradient_checkpointing:
-        # the second name is what releases of transformers without the first call it
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        recompute_layers(model, settings.offload_activations)
     if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
         model = model.to(device)
     model = with_adapters(model, settings).eval()

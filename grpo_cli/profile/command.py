@@ -43,7 +43,8 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     device = experiment.pick_device(settings.device)
     rules = build_rules(settings.parts, settings.n, settings.m)
     lengths = _lengths(settings)
-    other = _process_alone(device)
+    planned = torch.device("cuda") if settings.profile.for_gpu else device
+    other = _process_alone(device) if planned.type == device.type else 0
     measured = None
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
@@ -52,14 +53,14 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
-    estimator = estimator_of(settings, shapes, device, other)
+    estimator = estimator_of(settings, shapes, planned, other)
     room = _room(settings, device)
     predicted = estimator.predict(step)
     findings = Findings(
         command=tuple(command),
         settings=dataclasses.asdict(settings),
         versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        device=_named(device) if planned.type == device.type else f"a GPU of {settings.profile.fit}",
         threads=torch.get_num_threads(),
         measured=measured,
         predicted=predicted,
@@ -72,6 +73,10 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     write(findings, folder)
     _log(settings, findings, folder, say, warn)
     return findings
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:

@@ -29,6 +29,7 @@ from rich.table import Table
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import parse, parse_profile
 from grpo_cli.config.instantiate import make
+from grpo_cli.config.precision import decided
 from grpo_cli.interfaces import Engine
 from grpo_cli.processor import flush_denormals, settle
 from grpo_cli.settings import RunSettings
@@ -81,7 +82,7 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
     """The settings of `grpo <command> <words>`."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
-    return parse_profile(cfg) if command == "profile" else parse(cfg)
+    return decided(parse_profile(cfg) if command == "profile" else parse(cfg), print)
 
 
 def engine_of(model: Any, eos: Sequence[int], *words: str) -> Engine:

@@ -26,7 +26,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.resources import files
@@ -191,38 +191,30 @@ def derived(case: Case, figures: Figures) -> Figures:
     return {RATE: 1 / figures["cpu_seconds" if one else "seconds"]} if "seconds" in figures else {}
 
 
-def wanted_of(groups: Groups, title: str) -> Iterator[Check]:
+def wanted_of(groups: Groups, title: str) -> list[Check]:
     """What is wanted of a group, as far as its arms have run."""
     part, lines = title.partition(":")[0], groups[title]
     ours = lines["ours"]
-
-    def over(words: str, other: Row | None, name: str, least: float = -inf, most: float = inf) -> Iterator[Check]:
-        found = ours.over(other, name)
-        if found is not None:
-            yield Check(f"{title}: {words}", found, least, most)
-
-    def own(words: str, found: float, least: float = -inf, most: float = inf) -> Check:
-        return Check(f"{title}: {words}", found, least, most)
-
-    for other, least in {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5, "against": 1.5}.items():
-        yield from over(f"speed over {other}", lines.get(other), RATE, least)
+    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5, "against": 1.5}
+    # What it is, what was found, at least and at most.
+    asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm != "ours"]
     if title.startswith("rollout: autocast"):
-        same = groups.get(title.replace("autocast", "bfloat16"), {})
-        yield from over("speed over bfloat16", same.get("ours"), RATE, 0.95)
+        same = groups.get(title.replace("autocast", "bfloat16"), {}).get("ours")
+        asked.append(("speed over bfloat16", ours.over(same, RATE), 0.95, inf))
     if part == "floor":
-        yield own("step over floor", ours.median(OVER_FLOOR), most=1.5)
+        asked.append(("step over floor", ours.median(OVER_FLOOR), -inf, 1.5))
     if part == "train":
-        yield own("peak, GiB", ours.median(PEAK) / 2**30, most=4.0)
-        yield from over("peak over TRL's", lines.get("TRL"), PEAK, most=1.0)
+        asked.append(("peak, GiB", ours.median(PEAK) / 2**30, -inf, 4.0))
+        asked.append(("peak over TRL's", ours.over(lines.get("TRL"), PEAK), -inf, 1.0))
     if part == "memory":
-        yield own("predicted over measured", ours.median(OVER_MEASURED), 0.9, 1.1)
+        asked.append(("predicted over measured", ours.median(OVER_MEASURED), 0.9, 1.1))
     if part == "kv":
-        for other in ("reserved", "against"):
-            yield from over(f"rows over {other}", lines.get(other), "rows", 2.0)
+        asked += [(f"rows over {arm}", ours.over(lines[arm], "rows"), 2.0, inf) for arm in lines if arm != "ours"]
         budget = reserved_bytes(ours.case, make_work(ours.case))
-        yield own("KV over the budget", max(figures[KV] for figures in ours.rounds) / budget, most=1.0)
+        asked.append(("KV over the budget", max(figures[KV] for figures in ours.rounds) / budget, -inf, 1.0))
         if HELD in ours.rounds[0]:
-            yield own("KV given out over held", ours.median(KV) / ours.median(HELD), most=1.3)
+            asked.append(("KV given out over held", ours.median(KV) / ours.median(HELD), -inf, 1.3))
+    return [Check(f"{title}: {words}", found, *bounds) for words, found, *bounds in asked if found is not None]
 
 
 def show_part(groups: Groups, part: str) -> None:

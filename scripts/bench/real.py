@@ -160,7 +160,8 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             found[f"kv: {precision}"] = lines | against
     if "rollout" in args.parts and not args.quick:
         folder = weights_folder("50m", "cpu", args.seed, scratch)
-        wanted = case("rollout", "float32", model="50m", folder=folder, prompts=1, n=32, slots=8, max_new_tokens=128)
+        random = dict(model="50m", folder=folder, prompts=1, n=32, lengths="forced", max_new_tokens=128)
+        wanted = case("rollout", "float32", slots=8, **random)
         lines = {"ours": Line("infinite", wanted), "vLLM": Line("vllm-slots", wanted, python=args.vllm)}
         found["rollout: 50 M random parameters, float32, 8 rows"] = lines
     return {title: lines for title, lines in found.items() if title.partition(":")[0] in args.parts}

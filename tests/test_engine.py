@@ -352,7 +352,7 @@ def test_sizes_are_read_as_people_write_them() -> None:
 
 @pytest.mark.parametrize("make", [micro, infinite])
 def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -> None:
-    shape = KvShape(requests=100, prompts=1, prompt_bytes=1, slot_bytes=1)
+    shape = KvShape(requests=100, prompts=1, prompt_bytes=1, page_bytes=1, slot_bytes=1)
     assert make().fit(shape).slots == 16 and make(kv_budget=30).fit(shape).slots == 29
     with pytest.raises(UserError, match="must be at least 1"):
         make(slots=0)
@@ -360,7 +360,7 @@ def test_a_sampler_has_at_least_one_slot_and_sixteen_if_nobody_says(make: Any) -
 
 @pytest.mark.parametrize("make", [micro, infinite])
 def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
-    shape = KvShape(requests=8, prompts=1, prompt_bytes=1, slot_bytes=1)
+    shape = KvShape(requests=8, prompts=1, prompt_bytes=1, page_bytes=1, slot_bytes=1)
     for sampler, slots in (
         (make(slots=500), 8),
         (make(), 8),

@@ -180,16 +180,19 @@ class KvArena:
         """Have so many at once, before there are any."""
         self._grow(tokens)
 
+    def has_room(self, row_pages: int, prompt_pages: int) -> bool:
+        """Whether there can be room for so many more pages."""
+        if self.wanted(row_pages, prompt_pages) > self.tokens:
+            self.close()
+        return self.wanted(row_pages, prompt_pages) <= self.reach()
+
     def make_room(self, row_pages: int, prompt_pages: int) -> bool:
         """Have room for so many more pages; False if there cannot be."""
-        wanted = self.wanted(row_pages, prompt_pages)
-        if wanted > self.tokens and self.rows.taken + self.prompts.taken < self.rows.used + self.prompts.used:
-            self.close()
-            wanted = self.wanted(row_pages, prompt_pages)
-        if wanted > self.reach():
+        if not self.has_room(row_pages, prompt_pages):
             return False
+        wanted = self.wanted(row_pages, prompt_pages)
         if wanted > self.tokens:
-            self._grow(min(self.reach(), wanted + wanted // SLACK))
+            self._grow(min(self.reach(), wanted + (wanted // SLACK if self.tokens else 0)))
         return True
 
     def note_peak(self, beside: int = 0) -> None:

@@ -8,7 +8,7 @@ settle    rows that ended become rollouts, their slots and (after a prompt's las
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -31,7 +31,7 @@ from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.interfaces import Meter
-from grpo_cli.types import EngineStats, Finish, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
@@ -146,7 +146,7 @@ class Generation:
             if crowd and not crowd.admits(sequence.made, length, size * self.kv.prompts.tokens) and not first:
                 return False
             new = 0 if prompt.id in self.prompts else size
-            while not self.kv.make_room(rows + own, prompts + new):
+            while not self.kv.has_room(rows + own, prompts + new):
                 if not self._forget_idle_prompts(opening | {prompt.id}):
                     assert not first, "there is room for one sequence"
                     return False
@@ -167,7 +167,11 @@ class Generation:
     @torch.inference_mode()
     def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[int]:
         """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step."""
-        self._prefill(sequences)
+        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
+        pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
+        had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
+        assert had_room, "only those enter for whom there is room"
+        self._prefill(sequences, new)
         fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
         parked = sum(s.parked.nbytes for s in sequences if s.parked is not None)
         self.kv.note_peak()
@@ -182,9 +186,8 @@ class Generation:
         ended = self.slots.record(index, self.prompts.logits(entries), self._eos)
         return self._ended([rows[row] for row in _true(ended)], rows)
 
-    def _prefill(self, sequences: Seq[Sequence]) -> None:
+    def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
-        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
             widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)

@@ -168,11 +168,11 @@ class _Trial:
         kv = KvArena(self._layout, own, prompts, 1 << 30, None, device)
         kv.make_room(0, 0)
         entry = place % company.prompts
-        self._fill(kv.row_keys[0], kv.row_values[0], own.pages[place, 0], self._own)
+        self._fill(kv.row_keys[0], kv.row_values[0], int(own.pages[place, 0]), self._own)
         lengths = np.full(company.prompts, min(prompts.tokens, 40))
         lengths[entry] = self.PROMPT
         places = kv.prompt_place(prompts.pages)
-        self._fill(kv.prompt_keys[0], kv.prompt_values[0], places[entry, 0], self._prompt)
+        self._fill(kv.prompt_keys[0], kv.prompt_values[0], int(places[entry, 0]), self._prompt)
         held = torch.full((rows,), levels * padding.slot_tile - 1)
         held[place] = self.OWN
         nothing = torch.zeros(rows, dtype=torch.long)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,8 +43,8 @@ def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
     cell[pages[has]] = np.flatnonzero(has)
     of_row = np.where(has, pages, count)
     in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
-    tables = _on(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
-    return Pieces(*tables, held=None, in_order=in_order)
+    asking, by_row, cells, first = _on(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
+    return Pieces(asking, by_row, cells, first, None, in_order)
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,9 @@ def prompt_pieces(
     cell = np.zeros(nothing + 1, dtype=np.int64)
     cell[of_row.ravel()] = np.arange(of_row.size)
     in_order = fixed is None and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
-    return Pieces(*_on(device, rows, of_row, cell[:-1], first, held), in_order=in_order)
+    asked, by_row, cells, firsts, helds = _on(device, rows, of_row, cell[:-1], first, held)
+    return Pieces(asked, by_row, cells, firsts, helds, in_order)
 
 
-def _on(device: torch.device, *tables: np.ndarray) -> Iterator[Any]:
-    return (torch.from_numpy(table).to(device) for table in tables)
+def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
+    return [torch.from_numpy(table).to(device) for table in tables]

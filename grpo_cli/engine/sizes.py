@@ -13,6 +13,9 @@ from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.sampler import Capped, KvShape, Room, Sampler
 from grpo_cli.types import Request
 
+# While it grows, a block lies there twice: of a budget that is in so few, more than a sixteenth could not be used.
+FEW_BLOCKS = 16
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -74,7 +77,7 @@ class Sizes:
                 rows.take(slot, 1)
             prompts.fix(prompts.pages.size)
             kv.reserve(kv.wanted(0, 0))
-        elif self.room.budget is not None and self.room.budget < 2 * self.kv.least:
+        elif self.room.budget is not None and (self.room.budget < 2 * self.kv.least or len(kv.blocks) < FEW_BLOCKS):
             kv.reserve(kv.most_tokens)  # grown later, it could not have the last part
         return kv
 

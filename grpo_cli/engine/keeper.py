@@ -236,7 +236,7 @@ def _candidates(
     due: Due,
     views: Sequence[Float[Tensor, "N H C D"]],
     pages: Int[Tensor, "R"],
-    prompts: Sequence[Float[Tensor, "M H T D"]],
+    prompts: Sequence[Float[Tensor, "M H P D"]],
     of_prompt: Int[Tensor, "R K"],
 ) -> Float[Tensor, "L R H T D"]:
     """A copy of what the rows hold, behind what they see of their prompts."""

@@ -17,7 +17,7 @@ from small import contents, make_engine, small_model, some_requests
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.engine.cache import KvStore
+from grpo_cli.engine.cache import KvArena
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.errors import UserError
@@ -191,13 +191,13 @@ class Short:
     def __init__(self, most: int) -> None:
         self.most, self.asked = most, []
 
-    def __call__(self, store: Any, layout: Any, rows: int, capacity: int, device: Any) -> None:
-        self.asked.append(rows)
-        if rows > self.most:
+    def __call__(self, arena: Any, layout: Any, rows: Any, *others: Any) -> None:
+        self.asked.append(len(rows.pages))
+        if len(rows.pages) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
-        self.real(store, layout, rows, capacity, device)
+        self.real(arena, layout, rows, *others)
 
-    real = staticmethod(KvStore.__init__)
+    real = staticmethod(KvArena.__init__)
 
 
 def test_an_offloaded_optimizer_is_measured_with_the_copies_it_works_on():
@@ -226,7 +226,7 @@ def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest
     requests = some_requests(prompts=1, n=12)
     wanted = contents(make_engine(small_model()).generate(requests))
     short, said = Short(most=4), list[str]()
-    monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
+    monkeypatch.setattr(KvArena, "__init__", lambda *given: short(*given))
     engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=said.append)
     assert contents(engine.generate(requests)) == wanted
     assert engine.stats().slots == 3
@@ -240,7 +240,7 @@ def test_out_of_memory_halves_the_slots_and_changes_no_token(monkeypatch: pytest
 
 def test_slots_stay_halved_in_a_run_that_is_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     requests, short, said = some_requests(prompts=1, n=12), Short(most=4), list[str]()
-    monkeypatch.setattr(KvStore, "__init__", lambda *given: short(*given))
+    monkeypatch.setattr(KvArena, "__init__", lambda *given: short(*given))
     engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=lambda text: None)
     fresh = engine.state_dict()
     list(engine.generate(requests))
@@ -319,7 +319,7 @@ def test_a_real_lack_of_memory_is_recognised_and_halves_the_slots():
 def test_out_of_memory_fails_where_it_is_not_told_to_halve_or_nothing_is_left_to_halve(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(KvStore, "__init__", lambda *given: Short(most=0)(*given))
+    monkeypatch.setattr(KvArena, "__init__", lambda *given: Short(most=0)(*given))
     for sampler in (full(), infinite(slots=2, on_oom="halve")):
         with pytest.raises(torch.OutOfMemoryError):
             list(make_engine(small_model(), sampler=sampler, warn=lambda text: None).generate(some_requests(1, 2)))

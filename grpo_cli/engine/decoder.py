@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.model.anatomy import unwrapped
 
@@ -183,9 +183,9 @@ class Decoder:
             torch.stack(received) if note_received else None,
         )
 
-    def step(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
+    def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
-        attention = StepAttention(rows, slots, prompts, self.group, self.scale, watch)
+        attention = StepAttention(rows, kv, self.group, self.scale, watch)
         return self.blocks(rows.tokens, rows.positions, attention)
 
     def blocks(

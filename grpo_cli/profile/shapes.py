@@ -6,7 +6,7 @@ moments only, such as the decode step with most rows and those with the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -185,12 +185,14 @@ class ShapeModel:
                 meter=NullMeter(),
                 prefix=engine.prefix,
             )
-            for store in (generation.slots.kv, generation.prompts.store):
-                allocations.mark(store.keys, KV)
-                allocations.mark(store.values, KV)
+
+            def grown(blocks: Sequence[Tensor]) -> None:
+                for block in blocks:
+                    allocations.mark(block, KV)
+
             found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
             allocations.take_peak()
-            for moment in fullest_moments(generation, work.lengths):
+            for moment in fullest_moments(generation, work.lengths, grown):
                 found[moment].append(allocations.take_peak())
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())

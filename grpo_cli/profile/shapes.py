@@ -196,6 +196,7 @@ class ShapeModel:
                 found[moment].append(allocations.take_peak())
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
+        decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
 
 

@@ -57,7 +57,7 @@ from grpo_cli.memory import peak_bytes
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
 HELD = (
-    "engine/kv_held_peak"  # bytes of keys and values that were in use when most were given out, where an engine tells
+    "engine/kv_held_bytes"  # bytes of keys and values that were in use when most were given out, where an engine tells
 )
 # What is shown of an arm over another one: the figure and the other's name by heading.
 Ratios = Mapping[str, tuple[str, str]]

@@ -116,9 +116,9 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
     sparse = Streaming(budget=8, buffer=4, window=2, sinks=2, protect_prompt=True, per_head=True)
     with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True, packed_weights=True)
     with pytest.raises(UserError, match="sparsity=dense"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True, packed_weights=True)
 
 
 @pytest.mark.parametrize(

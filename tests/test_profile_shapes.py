@@ -97,8 +97,8 @@ def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(s
 
 
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
-    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of prefixes of 5 tokens 11 of 12
-    wait: one has ended with the token that it was to wait with. After 2 tokens all do."""
+    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. After prefixes of 5 tokens 11 of 12 wait:
+    one has ended with the token that it was to wait with. After 2 tokens all do."""
     work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
     sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (2, 5)]
     assert sizes[1] - sizes[0] == (11 * 5 - 12 * 2) * 256

@@ -35,10 +35,12 @@ HEAD_ROWS = 32  # the head is as large as many blocks
 
 @dataclass(frozen=True)
 class Invariance:
-    """`holds`: with this padding a row's bits were the same in every company that was tried."""
+    """`holds`: with this padding a row's bits were the same in every company that was tried. `packed`: by packed copies
+    of the weights, which are not taken where only without them bits hold."""
 
     padding: Padding
     holds: bool
+    packed: bool
 
 
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
@@ -47,24 +49,33 @@ _FOUND: dict[tuple[Any, ...], Invariance] = {}
 def invariance_of(decoder: Decoder) -> Invariance:
     """The padding for this model here: 0.05 s for the embedded model, 0.4 s at hidden size 576. Asked again for the
     same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
-    plain = unpadded(decoder.group, decoder.dim)
+    packed = decoder.packs
     if not decoder.promises_bits:
-        return Invariance(plain, False)
-    threads = torch.get_num_threads()
-    asked = (threads, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
+        return Invariance(unpadded(decoder.group, decoder.dim), False, packed)
+    found = _found(decoder)
+    if packed and not found.holds:
+        other = _found(decoder.may_pack(False))
+        return other if other.holds else found
+    return found
+
+
+def _found(decoder: Decoder) -> Invariance:
+    threads, packed = torch.get_num_threads(), decoder.packs
+    asked = (threads, packed, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[asked] = _try_out(decoder.of_one_block(), plain, threads)
+            _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)
     return _FOUND[asked]
 
 
-def _try_out(decoder: Decoder, plain: Padding, threads: int) -> Invariance:
+def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
+    plain = unpadded(decoder.group, decoder.dim)
     rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
     tiles = next((f for f in (1, 2, 4) if _companies_agree(decoder, _with_tiles(plain, f))), None)
     multiple, least = rows or (1, 8 * threads)
     found = _with_tiles(plain, tiles or 1)
     padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
-    return Invariance(padding, rows is not None and tiles is not None)
+    return Invariance(padding, rows is not None and tiles is not None, packed)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:

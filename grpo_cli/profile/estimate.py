@@ -95,6 +95,7 @@ class Estimator:
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         if step.engine is not None:
+            step = replace(step, engine=replace(step.engine, packed=step.engine.packed and self._freed_stays))
             prefill, decode = model.rollouts(step.rollouts, step.engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
         every = _rows(step.rollouts, step.rollouts.n)

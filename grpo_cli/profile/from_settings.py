@@ -75,11 +75,12 @@ def step_of(
     built = engine_parts(settings.parts, offered)
     rollouts, evaluation = seen or _workloads(settings, lengths)
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
+    packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
     step = StepShape(
         rollouts=rollouts,
         m=settings.m,
-        engine=EngineShape(built["sampler"], built["sparsity"], prefix) if is_ours(settings) else None,
+        engine=EngineShape(built["sampler"], built["sparsity"], prefix, packed) if is_ours(settings) else None,
         evaluation=evaluation,
         forward=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,

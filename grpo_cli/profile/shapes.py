@@ -39,11 +39,12 @@ KV = "kv"
 @dataclass(frozen=True)
 class EngineShape:
     """What decides how much a rollout engine allocates. `prefix` is how many tokens everyone makes before the rest is
-    ordered by predicted length; 0: nobody asks for that."""
+    ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone."""
 
     sampler: Sampler
     sparsity: Dense | Budget
     prefix: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class ShapeModel:
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations:
             generation = Generation(
-                Decoder(self.model),
+                Decoder(self.model, packed=engine.packed),
                 (0,),
                 engine.sampler,
                 engine.sparsity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -117,6 +118,20 @@ class AllocatedPeak:
         peak = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
+
+
+def give_back_freed() -> None:
+    """Give the operating system back what was freed. Python and PyTorch free into glibc's heap, which keeps blocks of
+    less than 32 MiB, so that a process stays as large as it ever was; other C libraries have no such call."""
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+def _trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+_TRIM = _trim()
 
 
 def resident_bytes() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from grpo_cli.interfaces import Meter
-from grpo_cli.memory import peak_bytes
+from grpo_cli.memory import give_back_freed, peak_bytes, resident_bytes
 from grpo_cli.meter import NullMeter, WallMeter
 from grpo_cli.metrics import describe
 
@@ -137,6 +138,16 @@ def test_peak_memory_grows_with_what_is_resident_and_stays() -> None:
     assert after >= block.numel() * 8
     del block
     assert peak_bytes() >= 0.99 * after  # the kernel counts per thread, and adds up now and then
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed, and has a call for it")
+def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
+    blocks: list[torch.Tensor | None] = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(2000)]
+    blocks[::2] = [None] * 1000
+    before = resident_bytes()
+    give_back_freed()
+    assert before - resident_bytes() > 80 * 2**20
+    del blocks
 
 
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:

@@ -19,6 +19,7 @@ from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, Padded, make_forward
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
+from grpo_cli.memory import give_back_freed
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch
@@ -115,6 +116,7 @@ class Learner:
         with self._span("optimizer"):
             fault, moved = self._move(metrics, step)
         self._optimizer.zero_grad(set_to_none=True)
+        give_back_freed()
         return Update(metrics, logprobs, fault, moved)
 
     def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.lean import last_states
 
 _NAME = "grpo_packed"
 
@@ -59,10 +60,7 @@ def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]
     starts = [start for tree in trees for start in (0, *[tree.trunk] * len(tree.branches))]
     spans = [torch.arange(start, start + size) for start, size in zip(starts, layout.sizes, strict=True)]
     positions = torch.cat(spans).to(input_ids.device)
-    output = backbone(model)(
-        input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_layout=layout
-    )
-    return output.last_hidden_state[0]
+    return last_states(model, input_ids=input_ids[None], position_ids=positions[None], packed_layout=layout)[0]
 
 
 def _attention(

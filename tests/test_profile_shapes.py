@@ -142,7 +142,7 @@ def test_a_quantised_weight_is_whole_for_as_long_as_it_is_multiplied_by():
         passes = model.train_pass(Padded(1, 64, 1.0), (RowShape(1, 1),), False)
         sizes.append([found[ACTIVATIONS] for found in passes])
     for plain, quantised in zip(*sizes, strict=True):
-        assert quantised - plain == pytest.approx(32 * 64 * 4, rel=0.15)
+        assert quantised - plain == pytest.approx(32 * 64 * 4, rel=0.2)
 
 
 def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():

@@ -24,10 +24,9 @@ from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import AdapterOff
+from grpo_cli.model.checks import check_device, check_vocabulary
 from grpo_cli.model.load import (
     at_checkpoint,
-    check_device,
-    check_vocabulary,
     eos_token_ids,
     load_model,
     load_tokenizer,

@@ -68,6 +68,7 @@ class ModelSettings:
     random_init: bool
     trust_remote_code: bool
     gradient_checkpointing: bool
+    offload_activations: bool
     quantize: str  # none | 8bit | 4bit: of the frozen weights
     lora: LoraSettings
     adapter: str | None
@@ -146,6 +147,7 @@ class ProfileSettings:
     trace_file: str | None
     device: str
     plan_only: bool
+    for_gpu: bool
     fit: str | None
     trace: bool
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("grpo_cli", "hydra_plugins", "conf", "scripts", "tests", "pyproject.toml", "README.md", "outputs")
+COPIED = (".ci", "grpo_cli", "hydra_plugins", "conf", "scripts", "tests", "outputs")
+FILES = ("LICENSE", "README.md", "pyproject.toml")
 LIMIT_SECONDS = 600
 
 
@@ -61,7 +62,7 @@ def copies(count: int) -> Iterator[Queue[Path]]:
         for number in range(count):
             copy = Path(folder) / str(number)
             copy.mkdir()
-            for name in COPIED:
+            for name in (*COPIED, *FILES):
                 source = ROOT / name
                 ignore = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(source, copy / name, ignore=ignore) if source.is_dir() else shutil.copy(source, copy)

@@ -97,6 +97,20 @@ def test_the_bytes_of_an_arm_are_its_shapes():
     assert held["continuous"] == (5 + 2) * 32 * TINY_BYTES
 
 
+def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
+    # Two slots of 100 tokens and one prompt, in tiles of 64.
+    wanted = case(n=6, max_new_tokens=100)
+    work = arms.make_work(wanted)
+    assert arms.reserved_bytes(wanted, work) == (2 * 128 + 64) * TINY_BYTES
+    assert arms.reserved_bytes(case(n=6, max_new_tokens=100, words=("model.autocast=bfloat16",)), work) == 320 * (
+        TINY_BYTES // 2
+    )
+    with ExitStack() as stack:
+        ran = arms.ARMS["budget"](wanted, work, stack)(work.requests)
+    assert sorted(ran.lengths) == sorted(r.sampling.max_new_tokens for r in work.requests)
+    assert 0 < ran.kv_bytes <= 320 * TINY_BYTES
+
+
 def test_prompts_of_unequal_lengths_are_padded_on_the_left():
     assert arms.left_padded([[5, 6, 7], [8]]) == ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]])
 

@@ -226,7 +226,7 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be at least 1"),
         (["sampler=infinite", "sampler.kv_budget=lots"], "sampler.kv_budget=lots is no size"),
         (["sampler=infinite", "sampler.kv_budget=true", "n=0"], "sampler.kv_budget=true is no size"),
-        (["model.dtype=fp16"], "model.dtype=fp16 must be one of float32, bfloat16"),
+        (["model.dtype=fp16"], "model.dtype=fp16 must be one of auto, float32, bfloat16"),
         (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
         (["loss.kl_coef=-1"], "loss.kl_coef=-1.0 must be at least 0"),
         (["loss.kl_coef=inf"], "loss.kl_coef=inf must be finite"),
@@ -325,16 +325,19 @@ def test_a_run_is_evaluated_with_its_own_choices_and_values(tmp_path: Path):
     hostile = r"it's \ C:\new\ ${n} \'"
     run = compose("task=gsm8k", "model=hf", "model.path=x", "sampling.max_new_tokens=7", "seed=5", "logger=jsonl")
     run.task.template = hostile.replace("${", "\\${")
-    run.model.random_init = True
+    run.model.random_init, run.model.eos_tokens = True, ["<|end|>"]
     names = {group: "gsm8k" if group == "task" else "hf" for group in ("task", "model")}
     names |= {"engine": "torch", "sampler": "full", "scheduler": "fifo", "predictor": "none", "sparsity": "dense"}
     names["logger"] = "jsonl"
+    del run.model.offload_activations  # which a version before there was such a setting did not write
+    run.model.architecture = {"model_type": "llama"}
     left = made.record(tmp_path, OmegaConf.to_container(run, resolve=False), choices=names)
 
     again = compose(*overrides_of_run(left), command="eval")
     assert again.task.template == hostile
     assert (again.task.path, again.task.use_chat_template, again.task.eval_fraction) == (None, True, 0.05)
-    assert (again.model.path, again.model.random_init) == ("x", True)
+    assert (again.model.path, again.model.random_init, again.model.offload_activations) == ("x", True, False)
+    assert again.model.eos_tokens == [], "random weights of a preset have the ends of no tokenizer"
     assert (again.sampling.max_new_tokens, again.seed) == (7, 5)
 
 

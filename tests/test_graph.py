@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from made import full, infinite, micro, prefix_head
@@ -12,7 +13,7 @@ from small import EOS, VOCABULARY, contents, make_engine, small_model, some_requ
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Dense, Streaming
@@ -20,6 +21,7 @@ from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.keeper import KeepAll
+from grpo_cli.engine.pieces import own_pieces
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.schedule import Fifo, Lpt
 from grpo_cli.engine.stop import NeverStop
@@ -73,7 +75,7 @@ def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
     decoder, capture = padded(small_model()), Again()
     generation = Generation(decoder, never, full(), Dense(), requests, capture, NeverStop(), NullMeter())
-    assert generation.slots.kv.capacity == 96
+    assert generation.slots.capacity == 96
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
 
@@ -84,7 +86,7 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
     decoder, never = padded(small_model()), (VOCABULARY,)
     requests = some_requests(prompts=1, n=3, tokens=decoder.padding.slot_tile + 1)
     generation = Generation(decoder, never, infinite(slots=2), Dense(), requests, Again(), NeverStop(), NullMeter())
-    assert generation.slots.kv.capacity == decoder.padding.slot_tile
+    assert generation.slots.capacity == decoder.padding.slot_tile
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
 
@@ -114,9 +116,9 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
     sparse = Streaming(budget=8, buffer=4, window=2, sinks=2, protect_prompt=True, per_head=True)
     with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True, packed_weights=True)
     with pytest.raises(UserError, match="sparsity=dense"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True)
+        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True, packed_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -170,20 +172,19 @@ def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
     assert "_local_scalar_dense" in asked.names and "index" in asked.names, "it would have been noticed"
 
 
-def test_a_pool_that_has_grown_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where the new one lies at an address that an old one had, as freed memory is used again."""
+def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where it lies at an address that an old one had, as freed memory is used again."""
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 4096)
-    layout, cpu = KvLayout(1, 1, 8, torch.float32), torch.device("cpu")
-    pool, slots = PromptPool(layout, 1, 2, 16, VOCABULARY, cpu), KvStore(layout, 2, 16, cpu)
+    kv = KvArena(KvLayout(1, 1, 8, torch.float32), Region(2, 1, 16), Region(1, 2, 16), 96, None, torch.device("cpu"))
     row = torch.zeros(2, dtype=torch.long)
-    rows = Rows(row, row, row, 16, None, False, row[None], row, False)
+    pieces = own_pieces(np.array([[0], [1]]), 16, torch.device("cpu"))
+    rows = Rows(row, row, row, row, 16, pieces, pieces)
     capture = Again()
-    steps = FixedSteps(lambda rows, slots, prompts, watch: torch.full((2, 1), float(prompts.entries)), capture)
-    for entries in (1, 2):
-        pool.claim()
-        found = [steps(rows, slots, pool, KeepAll())[0, 0].item() for _ in range(WORTH_CAPTURING)]
-        assert found == [entries] * WORTH_CAPTURING
-        assert capture.captured == steps.captured == entries
+    steps = FixedSteps(lambda rows, kv, watch: torch.full((2, 1), float(kv.tokens)), capture)
+    for grown, tokens in enumerate((32, 96), start=1):
+        kv.reserve(tokens)
+        assert [steps(rows, kv, KeepAll())[0, 0].item() for _ in range(WORTH_CAPTURING)] == [tokens] * WORTH_CAPTURING
+        assert capture.captured == steps.captured == grown
 
 
 @pytest.mark.gpu

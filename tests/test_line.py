@@ -83,5 +83,5 @@ def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step
 
 
 def test_a_line_in_which_nobody_can_ever_begin_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="who waits for an entry is not kept from it"):
+    with pytest.raises(AssertionError, match="who waits for room is not kept from it"):
         line("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))

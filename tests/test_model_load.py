@@ -16,6 +16,9 @@ import pytest
 import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
+from small import make_engine, some_requests
+from small import small_model as made_model
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,16 +38,18 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.errors import UserError
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.checks import check_supported, check_vocabulary, supported_architectures
 from grpo_cli.model.load import (
-    check_supported,
-    check_vocabulary,
     eos_token_ids,
     load_model,
     load_tokenizer,
+    model_config,
     pad_token_id,
     save_pretrained,
-    supported_architectures,
 )
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.types import Prompt
@@ -141,6 +146,39 @@ def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"head_dim": 7}, "heads of 7 numbers (head_dim in the model's config) cannot be computed with"),
+        ({"head_dim": 0}, "heads of 0 numbers"),
+        ({"head_dim": None, "hidden_size": 34, "num_attention_heads": 4}, "heads of 8.5 numbers (hidden_size=34 over"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
+    ],
+)
+def test_heads_that_nothing_can_be_computed_with_are_named(changed: dict, said: str, tmp_path: Path) -> None:
+    """Such folders gave "validate_rope", a ZeroDivisionError or, in the first decode step, sizes that do not match."""
+    config = LlamaConfig(**SMALL).to_dict() | changed | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    with pytest.raises(UserError) as caught:
+        load_model(settings(tmp_path, random_init=True), CPU)
+    assert said in str(caught.value)
+    with pytest.raises(UserError, match="model.architecture: heads of 7"):
+        model_config(settings("org/name", architecture={"model_type": "llama", **SMALL, "head_dim": 7}))
+
+
+@pytest.mark.parametrize("size", [2, 12, 20, 80, 96, 288])
+def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
+    model = made_model(head_dim=size)
+    for rollout in make_engine(model).generate(some_requests(1, 2, tokens=6)):
+        ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+        mask = torch.arange(ids.shape[1])[None] >= len(rollout.request.prompt.token_ids)
+        policy = token_logprobs(model, ids, mask, 1.0, 64)[mask]
+        torch.testing.assert_close(policy.detach(), torch.tensor(rollout.sampler_logprobs), atol=1e-5, rtol=0)
+
+
 def test_weights_are_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
     saved = small_model("llama")
     saved.save_pretrained(tmp_path)
@@ -178,6 +216,45 @@ def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tmp_path: Pat
     assert calls == {False: 1, True: 2}
     for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
         assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(
+    adapted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers, one row of 12 tokens, 32 numbers each: that is what leaves the device, and what comes back."""
+    lora = made.lora(rank=2, targets=("q_proj", "down_proj")) if adapted else made.lora()
+    gradients = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = with_adapters(small_model("qwen2"), settings(lora=lora))
+        recompute_layers(model.get_base_model() if adapted else model, offload)
+        if adapted:
+            torch.nn.init.ones_(model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
+        model.train()(input_ids=torch.arange(12)[None], use_cache=False).logits.square().sum().backward()
+        gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
+    for plain, offloaded in zip(*gradients, strict=True):
+        assert plain is not None and torch.equal(plain, offloaded)
+
+    gone, back = [], []
+    model = small_model("qwen2")
+
+    def away(tensor: torch.Tensor) -> torch.Tensor:
+        gone.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    hooks = lambda pin_memory: saved_tensors_hooks(away, lambda kept: (back.append(pin_memory), kept)[1])  # noqa: E731
+    monkeypatch.setattr("grpo_cli.model.recompute.save_on_cpu", hooks)
+    recompute_layers(model, offload=True)
+    loss = model.train().model(input_ids=torch.arange(12)[None], use_cache=False).last_hidden_state.sum()
+    assert gone == [(1, 12, 32)] * 2 and not back
+    loss.backward()
+    assert back == [True, True]
+
+
+def test_there_is_nowhere_to_offload_activations_to_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="model.offload_activations=true .* the device is cpu"):
+        load_model(settings(gradient_checkpointing=True, offload_activations=True), CPU)
 
 
 def test_what_is_saved_loads_with_plain_transformers(

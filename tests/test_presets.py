@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.read import read
 from grpo_cli.errors import UserError
-from grpo_cli.model.load import check_supported, eos_token_ids, load_tokenizer, model_config
+from grpo_cli.model.checks import check_supported
+from grpo_cli.model.load import eos_token_ids, load_tokenizer, model_config
 from grpo_cli.settings import ModelSettings
 
 # Parameters in millions, embeddings counted once where they are tied: the sizes of the published safetensors files.
@@ -23,6 +24,7 @@ PUBLISHED = {
     "qwen3_0_6b": 596.05,
     "qwen3_1_7b": 1720.57,
     "qwen3_4b": 4022.47,
+    "llama3_1_8b": 8030.26,
     "llama3_2_1b": 1235.81,
     "llama3_2_3b": 3212.75,
     "smollm2_135m": 134.52,

@@ -13,17 +13,20 @@ from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
 from grpo_cli.engine.eviction import Dense, SnapKv
-from grpo_cli.engine.fullest import fullest
+from grpo_cli.engine.fullest import course
 from grpo_cli.engine.schedule import Lpt
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
 from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
 
+LORA = made.model(lora=vars(made.lora(rank=2)) | {"targets": ["q_proj"]})
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
 
 
@@ -66,12 +69,16 @@ def test_gradients_are_what_parameters_hold_after_a_pass():
 
 @pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3), infinite(kv_budget="200KiB")])
 @pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
-def test_predicted_keys_and_values_are_the_engines_to_the_byte(sampler: Any, sparsity: Any):
+def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
+    """To the byte where no order matters."""
     requests = some_requests(prompts=3, n=4, tokens=30)
     engine = make_engine(small_model(), sampler=sampler, sparsity=sparsity)
-    list(engine.generate(requests))
-    _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 0))
-    assert decode[KV] == engine.stats().kv_peak_bytes
+    made = {(r.request.prompt.id, r.request.sample): len(r) for r in engine.generate(requests)}
+    lengths = tuple(made[request.prompt.id, request.sample] for request in requests)
+    work = replace(work_of(requests, 4, 30), lengths=lengths)
+    _, decode = fake_model().rollouts(work, EngineShape(sampler, sparsity, 0))
+    exactly = sampler == full() or sampler.kv_budget
+    assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.0 if exactly else 0.1)
 
 
 @pytest.mark.parametrize("sampler", [full(), infinite(slots=4)])
@@ -90,11 +97,11 @@ def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(s
 
 
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
-    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. At the end of the prefixes 11 of 12 wait
-    with 5 tokens each: one has ended with the token that it was to wait with."""
+    """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. After prefixes of 5 tokens 11 of 12 wait:
+    one has ended with the token that it was to wait with. After 2 tokens all do."""
     work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
-    sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (0, 5)]
-    assert sizes[1] - sizes[0] == 11 * 5 * 256
+    sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (2, 5)]
+    assert sizes[1] - sizes[0] == (11 * 5 - 12 * 2) * 256
 
 
 @pytest.mark.parametrize(
@@ -115,16 +122,42 @@ def test_predicted_keys_and_values_of_those_who_wait_are_the_engines_too(sampler
     engine = make_engine(small_model(), eos_token_ids=(VOCABULARY,), warn=lambda text: None, **parts)
     list(engine.generate(requests))
     _, decode = fake_model().rollouts(work_of(requests, 4, 30), EngineShape(sampler, sparsity, 5))
-    assert decode[KV] == engine.stats().kv_peak_bytes
+    assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.2)
     assert ("engine/probe_steps" in engine.stats().details) == waits
 
 
 def test_quantised_are_the_linear_layers_but_the_head():
     """Two layers of 32 x (32 + 16 + 16) + 32 x 32 + 3 x 32 x 64 numbers."""
     whole, four_bits = (
-        ShapeModel(lambda: small_model(tie_word_embeddings=False), "none", bits).weights for bits in (None, 4)
+        ShapeModel(lambda: small_model(tie_word_embeddings=False), "none", bits).weights for bits in (None, 4.0)
     )
     assert whole - four_bits == 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64) * (4 - 0.5)
+
+
+def test_a_quantised_weight_is_whole_for_as_long_as_it_is_multiplied_by():
+    """One layer and one token: nothing is as large as a weight of the MLP, 32 x 64 numbers, of which one is whole."""
+    sizes = []
+    for bits in (None, 4.0):
+        model = ShapeModel(lambda: with_adapters(small_model(num_hidden_layers=1), LORA), "none", bits)
+        passes = model.train_pass(Padded(1, 64, 1.0), (RowShape(1, 1),), False)
+        sizes.append([found[ACTIVATIONS] for found in passes])
+    for plain, quantised in zip(*sizes, strict=True):
+        assert quantised - plain == pytest.approx(32 * 64 * 4, rel=0.2)
+
+
+def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
+    """Four layers' inputs of 400 tokens, 32 numbers each. There are the one that is computed with and, forward, the
+    first, which transformers holds until that has ended; backward, the gradient that goes on to the layer before."""
+
+    def load() -> Any:
+        model = small_model(num_hidden_layers=4)
+        recompute_layers(model, offload=False)
+        return with_adapters(model, LORA)
+
+    way, rows = Padded(400, 64, 1.0), (RowShape(100, 300),)
+    plain, offloaded = (ShapeModel(load, "none", None, away).train_pass(way, rows, False) for away in (False, True))
+    for kept, gone in zip(plain, offloaded, strict=True):
+        assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
 WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
@@ -275,5 +308,8 @@ def test_the_largest_values_fit_and_twice_as_much_does_not():
 
 
 def test_where_slots_are_refilled_they_stay_full_to_the_longest():
-    assert fullest([10, 20, 30, 300], slots=2, capacity=304) == [(2, 304)]
-    assert fullest([1, 1], slots=2, capacity=16) == [(2, 16)], "there is no second token, but there is an answer"
+    words: dict[str, Any] = dict(prompt_tokens={"a": 16}, refills=True, page=16, most=999, blocks=4)
+    first, last = course([20, 30, 300], "aaa", slots=2, **words).moments
+    assert [first.tolist(), last.tolist()] == [[1, 1], [299]]
+    (only,) = course([1, 1], "aa", slots=2, **words).moments
+    assert only.tolist() == [1, 1], "there is no second token, but there is an answer"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.sample import SamplingTable, truncate, uniforms
+from grpo_cli.engine.sample import SamplingTable, inverse, truncate, uniforms
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
@@ -40,6 +40,50 @@ def test_a_number_on_a_border_belongs_to_the_token_above_it_and_none_to_a_token_
     tokens, logprobs = table(*[Sampling.plain(128)] * 4).draw(logits, uniform, slice(0, 4))
     assert tokens.tolist() == [1, 1, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.full((4,), 0.5))
+
+
+def test_a_token_is_found_in_its_block() -> None:
+    """600 tokens are two blocks and a rest. Tokens 100, 255, 256 and 590 have a quarter each, all others nothing, so
+    that the last ten and most of each block have empty shares."""
+    logits = torch.full((1, 600), -torch.inf)
+    logits[0, [100, 255, 256, 590]] = 0.0
+    borders = [0.0, 0.25 - 2**-53, 0.25, 0.5 - 2**-53, 0.5, 0.75 - 2**-53, 0.75, 1 - 2**-53]
+    uniform = torch.tensor(borders, dtype=torch.float64)
+    tokens, logprobs = table(*[Sampling.plain(128)] * 8).draw(logits.expand(8, 600), uniform, slice(0, 8))
+    assert tokens.tolist() == [100, 100, 255, 255, 256, 256, 590, 590]
+    torch.testing.assert_close(logprobs.exp(), torch.full((8,), 0.25))
+
+
+def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:
+    """In units of 2^-53 token 0 has 1.5 and token 256 has p = 2^53 - 2^29. Their sum, p + 1.5, is rounded to p + 2, the
+    number to p + 1, and less the 1.5 both are p: the number seems to lie at the very end of its block."""
+    probabilities = torch.zeros(1, 600)
+    probabilities[0, 0], probabilities[0, 256] = 1.5 * 2**-53, 1 - 2**-24
+    assert inverse(probabilities, torch.tensor([[1 - 2**-53]], dtype=torch.float64)).tolist() == [[256]]
+
+
+def test_a_row_draws_the_same_in_any_company() -> None:
+    logits = 3.0 * torch.randn(70, 5000, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(70, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    words = table(*[Sampling.plain(128)] * 70)
+    tokens, logprobs = words.draw(logits, uniform, slice(0, 70))
+    # The same by a sum over every token in float64.
+    sums = logits.double().softmax(-1).cumsum(-1)
+    assert torch.equal(tokens, torch.searchsorted(sums, uniform[:, None], right=True).squeeze(-1))
+    for count in (*range(1, 40), 64, 69):
+        few = words.draw(logits[:count], uniform[:count], slice(0, count))
+        assert torch.equal(few[0], tokens[:count]) and torch.equal(few[1], logprobs[:count])
+
+
+def test_greedy_rows_alone_are_as_among_others() -> None:
+    logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(0))
+    uniform = torch.full((3,), 0.9, dtype=torch.float64)
+    greedy, other = Sampling.plain(128, temperature=0.0), Sampling.plain(128)
+    alone, mixed = (
+        table(*words).draw(logits, uniform, slice(0, 3)) for words in ([greedy] * 3, [greedy, greedy, other])
+    )
+    assert alone[0].tolist() == logits.argmax(-1).tolist() and alone[1].tolist() == [0.0, 0.0, 0.0]
+    assert mixed[0][:2].tolist() == alone[0][:2].tolist() and float(mixed[1][2]) < 0.0
 
 
 def test_temperature_divides_the_logits_and_the_logprob_says_so() -> None:

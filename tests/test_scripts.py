@@ -18,12 +18,13 @@ STUDIES = [path.stem for path in (SCRIPTS / "reproduce").glob("*.py") if path.st
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
     "judge": [()],
+    "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
     "shared_prefix": [()],
     "soak": [()],
     "step": [()],
 }
-SLOW = {("launcher",), "step", "judge"}
+SLOW = {("launcher",), "step", "judge", "real"}
 
 
 def load(name: str) -> ModuleType:

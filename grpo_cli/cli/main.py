@@ -156,6 +156,7 @@ def _checked_profile(cfg: DictConfig) -> Any:
 
 def _profile(cfg: DictConfig) -> Any:
     settings = _checked_profile(cfg)
+    settings = _decided(settings, settings.profile.for_gpu or None)
     from hydra.core.hydra_config import HydraConfig
 
     from grpo_cli.cli.start import started
@@ -164,7 +165,7 @@ def _profile(cfg: DictConfig) -> Any:
     from grpo_cli.runs.summary import write_summary
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    with started("profile", cfg):
+    with started("profile", cfg, settings):
         found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
         show(found, console())
         typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
@@ -281,23 +282,29 @@ def _checked_eval(cfg: DictConfig) -> Any:
     return settings
 
 
+def _decided(settings: Any, fast: bool | None = None) -> Any:
+    from grpo_cli.config.precision import decided
+
+    return decided(settings, _to_stderr, fast)
+
+
 def _train(cfg: DictConfig) -> Any:
     settings = _checked(cfg)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
-    from grpo_cli.profile.micro_batch import decided
+    from grpo_cli.profile import micro_batch
     from grpo_cli.runs.find import completed_steps
     from grpo_cli.runs.stop import Stop
 
     rules = experiment.tried_rules(settings)
+    settings = _decided(settings)
     done = completed_steps(settings.resume)
     if done is not None and done >= settings.train.steps:
         typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
-    asked, settings = settings, decided(settings, rules, experiment.pick_device(settings.device), _to_stderr)
-    by_memory = {} if settings == asked else {"train.micro_batch_tokens": settings.train.micro_batch_tokens}
+    settings = micro_batch.decided(settings, rules, experiment.pick_device(settings.device), _to_stderr)
     with (
-        started("train", cfg, settings.resume, settings.resume_wait, by_memory) as go_on,
+        started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
         _memory_explained(settings),
         Stop(_to_stderr) as stop,
     ):
@@ -322,11 +329,11 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
 
 
 def _evaluate(cfg: DictConfig) -> Any:
-    settings = _checked_eval(cfg)
+    settings = _decided(_checked_eval(cfg))
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
 
-    with started("eval", cfg):
+    with started("eval", cfg, settings):
         result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
     typer.echo(f"every answer: {settings.run_dir}/{SAMPLES}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import platform
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from grpo_cli.config.decided import as_decided
 from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import plain, shown
@@ -25,28 +25,25 @@ from grpo_cli.runs.lock import sole_use
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.runs.summary import failure_noted, read_object
+from grpo_cli.settings import EvalRunSettings, RunSettings
 
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 
 @contextmanager
 def started(
-    command: str,
-    cfg: DictConfig,
-    resume: str | None = None,
-    wait: float = 0.0,
-    decided: Mapping[str, Any] | None = None,
+    command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings, resume: str | None = None, wait: float = 0.0
 ) -> Iterator[Callable[[], None]]:
-    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`.
+    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`. What `cfg` left
+    open is written down as it was `decided`.
 
-    `decided` are settings that were left to the program: they are written down as it has decided, for a resumed run.
     What is yielded is to be called when a resumed run is about to go on: it writes down what was changed, and says so.
     UserError if another process or another run has the folder; then nothing in it is touched.
     """
     folder = Path(cfg.run_dir)
     _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
     with sole_use(folder, wait, _say):
-        record, before = _record(command, cfg, decided or {}), _before(command, folder, resume)
+        record, before = _record(command, cfg, decided), _before(command, folder, resume)
         if before is None:
             write_record(folder, record)
         elif resume is None and before.overrides != record.overrides:
@@ -55,11 +52,11 @@ def started(
             yield lambda: None if before is None else _go_on(folder, before, record)
 
 
-def _record(command: str, cfg: DictConfig, decided: Mapping[str, Any]) -> RunRecord:
-    hydra, cfg = HydraConfig.get(), copy.deepcopy(cfg)
-    for key, value in decided.items():
-        OmegaConf.update(cfg, key, value)
+def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings) -> RunRecord:
+    hydra = HydraConfig.get()
     config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # as it is read back
+    for group, values in as_decided(decided).items():
+        config[group] |= values
     choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     return RunRecord(
@@ -67,7 +64,7 @@ def _record(command: str, cfg: DictConfig, decided: Mapping[str, Any]) -> RunRec
         tuple(word for word in hydra.overrides.task if not is_of_a_resume(word)),
         {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
-        about | {"decided": dict(decided), "code": asdict(code_version())},
+        about | {"code": asdict(code_version())},
     )
 
 

@@ -27,10 +27,10 @@ from grpo_cli.settings import (
 )
 
 _SCHEDULES = ("constant", "linear", "cosine")
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("auto", "float32", "bfloat16")
 _QUANTISED = ("none", "8bit", "4bit")
 _OPTIMIZERS = ("adamw", "adamw8bit")
-_AUTOCASTS = ("none", "bfloat16")
+_AUTOCASTS = ("auto", "none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
@@ -80,6 +80,11 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
         yield (
             f"profile.lengths={profile.lengths} and profile.trace_file={shown(profile.trace_file)}: a recorded "
             "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
+        )
+    if profile.for_gpu and not (profile.plan_only and profile.fit is not None):
+        yield (
+            "profile.for_gpu=true plans for a GPU that may not be here: add profile.plan_only=true, and what it has, "
+            "such as profile.fit=80GB"
         )
     if profile.fit is not None:
         yield from _size_problems("profile.fit", profile.fit)
@@ -241,6 +246,8 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
         yield f"model.lora.dropout={model.lora.dropout} must be at least 0 and less than 1"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
+    if model.offload_activations and not model.gradient_checkpointing:
+        yield "model.offload_activations=true moves what model.gradient_checkpointing=true keeps: ask for both"
     if model.quantize != "none" and not model.adapted:
         yield (
             f"model.quantize={model.quantize} freezes the weights, so that there is nothing to train; give adapters, "

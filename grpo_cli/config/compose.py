@@ -12,8 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
+from grpo_cli.config.precision import decided, decided_model
 from grpo_cli.config.read import missing, read
 from grpo_cli.errors import UserError, refuse
+from grpo_cli.processor import fast_in_bfloat16
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 
 Settings = TypeVar("Settings")
@@ -36,9 +38,9 @@ def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
 
 
 def settings_of(*overrides: str) -> RunSettings:
-    """The settings of `grpo train` with these overrides, not checked: for tests, scripts and notebooks."""
+    """The settings of `grpo train` with these overrides, decided and not checked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return parse(hydra.compose("train", ["run_dir=.", *overrides]))
+        return decided(parse(hydra.compose("train", ["run_dir=.", *overrides])), lambda line: None)
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
@@ -47,7 +49,7 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
     settings = read(ModelSettings, shipped("model", choice) | changed, problems)
     refuse(problems)
     assert settings is not None, "without a problem there are settings"
-    return settings
+    return decided_model(settings, fast_in_bfloat16("auto"))
 
 
 def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import parts_of
+from grpo_cli.config.choices import parts_of, shipped
 from grpo_cli.config.read import read
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import plain
@@ -39,7 +39,9 @@ def overrides_of_run(record: RunRecord) -> list[str]:
         drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
         values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
-        shape = read(ModelSettings, OmegaConf.to_container(run.model, resolve=True), [])
+        values_of_model: Any = OmegaConf.to_container(run.model, resolve=True)
+        # a setting that the run did not have yet is as it is in every preset
+        shape = read(ModelSettings, {**shipped("model", "hf"), **values_of_model}, [])
         for group in groups:
             values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
         chosen = [f"{group}={record.choices[group]}" for group in groups]
@@ -54,7 +56,6 @@ def overrides_of_run(record: RunRecord) -> list[str]:
 def overrides_to_resume(record: RunRecord, run_dir: Path) -> list[str]:
     """What a run was started with, and its folder: the same command again, going on in the same place."""
     again = [renamed(word) for word in record.overrides if not is_of_a_resume(word)]
-    again += overrides(record.about.get("decided", {}))
     return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
 
 

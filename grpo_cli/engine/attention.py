@@ -1,7 +1,8 @@
 """Attention of one decode step: every row sees its prompt, stored once for all its rows, and then its own response.
 
-The scores of the two parts are computed where the keys lie, joined for one softmax, and split again for the values. So
-a group's prompt keys are read once per step and not once per rollout, and nothing is copied but queries and weights.
+Scores are computed page by page where the keys lie, joined for one softmax, and taken apart again for the values. So a
+group's prompt keys are read once per step and not once per rollout, no row pays for the length of another, and nothing
+is copied but queries, scores and answers.
 """
 
 from __future__ import annotations
@@ -13,27 +14,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena
+from grpo_cli.engine.pieces import Pieces
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a decode step read and write.
-
-    `table` lists for each prompt entry the rows that belong to it (padded with row 0; those results are not read), and
-    `place` finds each row's result in the flattened table. `in_order` says that the two are 0, 1, 2, ... without
-    padding, so that nothing has to be moved.
-    """
+    """What the rows of a decode step read, and where they write."""
 
     tokens: Int[Tensor, "R"]
     positions: Int[Tensor, "R"]
-    lengths: Int[Tensor, "R"]  # keys held in the slots before this step
-    width: int  # slot keys to look at, a multiple of the slot tile that covers the longest row
-    prompt_lengths: Int[Tensor, "R"] | None  # prompt keys that each row sees; None: all that there are
-    blind: bool  # whether no row sees any
-    table: Int[Tensor, "E C"]
-    place: Int[Tensor, "R"]
-    in_order: bool
+    lengths: Int[Tensor, "R"]  # keys of their own before this step
+    write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
+    width: int  # keys of a row's page to look at: all, or where each has one only, what covers the longest
+    own: Pieces
+    prompt: Pieces
 
 
 @runtime_checkable
@@ -44,72 +39,139 @@ class Watch(Protocol):
         """A step begins."""
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
-        """`weights` are over the prompts' keys (none when all rows are blind) and then the slots' first `width`."""
+        """`weights` are over the prompts' keys (none when no row sees any) and then the rows' own."""
 
 
 class StepAttention:
     """What all layers of one step share: the places to write, and what each row may look at."""
 
-    def __init__(self, rows: Rows, slots: KvStore, prompts: PromptPool, group: int, scale: float, watch: Watch) -> None:
-        self._rows, self._slots, self._prompts, self._watch = rows, slots, prompts, watch
+    def __init__(self, rows: Rows, kv: KvArena, group: int, scale: float, watch: Watch) -> None:
+        self._rows, self._kv, self._watch, self._group, self._scale = rows, kv, watch, group, scale
         self._count = rows.tokens.shape[0]
-        self._heads, self._group, self._dim = slots.layout.heads, group, slots.layout.dim
-        self._scale = scale
-        device, dtype = rows.lengths.device, slots.layout.dtype
-        row_head = torch.arange(self._count * self._heads, device=device).view(self._count, self._heads)
-        self._write_at = (row_head * slots.capacity + rows.lengths[:, None]).flatten()
-        self._table = rows.table.flatten()
-        self._entries, self._columns = rows.table.shape
-        self._own_bias = self._bias(rows.lengths + 1, rows.width, dtype)
-        self._prompt_width = 0 if rows.blind else prompts.store.capacity
-        if rows.prompt_lengths is None:
-            # An entry that nobody holds looks at one key, and its result is not read.
-            self._prompt_bias = self._bias(prompts.lengths[: self._entries].clamp(min=1), self._prompt_width, dtype)
-        else:
-            by_row = self._bias(rows.prompt_lengths, self._prompt_width, dtype)
-            self._prompt_bias = self._by_prompt(by_row.expand(-1, group, -1))
+        heads, tokens = kv.layout.heads, kv.rows.tokens
+        device, dtype = rows.lengths.device, kv.layout.dtype
+        head = torch.arange(heads, device=device)
+        at = (rows.write_to[:, None] * heads + head) * tokens + rows.lengths.remainder(tokens)[:, None]
+        self._write_at = at.flatten()
+        # Scores are of float32 also where keys are of less: a softmax of large scores feels their rounding.
+        self._exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        seen = (rows.lengths + 1).index_select(0, rows.own.rows[:, 0]) - rows.own.first
+        own = (kv.row_keys, kv.row_values)
+        self._sides = [_Side(rows.own, *own, rows.width, self._bias(seen, rows.width), self._shape())]
+        if rows.prompt.of_row.shape[1]:
+            assert rows.prompt.held is not None, "a prompt's page has a length"
+            bias = self._bias(rows.prompt.held, kv.prompts.tokens)
+            side = _Side(rows.prompt, kv.prompt_keys, kv.prompt_values, kv.prompts.tokens, bias, self._shape())
+            self._sides.insert(0, side)
         watch.prepare(rows)
 
-    def _bias(self, lengths: Int[Tensor, "N"], width: int, dtype: torch.dtype) -> Float[Tensor, "NH 1 n"]:
-        """Added to the scores: 0 for the first `lengths` of `width` keys, -inf beyond; once for each head."""
-        beyond = torch.arange(width, device=lengths.device) >= lengths[:, None]
-        bias = torch.zeros(beyond.shape, device=lengths.device, dtype=dtype).masked_fill_(beyond, -torch.inf)
-        return bias[:, None].expand(-1, self._heads, -1).reshape(len(lengths) * self._heads, 1, width)
+    def _shape(self) -> tuple[int, int, int]:
+        return self._kv.layout.heads, self._group, self._kv.layout.dim
+
+    def _bias(self, held: Int[Tensor, "N"], width: int) -> Float[Tensor, "NH 1 n"]:
+        """Added to the scores: 0 for the first `held` of `width` keys, -inf beyond; once for each head."""
+        heads = self._kv.layout.heads
+        beyond = torch.arange(width, device=held.device) >= held[:, None]
+        bias = torch.zeros(beyond.shape, device=held.device, dtype=self._exact).masked_fill_(beyond, -torch.inf)
+        return bias[:, None].expand(-1, heads, -1).reshape(len(held) * heads, 1, width)
 
     def __call__(
         self, layer: int, q: Float[Tensor, "R HG D"], k: Float[Tensor, "R H D"], v: Float[Tensor, "R H D"]
     ) -> Float[Tensor, "R HGD"]:
         """Write this step's keys and values, and attend. H is key-value heads, G queries per key-value head."""
-        rows, slots, store = self._rows, self._slots, self._prompts.store
-        slots.write(layer, self._write_at, k.reshape(-1, self._dim), v.reshape(-1, self._dim))
-        own_keys = slots.layer_keys[layer][: self._count].flatten(0, 1)[:, : rows.width]
-        own_values = slots.layer_values[layer][: self._count].flatten(0, 1)[:, : rows.width]
-        prompt_keys = store.layer_keys[layer][: self._entries].flatten(0, 1)[:, : self._prompt_width]
-        prompt_values = store.layer_values[layer][: self._entries].flatten(0, 1)[:, : self._prompt_width]
-        grouped = q.reshape(self._count * self._heads, self._group, self._dim)
-        shared = torch.baddbmm(self._prompt_bias, self._by_prompt(grouped), prompt_keys.mT, alpha=self._scale)
-        own = torch.baddbmm(self._own_bias, grouped, own_keys.mT, alpha=self._scale)
-        scores = torch.cat([self._by_row(shared), own], dim=-1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-        self._watch.see(layer, q, weights)
-        shared_weights, own_weights = weights.split([self._prompt_width, rows.width], dim=-1)
-        out = self._by_row(torch.bmm(self._by_prompt(shared_weights), prompt_values))
-        return torch.baddbmm(out, own_weights, own_values).view(self._count, -1)
+        heads, group, dim = self._shape()
+        self._kv.write(layer, self._write_at, k.reshape(-1, dim), v.reshape(-1, dim))
+        dtype = self._kv.layout.dtype
+        asked = q.reshape(self._count, heads * group * dim).to(dtype)
+        scores = [side.scores(layer, asked, self._scale) for side in self._sides]
+        weights = torch.cat(scores, dim=-1).softmax(-1).to(dtype)
+        del scores
+        self._watch.see(layer, q, weights.view(self._count * heads, group, -1))
+        parts = weights.split([side.width for side in self._sides], dim=-1)
+        out = None
+        for side, part in zip(self._sides, parts, strict=True):
+            out = side.answers(layer, part, out)
+        assert out is not None, "a row sees itself"
+        return out.to(dtype)
 
-    def _by_prompt(self, x: Float[Tensor, "RH G n"]) -> Float[Tensor, "EH CG n"]:
-        """Rows laid out under their prompts, so that one product serves all rows of a prompt."""
-        size = x.shape[-1]
-        x = x.reshape(self._count, self._heads, self._group, size)
-        if not self._rows.in_order:
-            x = x.index_select(0, self._table)
-        x = x.view(self._entries, self._columns, self._heads, self._group, size).transpose(1, 2)
-        return x.reshape(self._entries * self._heads, self._columns * self._group, size)
 
-    def _by_row(self, x: Float[Tensor, "EH CG n"]) -> Float[Tensor, "RH G n"]:
+class _Side:
+    """Prompts' pages or rows' own: their keys and values by layer, and how rows' questions come to them and back."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        keys: list[Tensor],
+        values: list[Tensor],
+        tokens: int,
+        bias: Float[Tensor, "NH 1 n"],
+        shape: tuple[int, int, int],
+    ) -> None:
+        """`tokens`: of each page, those that are looked at."""
+        self._pieces, self._keys, self._values, self._bias, self._tokens = pieces, keys, values, bias, tokens
+        self._heads, self._group, self._dim = shape
+        (self._pages, self._columns), (self._rows, self._levels) = pieces.rows.shape, pieces.of_row.shape
+        self._asking, self._of_row = pieces.rows.flatten(), pieces.of_row.flatten()
+        self.width = self._levels * tokens  # of a row's scores
+
+    def scores(self, layer: int, asked: Float[Tensor, "R HGD"], scale: float) -> Float[Tensor, "R H G n"]:
+        """Of each row over the pages that are its, -inf where there is nothing."""
+        questions = self._by_page(asked, self._asking)
+        by_piece = self._by_piece(_product(self._bias, questions, self._of(self._keys, layer), scale))
+        if self._pieces.in_order:
+            return by_piece.view(self._rows, self._heads, self._group, self._tokens)
+        by_row = _picked(by_piece, self._of_row, -torch.inf)
+        by_row = by_row.view(self._rows, self._levels, self._heads, self._group, self._tokens)
+        return by_row.permute(0, 2, 3, 1, 4).reshape(self._rows, self._heads, self._group, self.width)
+
+    def answers(self, layer: int, weights: Float[Tensor, "R H G n"], before: Tensor | None) -> Float[Tensor, "R HGD"]:
+        """Weighted values, page by page and then together, added to those `before`."""
+        by_level = weights.unflatten(-1, (self._levels, self._tokens)).permute(0, 3, 1, 2, 4)
+        questions = self._by_page(by_level.reshape(self._rows * self._levels, -1), self._pieces.cell)
+        out = self._by_piece(torch.bmm(questions, self._of(self._values, layer)))
+        if not self._pieces.in_order:
+            # Sums of what is rounded to less are made in float32.
+            by_row = _picked(out, self._of_row, 0.0).to(self._bias.dtype)
+            out = _summed(by_row.view(self._rows, self._levels, -1))
+        return out if before is None else before + out
+
+    def _of(self, views: list[Tensor], layer: int) -> Float[Tensor, "NH n D"]:
+        return views[layer][: self._pages].flatten(0, 1)[:, : self._tokens]
+
+    def _by_page(self, x: Float[Tensor, "M HGn"], index: Int[Tensor, "NC"]) -> Float[Tensor, "NH CG n"]:
+        """What belongs to each piece (at `index`), laid out under the pages that are asked."""
+        if not self._pieces.in_order:
+            x = x.index_select(0, index)
+        size = x.shape[-1] // (self._heads * self._group)
+        x = x.view(self._pages, self._columns, self._heads, self._group * size)
+        return x.transpose(1, 2).reshape(self._pages * self._heads, self._columns * self._group, size)
+
+    def _by_piece(self, x: Float[Tensor, "NH CG n"]) -> Float[Tensor, "NC HGn"]:
         """And back."""
-        size = x.shape[-1]
-        x = x.view(self._entries, self._heads, self._columns, self._group, size).transpose(1, 2)
-        x = x.reshape(self._entries * self._columns, self._heads, self._group, size)
-        if not self._rows.in_order:
-            x = x.index_select(0, self._rows.place)
-        return x.reshape(self._count * self._heads, self._group, size)
+        x = x.view(self._pages, self._heads, self._columns, -1).transpose(1, 2)
+        return x.reshape(self._pages * self._columns, -1)
+
+
+def _product(
+    bias: Float[Tensor, "B 1 n"], x: Float[Tensor, "B m D"], keys: Float[Tensor, "B n D"], scale: float
+) -> Float[Tensor, "B m n"]:
+    """x keys^T * scale + bias, in the bias's precision."""
+    if bias.dtype == x.dtype:
+        return torch.baddbmm(bias, x, keys.mT, alpha=scale)
+    if x.device.type == "cuda":
+        return torch.bmm(x, keys.mT, out_dtype=bias.dtype).mul_(scale).add_(bias)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.baddbmm(bias, x.to(bias.dtype), keys.to(bias.dtype).mT, alpha=scale)
+
+
+def _picked(x: Float[Tensor, "N n"], index: Int[Tensor, "M"], nothing: float) -> Float[Tensor, "M n"]:
+    """Those at `index`, of which N means nothing."""
+    return torch.cat([x, x.new_full((1, x.shape[1]), nothing)]).index_select(0, index)
+
+
+def _summed(x: Float[Tensor, "R K n"]) -> Float[Tensor, "R n"]:
+    """Over K in pairs, and pairs of pairs: so that what has no more pages adds zeros only, and no bit depends on K."""
+    while (levels := x.shape[1]) > 1:
+        even = x[:, : levels // 2 * 2 : 2] + x[:, 1::2]
+        x = torch.cat([even, x[:, -1:]], dim=1) if levels % 2 else even
+    return x[:, 0]

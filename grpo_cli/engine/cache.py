@@ -1,20 +1,30 @@
-"""Keys, values and lengths of every slot, and of every prompt once: claim, write, move, release.
+"""Keys and values as many as there are: one block of memory, in pages that a row takes as it grows.
 
-      prompts  [layer, entry, head, token, dim]   written once by prefill, read by every sample of the prompt
-      slots    [layer, slot,  head, token, dim]   response keys only; row `length` is the next to be written
+      rows' pages: 0 1 2 3 ...        free        ... 2 1 0 :prompts' pages       of each layer, keys and values
 
-A slot's keys attend together with its prompt's, which is where a group's memory is saved: n samples of one prompt hold
-its keys once. What is allocated is what the shapes say, from the first step to the last (prompt entries may grow).
+A row's pages hold its response, a prompt's are written once by prefill and read by every sample of it. Taken pages lie
+side by side at their end of the block, so that all of them are the operand of one batched product and nothing is copied
+to be read. What falls free is given to the next one, or closed by moving the outermost page in.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from grpo_cli.engine.padding import round_up
+
+# A page of all layers has at least so many bytes: what is looked up by itself is worth looking up.
+PAGE_BYTES = 256 * 1024
+# The share by which a block that is too small grows beyond what is wanted.
+SLACK = 8
 
 
 @dataclass(frozen=True)
@@ -31,111 +41,283 @@ class KvLayout:
         """c_kv: 2 * layers * key-value heads * head dimension * bytes per element."""
         return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
+    def page(self, tile: int, most: int) -> int:
+        """Tokens of a page, a multiple of `tile`, where nobody holds more than `most`. It depends on nothing but the
+        model and its precision as long as there are several: sums are made page by page, and so are their bits."""
+        return min(round_up(-(-PAGE_BYTES // self.bytes_per_token), tile), round_up(most, tile))
 
-class KvStore:
-    """A block of keys and values, [layers, rows, heads, capacity, dim] each, zeroed so that no garbage is read."""
 
-    def __init__(self, layout: KvLayout, rows: int, capacity: int, device: torch.device) -> None:
-        shape = (layout.layers, rows, layout.heads, capacity, layout.dim)
-        self.layout = layout
-        self.rows = rows
-        self.capacity = capacity
-        self.keys = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.values = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.layer_keys = list(self.keys.unbind(0))
-        self.layer_values = list(self.values.unbind(0))
+class Region:
+    """Pages of one size at one end of a block, counted from that end, and who has which (a line of `pages` each).
+
+    `used` is how many the taken ones reach to; holes among them are `free`.
+    """
+
+    def __init__(self, owners: int, most: int, tokens: int) -> None:
+        """At most `most` pages of `tokens` tokens for each owner."""
+        self.tokens = tokens
+        self.pages = np.full((owners, most), -1, dtype=np.int64)
+        self.count = np.zeros(owners, dtype=np.int64)
+        self.used = 0
+        self.version = 0  # of who has what: goes up with every change
+        self._free: list[int] = []
+        self._fixed = False
+
+    def fix(self, pages: int) -> None:
+        """All of so many pages are looked at from now on, taken or not, and none is ever moved."""
+        self.used, self._free, self._fixed = pages, list(range(pages)), True
+
+    @property
+    def taken(self) -> int:
+        return self.used - len(self._free)
+
+    def pages_for(self, tokens: int) -> int:
+        """
+        >>> Region(owners=1, most=9, tokens=16).pages_for(33)
+        3
+        """
+        return -(-tokens // self.tokens)
+
+    def lacks(self, owner: int, tokens: int) -> int:
+        """How many pages an owner needs more for so many tokens."""
+        return max(0, self.pages_for(tokens) - int(self.count[owner]))
+
+    def beyond(self, pages: int) -> int:
+        """How far that many more pages reach beyond what is used."""
+        return max(0, pages - len(self._free))
+
+    def take(self, owner: int, pages: int) -> None:
+        for place in range(pages):
+            if self._free:
+                page = heapq.heappop(self._free)
+            else:
+                page, self.used = self.used, self.used + 1
+            self.pages[owner, self.count[owner] + place] = page
+        self.count[owner] += pages
+        self.version += 1
+
+    def drop(self, owner: int) -> None:
+        for page in self.pages[owner, : self.count[owner]].tolist():
+            heapq.heappush(self._free, page)
+        self.pages[owner], self.count[owner] = -1, 0
+        self.version += 1
+
+    def rename(self, source: int, target: int) -> None:
+        """What was `source`'s is `target`'s, who had nothing."""
+        self.pages[target], self.count[target] = self.pages[source], self.count[source]
+        self.pages[source], self.count[source] = -1, 0
+        self.version += 1
+
+    def closing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Which pages must be moved where, so that those taken are the first ones; the tables say so already."""
+        if self._fixed:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        taken = self.taken
+        holes = np.array(sorted(page for page in self._free if page < taken), dtype=np.int64)
+        outside = set(self._free)
+        movers = np.array([page for page in range(taken, self.used) if page not in outside], dtype=np.int64)
+        if len(movers):
+            now = np.append(np.arange(self.used), -1)  # -1, nobody, stays what it is
+            now[movers] = holes
+            self.pages = now[self.pages]
+        if self._free:
+            self._free, self.used = [], taken
+            self.version += 1
+        return movers, holes
+
+
+def grown(tokens: int, wanted: int, most: int) -> int:
+    """What a block of so many tokens grows to where more are wanted: at first just that."""
+    return min(most, wanted + (wanted // SLACK if tokens else 0))
+
+
+class KvArena:
+    """The block: of each layer, keys and values of `tokens` tokens, [tokens * heads * dim] numbers each.
+
+    It grows when more is wanted than it has, layer by layer, so that old and new of one layer's keys lie side by side
+    for a moment. With a `budget` it never has more bytes, that moment included, nor with what is `set_aside` of it, for
+    what is or will be `parked`. `worst` is how many tokens anybody can want.
+    """
+
+    def __init__(
+        self, layout: KvLayout, rows: Region, prompts: Region, worst: int, budget: int | None, device: torch.device
+    ) -> None:
+        self.layout, self.rows, self.prompts = layout, rows, prompts
+        self.tokens = 0
+        self.parked = 0  # bytes
+        self.set_aside = 0  # bytes
+        self.peak = 0  # bytes
+        self._worst, self._budget, self._device = worst, budget, device
+        # Keys of each layer, then values.
+        self.blocks: list[Tensor] = [self._block(0) for _ in range(2 * layout.layers)]
+        self._views: tuple[list[Tensor], ...] = ()
+        self._viewed = (-1, -1, -1)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.tokens * self.layout.bytes_per_token
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens it may have, now or some time."""
+        if self._budget is None:
+            return self._worst
+        return min(self._worst, (self._budget - self.set_aside) // self.layout.bytes_per_token)
+
+    def wanted(self, row_pages: int, prompt_pages: int) -> int:
+        """Tokens that it has to have where so many more pages are taken."""
+        rows, prompts = self.rows, self.prompts
+        more = rows.beyond(row_pages) * rows.tokens + prompts.beyond(prompt_pages) * prompts.tokens
+        return rows.used * rows.tokens + prompts.used * prompts.tokens + more
+
+    def reach(self) -> int:
+        """The most tokens that it can grow to from where it is."""
+        if self._budget is None or self.tokens == 0:
+            return self.most_tokens
+        beside = -(-self.tokens // len(self.blocks))
+        return max(self.tokens, self.most_tokens - beside)
+
+    def reserve(self, tokens: int) -> None:
+        """Have so many at once, before there are any."""
+        self._grow(tokens)
+
+    def has_room(self, row_pages: int, prompt_pages: int) -> bool:
+        """Whether there can be room for so many more pages."""
+        if self.wanted(row_pages, prompt_pages) > self.tokens:
+            self.close()
+        return self.wanted(row_pages, prompt_pages) <= self.reach()
+
+    def make_room(self, row_pages: int, prompt_pages: int) -> bool:
+        """Have room for so many more pages; False if there cannot be."""
+        if not self.has_room(row_pages, prompt_pages):
+            return False
+        wanted = self.wanted(row_pages, prompt_pages)
+        if wanted > self.tokens:
+            self._grow(grown(self.tokens, wanted, self.reach()))
+        return True
+
+    def note_peak(self, beside: int = 0) -> None:
+        self.peak = max(self.peak, self.nbytes + self.parked + beside)
+
+    def close(self) -> None:
+        """Move pages so that none between two taken ones is free."""
+        for region, left in ((self.rows, True), (self.prompts, False)):
+            used = region.used
+            movers, holes = region.closing()
+            if len(movers):
+                for block in self.blocks:
+                    view = self._view(block, region, used, left)
+                    at = (holes, movers) if left else (used - 1 - holes, used - 1 - movers)
+                    target, source = (torch.from_numpy(index).to(self._device) for index in at)
+                    view[target] = view[source]
+
+    def copy(self, source: int, target: int) -> None:
+        """A row's page over another one."""
+        for view in (*self.row_keys, *self.row_values):
+            view[target] = view[source]
+
+    def _block(self, tokens: int) -> Tensor:
+        """Zeroed, so that no garbage is read. It is written in inference mode and outside."""
+        size = tokens * self.layout.heads * self.layout.dim
+        with torch.inference_mode(False):
+            return torch.zeros(size, dtype=self.layout.dtype, device=self._device)
+
+    def _grow(self, tokens: int) -> None:
+        rows, prompts = self.rows.used * self.rows.tokens, self.prompts.used * self.prompts.tokens
+        if not self.tokens:  # nothing has been written
+            rows = prompts = 0
+        width = self.layout.heads * self.layout.dim
+        self._views = ()
+        beside = self.blocks[0].nbytes
+        for place, old in enumerate(self.blocks):
+            new = self._block(tokens)
+            new[: rows * width] = old[: rows * width]
+            if prompts:
+                new[-prompts * width :] = old[-prompts * width :]
+            self.blocks[place] = new
+        self.tokens, self._viewed = tokens, (-1, -1, -1)
+        self.note_peak(beside)
+
+    def _view(self, block: Tensor, region: Region, used: int, left: bool) -> Float[Tensor, "N H T D"]:
+        numbers = used * region.tokens * self.layout.heads * self.layout.dim
+        part = block[:numbers] if left else block[block.shape[0] - numbers :]
+        return part.view(used, self.layout.heads, region.tokens, self.layout.dim)
+
+    def _all_views(self) -> tuple[list[Tensor], ...]:
+        """Keys and values of rows, of prompts, by layer. A prompt's page stands in them in reverse (`prompt_place`)."""
+        now = (self.rows.used, self.prompts.used, self.tokens)
+        if now != self._viewed:
+            keys, values = self.blocks[: self.layout.layers], self.blocks[self.layout.layers :]
+            regions = ((self.rows, self.rows.used, True), (self.prompts, self.prompts.used, False))
+            self._views = tuple([self._view(b, *region) for b in part] for region in regions for part in (keys, values))
+            self._viewed = now
+        return self._views
+
+    @property
+    def row_keys(self) -> list[Tensor]:
+        return self._all_views()[0]
+
+    @property
+    def row_values(self) -> list[Tensor]:
+        return self._all_views()[1]
+
+    @property
+    def prompt_keys(self) -> list[Tensor]:
+        return self._all_views()[2]
+
+    @property
+    def prompt_values(self) -> list[Tensor]:
+        return self._all_views()[3]
+
+    def prompt_pages(self, entries: Sequence[int], tokens: int) -> Int[Tensor, "R K"]:
+        """Where the pages of so many tokens of each entry stand in `prompt_keys`."""
+        some = self.prompts.pages[list(entries), : -(-tokens // self.prompts.tokens)]
+        return torch.from_numpy(self.prompt_place(some)).to(self._device)
+
+    def prompt_place(self, pages: np.ndarray) -> np.ndarray:
+        """Where pages of prompts stand in `prompt_keys`."""
+        return self.prompts.used - 1 - pages
 
     def write(
         self, layer: int, index: Int[Tensor, "N"], keys: Float[Tensor, "N D"], values: Float[Tensor, "N D"]
     ) -> None:
-        """Write one head's entry per row of `index`, which counts over (row, head, token) flattened."""
-        dim = self.layout.dim
-        self.layer_keys[layer].view(-1, dim).index_copy_(0, index, keys.to(self.keys.dtype))
-        self.layer_values[layer].view(-1, dim).index_copy_(0, index, values.to(self.values.dtype))
+        """Write one head's entry per row of `index`, which counts over (page, head, token) of rows flattened."""
+        dim, dtype = self.layout.dim, self.layout.dtype
+        self.row_keys[layer].view(-1, dim).index_copy_(0, index, keys.to(dtype))
+        self.row_values[layer].view(-1, dim).index_copy_(0, index, values.to(dtype))
 
-    def move(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` entries of a row over another row."""
-        self.keys[:, target, :, :tokens] = self.keys[:, source, :, :tokens]
-        self.values[:, target, :, :tokens] = self.values[:, source, :, :tokens]
+    def read(self, slot: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """A copy of a row's first `tokens` entries: two tensors [layers, heads, tokens, dim]."""
+        pages = torch.from_numpy(self.rows.pages[slot, : self.rows.count[slot]]).to(self._device)
 
-    def read(self, row: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """A copy of the first `tokens` entries of a row: two tensors [layers, heads, tokens, dim]."""
-        return self.keys[:, row, :, :tokens].clone(), self.values[:, row, :, :tokens].clone()
+        def of(views: Sequence[Tensor]) -> Tensor:
+            return torch.stack([view[pages].transpose(0, 1).flatten(1, 2)[:, :tokens] for view in views])
 
-    def restore(self, row: int, keys: Float[Tensor, "L H T D"], values: Float[Tensor, "L H T D"]) -> None:
-        """Put back what `read` gave."""
-        self.keys[:, row, :, : keys.shape[2]] = keys
-        self.values[:, row, :, : values.shape[2]] = values
+        return of(self.row_keys), of(self.row_values)
 
+    def restore(self, slot: int, keys: Float[Tensor, "L H T D"], values: Float[Tensor, "L H T D"]) -> None:
+        """Put back what `read` gave, into pages that the row has."""
+        pages = self.rows.pages[slot, None, : self.rows.count[slot]]
+        for views, tokens in ((self.row_keys, keys), (self.row_values, values)):
+            self._put(views, pages, tokens[:, None])
 
-class PromptPool:
-    """The prompts in flight: an entry per prompt, held from its first sample's start to its last one's end.
+    def put_prompts(self, entries: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Fill the pages of `entries` with prefilled prompts, [layers, P, heads, width, dim]."""
+        most = int(self.prompts.count[list(entries)].max())
+        pages = self.prompts.pages[list(entries), :most]
+        places = np.where(pages < 0, -1, self.prompt_place(pages))
+        for views, tokens in ((self.prompt_keys, keys), (self.prompt_values, values)):
+            self._put(views, places, tokens)
 
-    It begins with `entries` of them and doubles when they do not suffice, up to `most`. While it grows, the old and the
-    new one lie side by side.
-    """
-
-    def __init__(
-        self, layout: KvLayout, entries: int, most: int, capacity: int, vocabulary: int, device: torch.device
-    ) -> None:
-        self.store = KvStore(layout, entries, capacity, device)
-        self.lengths = torch.zeros(entries, dtype=torch.long, device=device)
-        self.logits = torch.zeros(entries, vocabulary, device=device)  # after the last prompt token
-        self.held_keys = 0  # in all held entries, without padding
-        self._tokens: dict[int, int] = {}  # of each held entry
-        self._free = list(reversed(range(entries)))
-        self._most = most
-        self._peak = 0  # bytes of keys and values, since somebody asked
-
-    @property
-    def entries(self) -> int:
-        return self.store.rows
-
-    @property
-    def left(self) -> int:
-        """How many more prompts can be held."""
-        return self._most - self.entries + len(self._free)
-
-    def take_peak(self) -> int:
-        """Most bytes of keys and values that lay here at a time since this was last asked."""
-        peak, self._peak = max(self._peak, self.store.nbytes), 0
-        return peak
-
-    def claim(self) -> int:
-        """A free entry, the pool grown if there is none."""
-        if not self._free:
-            self._grow()
-        return self._free.pop()
-
-    def release(self, entry: int) -> None:
-        self.held_keys -= self._tokens.pop(entry)
-        self._free.append(entry)
-
-    def put(
-        self, entries: Sequence[int], keys: Tensor, values: Tensor, logits: Float[Tensor, "P V"], lengths: Sequence[int]
-    ) -> None:
-        """Fill claimed entries with prefilled prompts; keys and values are [layers, P, heads, width, dim]."""
-        index = torch.tensor(entries, device=self.lengths.device)
-        width = keys.shape[3]
-        self.store.keys[:, index, :, :width] = keys.to(self.store.keys.dtype)
-        self.store.values[:, index, :, :width] = values.to(self.store.values.dtype)
-        self.lengths[index] = torch.tensor(lengths, device=index.device)
-        self._tokens.update(zip(entries, lengths, strict=True))
-        self.held_keys += sum(lengths)
-        self.logits[index] = logits
-
-    def _grow(self) -> None:
-        old, rows = self.store, self.store.rows
-        more = min(rows, self._most - rows)
-        assert more > 0, "nobody claims an entry when none is left"
-        self.store = KvStore(old.layout, rows + more, old.capacity, old.keys.device)
-        self.store.keys[:, :rows] = old.keys
-        self.store.values[:, :rows] = old.values
-        self._peak = max(self._peak, old.nbytes + self.store.nbytes)
-        self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(more)])
-        self.logits = torch.cat([self.logits, self.logits.new_zeros(more, self.logits.shape[1])])
-        self._free = list(reversed(range(rows, rows + more)))
+    def _put(self, views: Sequence[Tensor], places: np.ndarray, tokens: Float[Tensor, "L P H n D"]) -> None:
+        """Write runs of tokens into their pages ([P, pages of each], -1 where there is none)."""
+        size, width = views[0].shape[2], places.shape[1]
+        which, at = (torch.from_numpy(i).to(self._device) for i in (np.flatnonzero(places >= 0), places[places >= 0]))
+        for view, some in zip(views, tokens, strict=True):
+            whole = F.pad(some[:, :, : width * size], (0, 0, 0, max(0, width * size - some.shape[2])))
+            cut = whole.unflatten(2, (width, size)).transpose(1, 2).flatten(0, 1)
+            view.index_copy_(0, at, cut[which].to(view.dtype))

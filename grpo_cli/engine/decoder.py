@@ -1,15 +1,16 @@
 """One forward step over the Hugging Face module's own layers, with the cache as an argument.
 
-Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), so there are
-no weights to keep in step. Only attention is done here: in prefill each prompt sees itself; in decode each row sees
-its prompt, whose keys are stored once for all its rows, and then its own response.
+Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), or copies of
+them for one generation (`weights.py`), so there are no weights to keep in step. Only attention is done here: in prefill
+each prompt sees itself; in decode each row sees its prompt, whose keys are stored once for all its rows, and then its
+own response.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.padding import Padding, round_up, unpadded
+from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, linear_layers
 from grpo_cli.model.anatomy import unwrapped
 
 
@@ -36,57 +38,55 @@ class Prefilled:
     received: Float[Tensor, "L P H W"] | None
 
 
+# Weights from which copies are packed: more than lie in a processor's caches, where they are read as fast as they are.
+# Each new number of rows costs a packed product a millisecond to prepare, which few weights would not earn again.
+PACKED_FROM = 2**23
+
+
 @dataclass(frozen=True)
 class Block:
     """The modules of one layer, looked up once: a module finds its children anew each time it is asked."""
 
     input_norm: Any
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
+    qkv: Products
     q_norm: Any | None
     k_norm: Any | None
-    o_proj: Any
+    o_proj: Product
     post_norm: Any
-    gate_proj: Any
-    up_proj: Any
+    gate_up: Products
     activation: Any
-    down_proj: Any
+    down_proj: Product
 
     @classmethod
-    def of(cls, layer: Any) -> Block:
-        attention = layer.self_attn
+    def of(cls, layer: Any, weights: AsTheyAre | Copies) -> Block:
+        attention, mlp = layer.self_attn, layer.mlp
         return cls(
             input_norm=_norm(layer.input_layernorm),
-            q_proj=attention.q_proj,
-            k_proj=attention.k_proj,
-            v_proj=attention.v_proj,
+            qkv=weights.together(attention.q_proj, attention.k_proj, attention.v_proj),
             q_norm=_norm(getattr(attention, "q_norm", None)),
             k_norm=_norm(getattr(attention, "k_norm", None)),
-            o_proj=attention.o_proj,
+            o_proj=weights.of(attention.o_proj),
             post_norm=_norm(layer.post_attention_layernorm),
-            gate_proj=layer.mlp.gate_proj,
-            up_proj=layer.mlp.up_proj,
-            activation=_activation(layer.mlp.act_fn),
-            down_proj=layer.mlp.down_proj,
+            gate_up=weights.together(mlp.gate_proj, mlp.up_proj),
+            activation=_activation(mlp.act_fn),
+            down_proj=weights.of(mlp.down_proj),
         )
-
-    def cast(self, dtype: torch.dtype) -> Block:
-        """With linear layers that multiply in that precision, by weights that are in it already."""
-        linear = {f.name: _cast(getattr(self, f.name), dtype) for f in fields(self) if f.name.endswith("_proj")}
-        return replace(self, **linear)
 
 
 class Decoder:
-    """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all)."""
+    """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
 
-    def __init__(self, model: Any, padding: Padding | None = None) -> None:
+    With `packed`, rollouts on a CPU multiply by packed copies of a large model's weights."""
+
+    def __init__(self, model: Any, padding: Padding | None = None, packed: bool = False) -> None:
         inner = unwrapped(model)
         self._embed = inner.model.embed_tokens
-        self._blocks_of_model = [Block.of(layer) for layer in inner.model.layers]
+        self._layers = list(inner.model.layers)
+        self._blocks_of_model = [Block.of(layer, AsTheyAre()) for layer in self._layers]
         self._norm = _norm(inner.model.norm)
         self._rotary = inner.model.rotary_emb
-        self._head = inner.lm_head
+        self._head: Product = inner.lm_head
+        self._modules = nn.ModuleList([*self._layers, inner.lm_head])
         attention = inner.model.layers[0].self_attn
         self.dim: int = attention.head_dim
         self.scale: float = attention.scaling
@@ -97,7 +97,7 @@ class Decoder:
         self.hidden_size: int = config.hidden_size
         self.context: int = config.max_position_embeddings
         self.padding = padding or unpadded(self.group, self.dim)
-        self._first = inner.model.layers[0]
+        self._packed = packed
 
     def padded(self, padding: Padding) -> Decoder:
         """The same blocks, padded otherwise."""
@@ -105,29 +105,50 @@ class Decoder:
         other.padding = padding
         return other
 
+    def may_pack(self, packed: bool) -> Decoder:
+        """The same, with its copies packed or not."""
+        other = copy(self)
+        other._packed = packed
+        return other
+
+    @property
+    def packs(self) -> bool:
+        """Whether rollouts multiply by packed copies."""
+        if not self._packed or self.device.type != "cpu" or not can_pack():
+            return False
+        return sum(layer.weight.numel() for layer in linear_layers(self._modules)) >= PACKED_FROM
+
+    @property
+    def keeps_adapters_apart(self) -> bool:
+        """Whether there are adapters on weights that cannot be copied, so not with them merged either: quantised."""
+        return any(
+            "lora_A" in dict(module.named_children()) and type(module.base_layer) is not nn.Linear
+            for module in self._modules.modules()
+        )
+
     def in_its_precision(self) -> Decoder:
         """The same, with weights in the precision that a step multiplies in: under autocast copies, as they are now.
 
         Autocast would cast every weight again in every step, and keeps none under `inference_mode`. Where weights are
-        multiplied as they are, nothing is copied; nor is what is quantised.
+        multiplied as they are, and not packed, nothing is copied; nor is what is quantised.
         """
-        dtype = self.layout().dtype
-        if dtype == self.dtype:
+        dtype, packed = self.layout().dtype, self.packs
+        if not packed and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
             return self
-        other = copy(self)
-        other._blocks_of_model = [block.cast(dtype) for block in self._blocks_of_model]
-        other._head = _cast(self._head, dtype)
+        other, copies = copy(self), Copies(dtype, packed)
+        other._blocks_of_model = [Block.of(layer, copies) for layer in self._layers]
+        other._head = copies.of(self._head)
         return other
 
     def of_one_block(self) -> Decoder:
         """The same, but of the first block only."""
         other = copy(self)
-        other._blocks_of_model = self._blocks_of_model[:1]
+        other._layers, other._blocks_of_model = self._layers[:1], self._blocks_of_model[:1]
         return other
 
     def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Those of a block, adapters included; what they are multiplied into, rows are."""
-        return tuple(tuple(weight.shape) for weight in self._first.parameters())
+        return tuple(tuple(weight.shape) for weight in self._layers[0].parameters())
 
     def layout(self) -> KvLayout:
         """One token's keys and values; in the computation's precision, so autocast's when it is on."""
@@ -150,7 +171,7 @@ class Decoder:
 
     def logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
         rows = hidden.shape[0]
-        return self._head(self._pad_rows(hidden))[:rows].float()
+        return self._head(self._pad_rows(hidden.to(self.layout().dtype)))[:rows].float()
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of a tile (so that company changes no bits)."""
@@ -183,9 +204,9 @@ class Decoder:
             torch.stack(received) if note_received else None,
         )
 
-    def step(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
+    def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
-        attention = StepAttention(rows, slots, prompts, self.group, self.scale, watch)
+        attention = StepAttention(rows, kv, self.group, self.scale, watch)
         return self.blocks(rows.tokens, rows.positions, attention)
 
     def blocks(
@@ -196,7 +217,7 @@ class Decoder:
     ) -> Float[Tensor, "N H"]:
         """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [N, heads, dim], rotated, and gives
         [N, heads * dim]: it never sees the rows of padding."""
-        count = tokens.shape[0]
+        count, dtype = tokens.shape[0], self.layout().dtype
         hidden = self._pad_rows(self._embed(tokens))
         cos, sin = self._rotary(hidden, positions[None])
         # For `_rotate`: the sign of the rotated first half goes into the sine.
@@ -204,19 +225,17 @@ class Decoder:
         cos = self._pad_rows(cos[0])[:, None]
         sin = self._pad_rows(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))[:, None]
         for index, block in enumerate(self._blocks_of_model):
-            q, k, v = self._project(block, block.input_norm(hidden), cos, sin)
+            q, k, v = self._project(block, block.input_norm(hidden).to(dtype), cos, sin)
             hidden = hidden + block.o_proj(self._pad_rows(attend(index, q[:count], k[:count], v[:count])))
-            hidden = hidden + _mlp(block, block.post_norm(hidden))
+            hidden = hidden + _mlp(block, block.post_norm(hidden).to(dtype))
         return self._norm(hidden)[:count]
 
     def _project(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
-        q = block.q_proj(x).view(x.shape[0], -1, self.dim)
-        k = block.k_proj(x).view(x.shape[0], -1, self.dim)
-        v = block.v_proj(x).view(x.shape[0], -1, self.dim)
+        q, k, v = (each.view(x.shape[0], -1, self.dim) for each in block.qkv(x))
         if block.q_norm is not None and block.k_norm is not None:
             q, k = block.q_norm(q), block.k_norm(k)
-        both = _rotate(torch.cat([q, k], dim=1), cos, sin)
+        both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
         return both[:, : q.shape[1]], both[:, q.shape[1] :], v
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
@@ -225,41 +244,24 @@ class Decoder:
         return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
-def _cast(module: Any, dtype: torch.dtype) -> Any:
-    """What a linear layer computes, by a copy of its weight in `dtype`; of one with adapters, by copies of theirs too.
-
-    Adapters stay apart: what they add is often less than bfloat16 tells apart in a sum with the weight. Their dropout
-    is of updates only. Other modules (quantised ones) are as they are.
-    """
-    adapters = getattr(module, "lora_A", None)
-    if adapters is not None and type(module.base_layer) is nn.Linear and not module.merged:
-        base = _cast(module.base_layer, dtype)
-        names = [] if module.disable_adapters else [name for name in module.active_adapters if name in adapters]
-        pairs = [
-            (_cast(adapters[name], dtype), _cast(module.lora_B[name], dtype), module.scaling[name]) for name in names
-        ]
-        return lambda x: sum((up(down(x)) * scale for down, up, scale in pairs), base(x))
-    if type(module) is not nn.Linear:
-        return module
-    weight = module.weight.detach().to(dtype)
-    bias = None if module.bias is None else module.bias.detach().to(dtype)
-    return lambda x: F.linear(x, weight, bias)
-
-
 def _norm(module: Any) -> Any:
-    """The module, or in float32 what it computes as one call in place of eight: a third of its time for few rows.
-
-    In bfloat16 the module rounds before it multiplies by its weight and the call does not, so the module is kept: the
-    policy goes through it.
-    """
-    if module is None or module.weight.dtype != torch.float32 or not type(module).__name__.endswith("RMSNorm"):
+    """The module, or for RMS norms what it computes, rounded where it rounds, in fewer calls."""
+    if module is None or not type(module).__name__.endswith("RMSNorm"):
         return module
     weight, epsilon = module.weight, module.variance_epsilon
-    return lambda x: F.rms_norm(x, weight.shape, weight, epsilon)
+
+    def norm(x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x.float(), weight.shape, eps=epsilon).to(x.dtype) * weight
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * root.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()).to(x.dtype) * weight
+
+    return norm
 
 
 def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
-    return block.down_proj(block.activation(block.gate_proj(x)).mul_(block.up_proj(x)))
+    gate, up = block.gate_up(x)
+    return block.down_proj(block.activation(gate).mul_(up))
 
 
 def _activation(module: Any) -> Any:
@@ -280,7 +282,7 @@ def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
 
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
     """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _received(

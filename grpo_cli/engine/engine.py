@@ -50,6 +50,7 @@ class TorchEngine:
         sparsity: Dense | Budget,
         *,
         cuda_graph: bool,
+        packed_weights: bool,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
@@ -57,7 +58,13 @@ class TorchEngine:
         self._decoder = Decoder(model)
         if cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device, sparsity)
+        if self._decoder.keeps_adapters_apart:
+            warn(
+                "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
+                "layers takes two more small products in every step; with model.quantize=none they take none in float32"
+            )
         self._cuda_graph = cuda_graph
+        self._packed_weights = packed_weights
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler)
         self._scheduler = scheduler
@@ -95,8 +102,8 @@ class TorchEngine:
 
     def _pad(self) -> None:
         """As the model, the precision and the threads of this moment need it; says so once where bits are not held."""
-        found = invariance_of(self._decoder)
-        self._decoder = self._decoder.padded(found.padding)
+        found = invariance_of(self._decoder.may_pack(self._packed_weights))
+        self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(told(found, torch.get_num_threads()))
         self._invariance = found
@@ -108,6 +115,7 @@ class TorchEngine:
             "invariant": None if found is None else found.holds,
             "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
             "padding": None if found is None else asdict(found.padding),
+            "packed_weights": None if found is None else found.packed,
         }
 
     def _halve(self) -> None:

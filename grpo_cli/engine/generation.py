@@ -8,7 +8,7 @@ settle    rows that ended become rollouts, their slots and (after a prompt's las
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,21 +16,22 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from grpo_cli.engine.cache import PromptPool
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.forecast import Crowd, Forecast
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Running, Scheduler
 from grpo_cli.engine.keeper import keeper_of
 from grpo_cli.engine.line import Line
 from grpo_cli.engine.padding import round_up
+from grpo_cli.engine.prompts import PromptPool
 from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.interfaces import Meter
-from grpo_cli.types import EngineStats, Finish, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
@@ -56,24 +57,27 @@ class Generation:
         prefix: int = 0,
     ) -> None:
         self.decoder = decoder = decoder.in_its_precision()
-        self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix)
+        fixed = capture is not None
+        self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
         shape = self.sizes.slots
-        self.slots = Slots(shape, decoder.padding, self.sizes.max_new_tokens, keeper_of(sparsity, shape))
-        pool = (self.sizes.entries, self.sizes.most_entries, shape.prompt_width, decoder.vocabulary, shape.device)
-        self.prompts = PromptPool(shape.layout, *pool)
+        self.kv = self.sizes.arena(fixed)
+        self.slots = Slots(
+            shape, decoder.padding, self.sizes.max_new_tokens, keeper_of(sparsity, shape), self.kv, fixed
+        )
+        self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self.details: dict[str, float] = {}
-        self._fixed = capture is not None
+        self._fixed = fixed
         self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
-        self._refills = sampler.refills
+        self.refills = sampler.refills
         self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
         self._span = meter.span
         self._unfinished = Counter(request.prompt.id for request in requests)
-        self._entry: dict[str, int] = {}  # of each prompt in the pool
-        self._parked_bytes = self._kv_peak = 0
+        self._forecast = Forecast(prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
+        self._restarts = self._restarted_tokens = self._most_rows = self._most_held = 0
         self._steps = self._row_steps = self._generated = self._prefilled = 0
 
     def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
@@ -82,61 +86,108 @@ class Generation:
         With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
         its last hidden state, and is what waits afterwards.
         """
-        line = Line(self.waiting, scheduler, self.slots.count)
+        if park_at is None:
+            self.kv.set_aside = self.kv.parked
+        line = Line(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
         while line or self.slots.running:
             done = self._admit(line)
             if not done:
                 with self._span("decode"):
-                    done = self._run(park_at)
+                    done = self._run(line, park_at)
             yield from self._settle(done)
+
+    def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
+        """About how many of them will run at a time."""
+        if self.sizes.room.budget is None or not sequences:
+            return self.slots.count
+        room = self.kv.most_tokens - self.sizes.prompt_page
+        expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
+        return max(1, min(self.slots.count, int(room / expected)))
 
     def _admit(self, line: Line) -> list[int]:
         free = self.slots.free()
-        if not line or not free or (self.slots.running and not self._refills):
+        if not line or not free or (self.slots.running and not self.refills):
             return []
-        entering = line.leave(self._running_views(), free, self._may_begin())
+        crowd = None
+        if self.sizes.room.budget is not None:
+            crowd = self._crowd()
+            if self.slots.running and (self._forecast.full or not crowd.fits):
+                return []
+        entering = line.leave(self._running_views(), free, self._may_begin(crowd))
         if not entering:
             return []
         slots, sequences = zip(*entering, strict=True)
         return self._enter(list(slots), list(sequences))
 
-    def _may_begin(self) -> Callable[[Sequence], bool]:
-        """Whether there is an entry for a sequence's prompt, where all that were asked about before and may, begin."""
+    def _crowd(self) -> Crowd:
+        """Those that run, by what is expected of them."""
+        running = [(s, self.slots.generated(slot)) for slot, s in enumerate(self.slots.sequences) if s is not None]
+        made = [tokens for _, tokens in running]
+        lengths = [self._forecast.length(sequence, tokens, sum(made)) for sequence, tokens in running]
+        prompts = sum(map(self.prompts.pages_of, {s.request.prompt.id for s, _ in running}))
+        room = self.kv.reach() - prompts * self.kv.prompts.tokens
+        return Crowd(made, lengths, room, self.kv.rows.tokens)
+
+    def _may_begin(self, crowd: Crowd | None) -> Callable[[Sequence], bool]:
+        """Whether there is room for a sequence, where all that were asked about before and may, begin: now, and later
+        too, as far as can be expected (`crowd`; None where nothing bounds them)."""
         opening = set[str]()
+        rows = prompts = 0
+        in_flight = int(self.slots.made(self.slots.taken()).sum())
+        busy = {s.request.prompt.id for s in self.slots.sequences if s is not None}
 
         def may_begin(sequence: Sequence) -> bool:
-            name = sequence.request.prompt.id
-            if name not in self._entry and name not in opening:
-                if len(opening) == self.prompts.left:
+            nonlocal rows, prompts
+            prompt, first = sequence.request.prompt, not (busy or opening)
+            own = 0 if self._fixed else self.kv.rows.pages_for(sequence.held + 1)
+            size = 0 if prompt.id in opening | busy else self.kv.prompts.pages_for(len(prompt.token_ids))
+            length = self._forecast.length(sequence, sequence.made, in_flight)
+            if crowd and not crowd.admits(sequence.made, length, size * self.kv.prompts.tokens) and not first:
+                return False
+            new = 0 if prompt.id in self.prompts else size
+            while not self.kv.has_room(rows + own, prompts + new):
+                if not self._forget_idle_prompts(opening | {prompt.id}):
+                    assert not first, "there is room for one sequence"
                     return False
-                opening.add(name)
+            rows, prompts = rows + own, prompts + new
+            opening.add(prompt.id)
             return True
 
         return may_begin
 
+    def _forget_idle_prompts(self, wanted: Set[str] = frozenset()) -> bool:
+        """Give up the keys of prompts that nobody runs for, but for those that are wanted; False if there are none."""
+        busy = {s.request.prompt.id for s in self.slots.sequences if s is not None} | wanted
+        idle = [name for name in self.prompts.names if name not in busy]
+        for name in idle:
+            self.prompts.release(name)
+        return bool(idle)
+
     @torch.inference_mode()
     def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[int]:
         """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step."""
-        self._prefill(sequences)
+        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
+        pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
+        had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
+        assert had_room, "only those enter for whom there is room"
+        self._prefill(sequences, new)
         fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
-        self._note_kv()
-        self._parked_bytes -= sum(s.parked.nbytes for s in sequences if s.parked is not None)
+        parked = sum(s.parked.nbytes for s in sequences if s.parked is not None)
+        self.kv.note_peak()
         self.slots.claim(slots, sequences)
+        self.kv.parked -= parked
+        self.kv.set_aside -= parked
+        self._most_rows = max(self._most_rows, self.slots.running)
         if not fresh:
             return []
-        rows, entries = (torch.tensor(column, device=self._eos.device) for column in zip(*fresh, strict=True))
-        ended = self.slots.record(rows, self.prompts.logits[entries], self._eos)
-        return self._ended([fresh[row][0] for row in _true(ended)], [slot for slot, _ in fresh])
+        rows, entries = zip(*fresh, strict=True)
+        index = torch.tensor(rows, device=self._eos.device)
+        ended = self.slots.record(index, self.prompts.logits(entries), self._eos)
+        return self._ended([rows[row] for row in _true(ended)], rows)
 
-    def _note_kv(self) -> None:
-        """To be called when prompts have come into the pool, and before less is parked."""
-        now = self.slots.kv.nbytes + self.prompts.take_peak() + self._parked_bytes
-        self._kv_peak = max(self._kv_peak, now)
-
-    def _prefill(self, sequences: Seq[Sequence]) -> None:
+    def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
-        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self._entry}
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
             widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)
@@ -147,25 +198,23 @@ class Generation:
                 with self._span("prefill"):
                     self._prefill_together(some, [new[name].token_ids for name in some])
         for sequence in sequences:
-            sequence.entry = self._entry[sequence.request.prompt.id]
+            sequence.entry = self.prompts.entry(sequence.request.prompt.id)
 
     def _prefill_together(self, names: Seq[str], prompts: Seq[Seq[int]]) -> None:
         keeper = self.slots.keeper
         done = self.decoder.prefill(prompts, keeper.notes_prompts)
-        entries = [self.prompts.claim() for _ in names]
-        self.prompts.put(entries, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
+        entries = self.prompts.put(names, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
         if done.received is not None:
             keeper.prefilled(entries, done.received)
-        self._entry.update(zip(names, entries, strict=True))
         self._prefilled += sum(len(ids) for ids in prompts)
 
     @torch.inference_mode()
-    def _run(self, park_at: int | None) -> list[int]:
+    def _run(self, line: Line, park_at: int | None) -> list[int]:
         """One token for every running row. The one look at the device is the list of rows that ended."""
+        self._let_grow(line)
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
-        step_rows = self.slots.rows(running, self.prompts.entries if self._fixed else None)
-        hidden = self._step(step_rows, self.slots.kv, self.prompts, self.slots.keeper)[:running]
+        hidden = self._step(self.slots.rows(running, self.prompts), self.kv, self.slots.keeper)[:running]
         self.slots.advance(running)
         ended = self.slots.record(slice(0, running), self.decoder.logits(hidden), self._eos)
         self._steps += 1
@@ -174,6 +223,31 @@ class Generation:
         if park_at is not None:
             self._park([slot for slot in self.slots.that_made(park_at) if slot not in done], hidden)
         return done
+
+    def _let_grow(self, line: Line) -> None:
+        """A page more for every row that is about to need one. Where there is none left, the youngest begins anew later
+        and makes the same tokens again, which are counted."""
+        if self._fixed:
+            return
+        while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
+            if not self._forget_idle_prompts():
+                self._restart(line)
+        for slot in lacking:
+            self.kv.rows.take(slot, 1)
+        held = self.slots.held(self.slots.taken()) + self.slots.running + self.prompts.held_keys
+        self._most_held = max(self._most_held, held * self.sizes.slots.layout.bytes_per_token + self.kv.parked)
+
+    def _restart(self, line: Line) -> None:
+        taken = self.slots.taken()
+        assert len(taken) > 1, "there is room for one sequence"
+        slot = taken[int(np.argmin(self.slots.made(taken)[::-1])) * -1 - 1]
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None, "a row that runs has a sequence"
+        self._restarts += 1
+        self._restarted_tokens += self.slots.generated(slot)
+        self.slots.release(slot)
+        self._forecast.full = True
+        line.give_back(sequence)
 
     def _ended(self, done: list[int], rows: Seq[int]) -> list[int]:
         """Those of `rows` that ended with the token just drawn: `done`, and those that a stop string ends."""
@@ -189,8 +263,9 @@ class Generation:
             sequence = self.slots.sequences[slot]
             assert sequence is not None, "a running row has a sequence"
             sequence.parked, sequence.hidden = parked, state
-            self._parked_bytes += parked.nbytes
             self.slots.release(slot)
+            self.kv.parked += parked.nbytes
+            self.kv.note_peak()
             self.waiting.append(sequence)
 
     def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
@@ -203,6 +278,7 @@ class Generation:
             self.slots.release(slot)
             self._leave_prompt(sequence.request.prompt.id)
             self._generated += len(token_ids)
+            self._forecast.ended(len(token_ids))
             yield sequence, Rollout(sequence.request, token_ids, logprobs, self._finish(sequence, token_ids), kept_kv)
 
     def _finish(self, sequence: Sequence, token_ids: Seq[int]) -> Finish:
@@ -212,8 +288,8 @@ class Generation:
 
     def _leave_prompt(self, name: str) -> None:
         self._unfinished[name] -= 1
-        if not self._unfinished[name]:
-            self.prompts.release(self._entry.pop(name))
+        if not self._unfinished[name] and name in self.prompts:
+            self.prompts.release(name)
 
     def _running_views(self) -> list[Running]:
         return [
@@ -224,24 +300,35 @@ class Generation:
 
     def stats(self) -> EngineStats:
         """What serving has cost so far."""
-        capacity = self._steps * self.slots.count
+        bounded = self.sizes.room.budget is not None
+        slots = self._most_rows if bounded else self.slots.count
+        capacity = self._steps * slots
+        found = {"engine/rows_mean": self._row_steps / self._steps} if self._steps else {}
+        if bounded:
+            restarted = {"engine/restarts": self._restarts, "engine/restarted_tokens": self._restarted_tokens}
+            found |= {name: float(count) for name, count in restarted.items()}
         return EngineStats(
             decode_steps=self._steps,
             generated_tokens=self._generated,
             prefill_tokens=self._prefilled,
-            slots=self.slots.count,
+            slots=slots,
             slot_utilisation=self._row_steps / capacity if capacity else 1.0,
-            kv_peak_bytes=self._kv_peak,
-            details={**self._sparsity_details(), **self.details},
+            kv_peak_bytes=self.kv.peak,
+            details={
+                "engine/kv_held_bytes": float(self._most_held),
+                **found,
+                **self._sparsity_details(),
+                **self.details,
+            },
         )
 
     def _sparsity_details(self) -> dict[str, float]:
         """What the keeper says of itself, and the share saved of the bytes that as many dense slots would take."""
         details = dict(self.slots.keeper.details())
         if details:
-            pool = self.prompts.store.nbytes
-            dense = self.sizes.dense_bytes
-            details["engine/kv_saving_allocated"] = 1 - (self.slots.kv.nbytes + pool) / (dense + pool)
+            beside = self.sizes.kv.prompts * self.sizes.kv.prompt_bytes
+            whole = self.sizes.kv.slot_bytes * self.slots.count
+            details["engine/kv_saving_allocated"] = 1 - (whole + beside) / (self.sizes.dense_bytes + beside)
         return details
 
 

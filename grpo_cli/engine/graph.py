@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows, Watch
-from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena
 
 # A shape is captured when it comes up for this many-th time: capturing costs several steps.
 WORTH_CAPTURING = 4
 
 
 # One decode step (`Decoder.step`): the last hidden state of each row.
-Step = Callable[[Rows, KvStore, PromptPool, Watch], Tensor]
+Step = Callable[[Rows, KvArena, Watch], Tensor]
 # Runs the function until its kernels are loaded, and returns what repeats it from the same addresses to the same ones.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
@@ -44,25 +44,36 @@ class FixedSteps:
         """How many shapes have been captured."""
         return len(self._captured)
 
-    def __call__(self, rows: Rows, slots: KvStore, prompts: PromptPool, watch: Watch) -> Float[Tensor, "R H"]:
-        """As `Decoder.step`; `rows` are all slots of one generation (`Slots.rows` with `fixed`)."""
-        # A pool that has grown lies elsewhere; its size, unlike its address, never comes back.
-        shape = (rows.width, rows.table.shape, rows.blind, rows.prompt_lengths is None, prompts.entries)
+    def __call__(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
+        """As `Decoder.step`; `rows` are all slots of one generation (`Slots` with `fixed`)."""
+        # A block that has grown lies elsewhere; its size, unlike its address, never comes back.
+        shape = (rows.width, kv.tokens, *(tensor.shape for tensor in _tensors(rows)))
         if shape not in self._captured:
             self._seen[shape] += 1
             if self._seen[shape] < WORTH_CAPTURING:
-                return self._step(rows, slots, prompts, watch)
-            copies: dict[str, Any] = {name: tensor.clone() for name, tensor in _tensors(rows).items()}
-            own = replace(rows, **copies)
-            self._captured[shape] = own, self._capture(lambda: self._step(own, slots, prompts, watch))
+                return self._step(rows, kv, watch)
+            own = _copied(rows)
+            self._captured[shape] = own, self._capture(lambda: self._step(own, kv, watch))
         own, replay = self._captured[shape]
-        for name, tensor in _tensors(own).items():
-            tensor.copy_(getattr(rows, name))
+        for mine, given in zip(_tensors(own), _tensors(rows), strict=True):
+            mine.copy_(given)
         return replay()
 
 
-def _tensors(rows: Rows) -> dict[str, Tensor]:
-    return {f.name: value for f in fields(rows) if isinstance(value := getattr(rows, f.name), Tensor)}
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in a dataclass."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for f in fields(value) for t in _tensors(getattr(value, f.name))] if is_dataclass(value) else []
+
+
+def _copied(value: Any) -> Any:
+    """The same dataclass with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
 
 
 class CudaGraphs:

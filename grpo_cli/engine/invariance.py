@@ -20,11 +20,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows, StepAttention
-from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena, Region
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.padding import Padding, unpadded
-from grpo_cli.engine.slots import by_prompt
+from grpo_cli.engine.pieces import PromptPages, own_pieces, prompt_pieces
 
 # Numbers of rows that are tried: all small ones, where kernels change, and some large ones, where work is shared out
 # otherwise. Of a block of so many weights that the largest would take seconds, fewer.
@@ -35,10 +35,12 @@ HEAD_ROWS = 32  # the head is as large as many blocks
 
 @dataclass(frozen=True)
 class Invariance:
-    """`holds`: with this padding a row's bits were the same in every company that was tried."""
+    """`holds`: with this padding a row's bits were the same in every company that was tried. `packed`: by packed copies
+    of the weights, which are not taken where only without them bits hold."""
 
     padding: Padding
     holds: bool
+    packed: bool
 
 
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
@@ -47,24 +49,33 @@ _FOUND: dict[tuple[Any, ...], Invariance] = {}
 def invariance_of(decoder: Decoder) -> Invariance:
     """The padding for this model here: 0.05 s for the embedded model, 0.4 s at hidden size 576. Asked again for the
     same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
-    plain = unpadded(decoder.group, decoder.dim)
+    packed = decoder.packs
     if not decoder.promises_bits:
-        return Invariance(plain, False)
-    threads = torch.get_num_threads()
-    asked = (threads, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
+        return Invariance(unpadded(decoder.group, decoder.dim), False, packed)
+    found = _found(decoder)
+    if packed and not found.holds:
+        other = _found(decoder.may_pack(False))
+        return other if other.holds else found
+    return found
+
+
+def _found(decoder: Decoder) -> Invariance:
+    threads, packed = torch.get_num_threads(), decoder.packs
+    asked = (threads, packed, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[asked] = _try_out(decoder.of_one_block(), plain, threads)
+            _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)
     return _FOUND[asked]
 
 
-def _try_out(decoder: Decoder, plain: Padding, threads: int) -> Invariance:
+def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
+    plain = unpadded(decoder.group, decoder.dim)
     rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
     tiles = next((f for f in (1, 2, 4) if _companies_agree(decoder, _with_tiles(plain, f))), None)
     multiple, least = rows or (1, 8 * threads)
     found = _with_tiles(plain, tiles or 1)
     padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
-    return Invariance(padding, rows is not None and tiles is not None)
+    return Invariance(padding, rows is not None and tiles is not None, packed)
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
@@ -157,33 +168,45 @@ class _Trial:
         self._prompt = drawn(2, heads, self.PROMPT, dim)
 
     def answer(self, company: _Company) -> Float[Tensor, "HGD"]:
+        """With a page for each tile, so that a row of more has its answer in parts."""
         rows, place, device = company.rows, company.place, torch.device("cpu")
-        own_width = company.own_tiles * self._padding.slot_tile
-        prompt_width = company.prompt_tiles * self._padding.prompt_tile
-        slots = self._store(rows, own_width, place, self._own)
-        pool = PromptPool(self._layout, company.prompts, company.prompts, prompt_width, 1, device)
+        padding, levels = self._padding, company.own_tiles
+        own, prompts = Region(rows, levels, padding.slot_tile), Region(company.prompts, 1, self._prompt_width(company))
+        for row in range(rows):
+            own.take(row, 1 if row == place else levels)
+        for entry in range(company.prompts):
+            prompts.take(entry, 1)
+        kv = KvArena(self._layout, own, prompts, 1 << 30, None, device)
+        kv.make_room(0, 0)
         entry = place % company.prompts
-        pool.store = self._store(company.prompts, prompt_width, entry, self._prompt)
-        pool.lengths.fill_(min(prompt_width, 40))
-        pool.lengths[entry] = self.PROMPT
-        lengths = torch.full((rows,), own_width - 1)
-        lengths[place] = self.OWN
-        of_prompt = np.arange(rows) % company.prompts
-        laid = by_prompt(of_prompt, rows, None, self._padding.columns, device)
+        self._fill(kv.row_keys[0], kv.row_values[0], int(own.pages[place, 0]), self._own)
+        lengths = np.full(company.prompts, min(prompts.tokens, 40))
+        lengths[entry] = self.PROMPT
+        places = kv.prompt_place(prompts.pages)
+        self._fill(kv.prompt_keys[0], kv.prompt_values[0], int(places[entry, 0]), self._prompt)
+        held = torch.full((rows,), levels * padding.slot_tile - 1)
+        held[place] = self.OWN
         nothing = torch.zeros(rows, dtype=torch.long)
-        step = Rows(nothing, nothing, lengths, own_width, None, False, laid.table, laid.place, laid.in_order)
-        attention = StepAttention(step, slots, pool, self._decoder.group, self._decoder.scale, KeepAll())
+        write_to = torch.from_numpy(own.pages[np.arange(rows), own.count - 1])
+        looked_at = PromptPages(places, prompts.used, lengths, prompts.tokens)
+        of_prompt = prompt_pieces(
+            np.arange(rows) % company.prompts, np.ones(rows, bool), looked_at, padding.columns, None, device
+        )
+        own_side = own_pieces(own.pages, own.tokens, device)
+        step = Rows(nothing, nothing, held, write_to, own.tokens, own_side, of_prompt)
+        attention = StepAttention(step, kv, self._decoder.group, self._decoder.scale, KeepAll())
         q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
         return attention(0, q, k, v)[place]
 
-    def _store(self, rows: int, width: int, place: int, keys_and_values: Tensor) -> KvStore:
-        """Any keys and values in every row, and those of the row that is looked at in `place`."""
-        store = KvStore(self._layout, rows, width, torch.device("cpu"))
-        store.keys.copy_(self._noise[0, :, :width])
-        store.values.copy_(self._noise[1, :, :width])
-        held = keys_and_values.shape[2]
-        store.keys[0, place, :, :held], store.values[0, place, :, :held] = keys_and_values
-        return store
+    def _prompt_width(self, company: _Company) -> int:
+        return company.prompt_tiles * self._padding.prompt_tile
+
+    def _fill(self, keys: Tensor, values: Tensor, page: int, held: Float[Tensor, "2 H n D"]) -> None:
+        """Any keys and values in every page, and those of the row that is looked at in one."""
+        width, count = keys.shape[2], held.shape[2]
+        keys.copy_(self._noise[0, :, :width])
+        values.copy_(self._noise[1, :, :width])
+        keys[page, :, :count], values[page, :, :count] = held
 
     def prefills_agree(self) -> bool:
         """Whether a prompt's prefill is the same alone and with others of its width."""

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvLayout, KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.eviction import Budget, Candidates, Dense
 
 
@@ -77,9 +77,7 @@ class KeepAll:
     def due(self, tally: Tally) -> Sequence[Due]:
         return ()
 
-    def evict(
-        self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
-    ) -> Int[Tensor, "R"]:
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Int[Tensor, "R"]:
         raise AssertionError("nothing is ever due")
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
@@ -168,30 +166,29 @@ class Keeper:
             some = rows[(shapes == (own, prompt)).all(axis=1)]
             yield Due(some, own, prompt, sinks[some], policy.budget)
 
-    def evict(
-        self, due: Due, requests: Sequence[int], entries: Sequence[int], slots: KvStore, prompts: PromptPool
-    ) -> Int[Tensor, "R"]:
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Int[Tensor, "R"]:
         """Cut the rows down; `requests` and `entries` are theirs, in the same order.
 
         Returns how many prompt keys there are now in each slot, in the layer and head that has fewest.
         """
         self._evictions += len(due.rows)
-        device, prompt_kept = slots.keys.device, list[Tensor]()
+        device, prompt_kept = kv.device, list[Tensor]()
         for start in range(0, len(due.rows), self._rows_at_once):
             part = slice(start, start + self._rows_at_once)
             rows, sinks = torch.from_numpy(due.rows[part]).to(device), torch.from_numpy(due.sinks[part]).to(device)
-            of_prompt = torch.tensor(entries[part], device=device)
+            pages = torch.from_numpy(kv.rows.pages[due.rows[part], 0]).to(device)
+            of_prompt = kv.prompt_pages(entries[part], due.prompt)
             candidates = Candidates(
-                keys=_candidates(due, slots.keys, rows, prompts.store.keys, of_prompt),
+                keys=_candidates(due, kv.row_keys, pages, kv.prompt_keys, of_prompt),
                 window=self._policy.window,
                 scale=self._scale,
                 queries=None if self._queries is None else self._queries.of(rows),
                 received=None if self._received is None else self._received.of(rows, due),
             )
             kept = self._policy.choose(candidates, sinks)
-            values = _candidates(due, slots.values, rows, prompts.store.values, of_prompt)
-            _write(slots.keys, rows, candidates.keys, kept)
-            _write(slots.values, rows, values, kept)
+            values = _candidates(due, kv.row_values, pages, kv.prompt_values, of_prompt)
+            _write(kv.row_keys, pages, candidates.keys, kept)
+            _write(kv.row_values, pages, values, kept)
             if self._received is not None and candidates.received is not None:
                 self._received.keep(rows, candidates.received.gather(-1, kept))
             prompt_kept.append(
@@ -237,24 +234,28 @@ def keeper_of(sparsity: Dense | Budget, shape: SlotShape) -> KeepAll | Keeper:
 
 def _candidates(
     due: Due,
-    store: Float[Tensor, "L S H C D"],
-    rows: Int[Tensor, "R"],
-    prompts: Float[Tensor, "L E H P D"],
-    entries: Int[Tensor, "R"],
+    views: Sequence[Float[Tensor, "N H C D"]],
+    pages: Int[Tensor, "R"],
+    prompts: Sequence[Float[Tensor, "M H P D"]],
+    of_prompt: Int[Tensor, "R K"],
 ) -> Float[Tensor, "L R H T D"]:
     """A copy of what the rows hold, behind what they see of their prompts."""
-    mine = store[:, rows, :, : due.own]
-    return torch.cat([prompts[:, entries, :, : due.prompt], mine], dim=3) if due.prompt else mine
+    mine = torch.stack([view[pages, :, : due.own] for view in views])
+    if not due.prompt:
+        return mine
+    seen = torch.stack([view[of_prompt].transpose(1, 2).flatten(2, 3)[:, :, : due.prompt] for view in prompts])
+    return torch.cat([seen, mine], dim=3)
 
 
 def _write(
-    store: Float[Tensor, "L S H C D"],
-    rows: Int[Tensor, "R"],
+    views: Sequence[Float[Tensor, "N H C D"]],
+    pages: Int[Tensor, "R"],
     candidates: Float[Tensor, "L R H T D"],
     kept: Int[Tensor, "L R H B"],
 ) -> None:
     chosen = candidates.gather(3, kept[..., None].expand(*kept.shape, candidates.shape[-1]))
-    store[:, rows, :, : kept.shape[-1]] = chosen
+    for view, some in zip(views, chosen, strict=True):
+        view[pages, :, : kept.shape[-1]] = some
 
 
 class _PromptKept:
@@ -317,8 +318,7 @@ class _Received:
         self.store = torch.zeros(sizes, device=shape.device)
         self.prompts: dict[int, Float[Tensor, "L H W"]] = {}  # of each entry in the pool
         self._prompt_width = prompt_width
-        self._shown = 0  # prompt columns of this step
-        self._width = 0  # the slots' own
+        self._width = 0  # the slots' own columns of this step
 
     @property
     def nbytes(self) -> int:
@@ -331,15 +331,15 @@ class _Received:
             self.store[:, slot, :, : of_prompt.shape[-1]] = of_prompt
 
     def prepare(self, rows: Rows) -> None:
-        self._shown = 0 if rows.blind else self._prompt_width
         self._width = rows.width
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
         paid = weights.mean(1, dtype=torch.float32)
         received = self.store[layer, : len(queries)].flatten(0, 1)
         received[:, self._prompt_width : self._prompt_width + self._width] += paid[:, -self._width :]
-        if self._shown:
-            received[:, : self._shown] += paid[:, : self._shown]
+        if self._prompt_width:
+            shown = paid.shape[1] - self._width  # prompt columns
+            received[:, :shown] += paid[:, :shown]
 
     def of(self, rows: Int[Tensor, "R"], due: Due) -> Float[Tensor, "L R H T"]:
         received = self.store[:, rows]

@@ -1,4 +1,4 @@
-"""Who waits for a slot, and who comes next: whom the scheduler has chosen, once there is an entry for its prompt."""
+"""Who waits for a slot, and who comes next: whom the scheduler has chosen, once there is room for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from grpo_cli.engine.sequence import Sequence
 class Line:
     """The sequences that wait. To the scheduler one that it has chosen is gone, as it would be if it ran.
 
-    Where memory for prompts is bounded, a choice may have to wait for an entry: it stays here, before all that are
-    chosen later, and the scheduler is asked for others that can begin now. So its plans are always followed, in time.
+    Where memory is bounded, a choice may have to wait for room: it stays here, before all that are chosen later, and
+    the scheduler is asked for others that can begin now. So its plans are always followed, in time.
     """
 
     def __init__(self, sequences: Seq[Sequence], scheduler: Scheduler, slots: int) -> None:
         self._scheduler = scheduler
         self._sequences = {sequence.index: sequence for sequence in sequences}
         self._views = {sequence.index: _view(sequence) for sequence in sequences}  # of those that are not chosen yet
-        self._chosen: list[Sequence] = []  # that wait for an entry
+        self._chosen: list[Sequence] = []  # that wait for room
         scheduler.start(tuple(self._views.values()), slots)
 
     def __len__(self) -> int:
@@ -52,8 +52,12 @@ class Line:
                 else:
                     self._chosen.append(sequence)
                     asking = True
-        assert entering or running, "who waits for an entry is not kept from it by others who wait"
+        assert entering or running, "who waits for room is not kept from it by others who wait"
         return entering
+
+    def give_back(self, sequence: Sequence) -> None:
+        """One that had to leave before its end: it comes before all others."""
+        self._chosen.insert(0, sequence)
 
     def _check(self, plan: Plan, free: Seq[int], idle: bool) -> None:
         """A plan is checked before anything moves."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Tokens whose probabilities are added up before the float64 sums begin: about the square root of a vocabulary.
+BLOCK = 256
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Float[Tensor, "R {count}"]:
@@ -35,7 +37,7 @@ class SamplingTable:
     """The sampling settings of each slot as tensors, and as much as the host must know to skip what no row asks for."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._words: list[Sampling] = [Sampling.plain(1)] * slots
+        self._words: list[Sampling | None] = [None] * slots
         self.temperature = torch.ones(slots, device=device)
         self.top_p = torch.ones(slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
@@ -54,40 +56,69 @@ class SamplingTable:
         self._summarise()
 
     def move(self, source: int, target: int) -> None:
-        self.put([target], [self._words[source]])
+        words = self._words[source]
+        assert words is not None, "only a slot that is taken is moved"
+        self.put([target], [words])
 
     def _summarise(self) -> None:
-        self.any_tempered = any(w.temperature != 1.0 for w in self._words)
-        self.any_greedy = any(w.temperature == 0.0 for w in self._words)
-        self.any_truncated = any(w.truncated for w in self._words)
+        words = [words for words in self._words if words is not None]
+        self.any_tempered = any(w.temperature != 1.0 for w in words)
+        self.any_greedy = any(w.temperature == 0.0 for w in words)
+        self.all_greedy = self.any_greedy and all(w.temperature == 0.0 for w in words)
+        self.any_truncated = any(w.truncated for w in words)
 
     def draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
     ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
         """One token per row and its log-probability, float32; `rows` says which slots the rows belong to.
 
-        A greedy row draws from a point mass, so its log-probability is 0. Inverse transform on a float64 cumulative
-        sum: a token of probability zero cannot come out, and 2^-53 is the smallest probability that can.
+        A greedy row draws from a point mass, so its log-probability is 0.
         """
         logits = logits.float()
+        if self.all_greedy:
+            return logits.argmax(-1), logits.new_zeros(logits.shape[0])
         scaled = logits
         if self.any_tempered:
             temperature = self.temperature[rows]
             scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
         if self.any_truncated:
             scaled = truncate(scaled, self.top_p[rows], self.top_k[rows])
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        cumulative = logprobs.double().exp_().cumsum_(-1)
-        threshold = uniform[:, None] * cumulative[:, -1:]
-        # `right=True`: the first token whose cumulative probability exceeds the threshold, never one of probability 0.
-        tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
-        chosen = logprobs.gather(-1, tokens).squeeze(-1)
+        probabilities = torch.softmax(scaled, dim=-1)
+        tokens = inverse(probabilities, uniform[:, None])
+        chosen = probabilities.gather(-1, tokens).log_().squeeze(-1)
         tokens = tokens.squeeze(-1)
         if self.any_greedy:
             greedy = self.temperature[rows] == 0
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
             chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
         return tokens, chosen
+
+
+def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
+    """The token in whose share of the unit interval, laid out token after token, the number lies.
+
+    A token of probability zero cannot come out, and 2^-53 is the smallest probability that can. Blocks of tokens are
+    summed first, then the one block in which the number lies is: float64 over every token took several times as long.
+    """
+    vocabulary = probabilities.shape[-1]
+    size = min(BLOCK, vocabulary)
+    whole = vocabulary // size * size
+    blocks = probabilities[:, :whole].unflatten(-1, (-1, size)).sum(-1)
+    rest = probabilities[:, whole:].sum(-1, keepdim=True)
+    sums = torch.cat([blocks, rest], dim=-1).double().cumsum_(-1)
+    threshold = uniform * sums[:, -1:]
+    # `right=True`: the first block, or token, whose sum exceeds the threshold, never one of probability 0. A number
+    # that is none (of logits that are not finite) is beyond all.
+    block = torch.searchsorted(sums, threshold, right=True).clamp_(max=sums.shape[-1] - 1)
+    below = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    places = block * size + torch.arange(size, device=block.device)
+    own = probabilities.gather(-1, places.clamp(max=vocabulary - 1)).double()
+    inside = own.masked_fill_(places >= vocabulary, 0.0).cumsum_(-1)
+    share = (threshold - below) / (sums.gather(-1, block) - below)
+    # The block's two sums differ in rounding; where the share is rounded up to 1 it is the largest number below.
+    threshold = share.clamp_(max=1 - 2**-53) * inside[:, -1:]
+    token = block * size + torch.searchsorted(inside, threshold, right=True)
+    return token.clamp_(max=vocabulary - 1)
 
 
 def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:

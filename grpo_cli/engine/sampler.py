@@ -16,25 +16,41 @@ DEFAULT_SLOTS = 16
 class KvShape:
     """What so many requests hold, in bytes of KV cache.
 
-    A prompt is held once, from its first rollout's start to its last one's end. Where all make a prefix first, so that
-    somebody can look at it, every rollout keeps its KV entries and every prompt stays until the last has done so.
+    A row begins with a page and takes more as it grows, up to `slot_bytes`. A prompt is held once, from its first
+    rollout's start to its last one's end. Where all make a prefix first, so that somebody can look at it, every rollout
+    keeps its KV entries until it goes on.
     """
 
     requests: int
     prompts: int  # that the requests have between them
-    prompt_bytes: int  # of each
+    prompt_bytes: int  # of each, at most
+    page_bytes: int
     slot_bytes: int
     parked_bytes: int = 0  # of each request that waits after its prefix; 0: nobody makes one first
 
+    @property
+    def least(self) -> int:
+        """What one sequence takes."""
+        return self.prompt_bytes + self.slot_bytes
+
+    @property
+    def most(self) -> int:
+        """What all take together, each at its longest."""
+        return self.prompts * self.prompt_bytes + self.requests * self.slot_bytes
+
+    def rows(self, budget: int) -> int:
+        """The most rows that can run at a time, all of one prompt and each at its first page."""
+        return (budget - self.prompt_bytes) // self.page_bytes
+
     def slots(self, budget: int) -> int:
-        """The most slots that fit, with as many prompts as can run in them at a time."""
-        with_prompts = budget // (self.slot_bytes + self.prompt_bytes)
+        """The most rows that can run to their longest, with as many prompts as can run in them at a time."""
+        with_prompts = budget // self.least
         if with_prompts < self.prompts:
             return with_prompts
         return (budget - self.prompts * self.prompt_bytes) // self.slot_bytes
 
     def probing(self, slots: int) -> int:
-        """Bytes where all make a prefix first, in so many slots."""
+        """Bytes where all make a prefix first, in so many slots that may be full."""
         beside = self.prompts * self.prompt_bytes + self.requests * self.parked_bytes
         return beside + slots * self.slot_bytes
 
@@ -47,13 +63,13 @@ class KvShape:
 class Room:
     """What a generation may allocate.
 
-    `bounded`: prompts must make do with what is there from the start, an entry for each slot. `probes`: there are slots
-    for some only, and room for all prompts and for the KV of all requests after their prefix. `probes_with`: the
-    least kv_budget that has this room where the one that was given has not, else 0.
+    `slots`: rows that may run at a time. `budget`: bytes of KV cache that bound it besides (None: nothing does).
+    `probes`: there are slots for some only, and room for all prompts and for the KV of all requests after their prefix.
+    `probes_with`: the least kv_budget that has this room where the one that was given has not, else 0.
     """
 
     slots: int
-    bounded: bool
+    budget: int | None
     probes: bool
     probes_with: int = 0
 
@@ -94,9 +110,9 @@ class Full(_Fit):
 class _Slots(_Fit):
     """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16.
 
-    `kv_budget` bounds the bytes of the KV cache of slots, prompts and rollouts that wait half-made, at any moment.
-    What a step passes through (a prefill's own output, the copies of an eviction) and what eviction policies note
-    (`engine/eviction_note_bytes`) lie beside it.
+    `kv_budget` bounds the bytes of the KV cache of slots, prompts and rollouts that wait half-made, at any moment, and
+    rows enter by what is free of it. What a step passes through (a prefill's own output, the copies of an eviction) and
+    what eviction policies note (`engine/eviction_note_bytes`) lie beside it.
     """
 
     slots: int | None
@@ -117,7 +133,7 @@ class _Slots(_Fit):
         refuse(problems)
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
-        """What to allocate: never more slots than requests, nor than `most`, nor than the budget holds.
+        """What to allocate: never more slots than requests, nor than `most`, nor than the budget has pages for.
 
         A prefix of everybody's, to order the rest by, costs slots. No order is twice as fast as another (Graham), so it
         may cost half of them and no more; what has room for less goes without.
@@ -125,22 +141,21 @@ class _Slots(_Fit):
         if self.kv_budget is None:
             return _unbounded(self.slots or DEFAULT_SLOTS, shape, most)
         budget = parse_bytes(self.kv_budget)
-        limit = _least(shape.requests, self.slots, most)
-        slots = min(limit, shape.slots(budget))
-        if slots < 1:
+        if budget < shape.least:
             raise UserError(
                 f"sampler.kv_budget={self.kv_budget} ({budget} bytes) holds not even one sequence; the least that "
-                f"would do is {shape.prompt_bytes + shape.slot_bytes} bytes ({shape.slot_bytes} for a slot, "
-                f"{shape.prompt_bytes} beside it): raise it, or lower sampling.max_new_tokens or leave out the longest "
-                "prompts"
+                f"would do is {shape.least} bytes ({shape.slot_bytes} for its tokens, {shape.prompt_bytes} for its "
+                "prompt): raise it, or lower sampling.max_new_tokens or leave out the longest prompts"
             )
-        if not shape.parked_bytes or slots == shape.requests:
-            return Room(slots, bounded=True, probes=False)
+        limit = _least(shape.requests, self.slots, most)
+        rows, full = min(limit, shape.rows(budget)), min(limit, shape.slots(budget))
+        if not shape.parked_bytes or full == shape.requests:
+            return Room(rows, budget, probes=False)
         probing = min(limit, shape.probing_slots(budget))
-        if 2 * probing >= slots:
-            return Room(probing, bounded=True, probes=True)
+        if 2 * probing >= full:
+            return Room(rows, budget, probes=True)
         enough = (shape.probing(n) for n in range(1, limit + 1) if min(limit, shape.slots(shape.probing(n))) <= 2 * n)
-        return Room(slots, bounded=True, probes=False, probes_with=next(enough))
+        return Room(rows, budget, probes=False, probes_with=next(enough))
 
     def with_slots(self, slots: int) -> _Slots:
         """The same with so many slots."""
@@ -154,7 +169,7 @@ def _least(*limits: int | None) -> int:
 def _unbounded(slots: int, shape: KvShape, most: int | None) -> Room:
     """So many slots, or as few as are wanted or allowed, and whatever else it takes."""
     slots = _least(slots, shape.requests, most)
-    return Room(slots, bounded=False, probes=shape.parked_bytes > 0 and slots < shape.requests)
+    return Room(slots, None, probes=shape.parked_bytes > 0 and slots < shape.requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +183,8 @@ class Micro(_Slots):
 class Infinite(_Slots):
     """Continuous sampling: a slot that falls free is refilled in the same step, across prompts too.
 
-    The paper's fixed-slot variant (its definition is not public in detail): each slot owns a region of the KV cache
-    that the next request overwrites, so memory is constant and no request is ever preempted.
+    The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many run as there is
+    room for.
     """
 
     refills = True

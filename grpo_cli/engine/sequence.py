@@ -37,3 +37,13 @@ class Sequence:
     parked: Parked | None = None
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
+
+    @property
+    def held(self) -> int:
+        """Keys of its own that it comes with."""
+        return 0 if self.parked is None else self.parked.keys.shape[2]
+
+    @property
+    def made(self) -> int:
+        """Tokens that it comes with."""
+        return 0 if self.parked is None else len(self.parked.token_ids)

@@ -9,7 +9,6 @@ Running rows are always the first ones, without holes: what falls free is refill
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,21 +16,33 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvStore, PromptPool
+from grpo_cli.engine.cache import KvArena
 from grpo_cli.engine.columns import Columns, Index
 from grpo_cli.engine.keeper import Due, KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.padding import Padding, round_up
+from grpo_cli.engine.pieces import Pieces, own_pieces, prompt_pieces
+from grpo_cli.engine.prompts import PromptPool
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 
 
 class Slots:
-    """Slots of a shape (their capacity a multiple of the slot tile), with room for `max_new_tokens` tokens each."""
+    """Slots of a shape, with room for `max_new_tokens` tokens each; their keys and values lie in `kv`.
 
-    def __init__(self, shape: SlotShape, padding: Padding, max_new_tokens: int, keeper: KeepAll | Keeper) -> None:
+    With `fixed`, each has one page for good, and steps are over all of them, in shapes that seldom change (`graph.py`).
+    """
+
+    def __init__(
+        self,
+        shape: SlotShape,
+        padding: Padding,
+        max_new_tokens: int,
+        keeper: KeepAll | Keeper,
+        kv: KvArena,
+        fixed: bool = False,
+    ) -> None:
         count, device = shape.slots, shape.device
-        self.kv = KvStore(shape.layout, count, shape.capacity, device)
-        self.keeper = keeper
+        self.kv, self.keeper, self.capacity, self._fixed = kv, keeper, shape.capacity, fixed
         self._padding = padding
         self._tokens = torch.zeros(count, max_new_tokens, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(count, max_new_tokens, device=device)
@@ -46,7 +57,9 @@ class Slots:
         # keys, over layers and heads, among those that are held.
         self._limit, self._last, self._kept, self._prompt_kept = self._numbers.more
         self._sampling = SamplingTable(count, device)
-        self._table = PromptTable(count, padding.columns, device)
+        self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
+        self._own: tuple[object, Pieces] | None = None  # as they were laid out last, and for what
+        self._of_prompts: tuple[object, Pieces] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
 
@@ -75,7 +88,9 @@ class Slots:
         self._sampling.put(slots, [r.sampling for r in requests])
         for slot, sequence in zip(slots, sequences, strict=True):
             assert self.sequences[slot] is None, f"slot {slot} is taken"
-            self._table.put(slot, sequence.entry)
+            self._entries[slot] = sequence.entry
+            if not self._fixed:
+                self.kv.rows.take(slot, self.kv.rows.lacks(slot, sequence.held + 1))
             self.sequences[slot] = sequence
             self.running += 1
             if sequence.parked is None:
@@ -111,8 +126,8 @@ class Slots:
         """Cut down those of the first `running` slots that have no room for one more key, and count what they hold."""
         for due in self.keeper.due(self._tally(running)):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
-            entries = self._table.entries[due.rows].tolist()
-            self._cut_down(due, self.keeper.evict(due, requests, entries, self.kv, prompts))
+            entries = self._entries[due.rows].tolist()
+            self._cut_down(due, self.keeper.evict(due, requests, entries, self.kv))
         self.keeper.count(self._tally(running), prompts.held_keys)
 
     def _cut_down(self, due: Due, prompt_kept: Int[Tensor, "R"]) -> None:
@@ -127,30 +142,61 @@ class Slots:
         columns = (self._held, self._seen, self._generated, self._prompt)
         return Tally(*(column.host[:running].copy() for column in columns))
 
-    def rows(self, running: int, fixed: int | None = None) -> Rows:
-        """What the decoder reads for a step over the first `running` slots.
+    def held(self, slots: Seq[int]) -> int:
+        """Keys of their own in all of them."""
+        return int(self._held.host[list(slots)].sum())
 
-        With `fixed`, the number of entries in the prompt pool, over all slots, running or not, and in shapes that
-        seldom change (see `graph.py`).
-        """
-        count = running if fixed is None else self.count
-        seen = self._seen.host[:running]
-        width = round_up(int(self._held.host[:running].max()) + 1, self._padding.slot_tile)
-        if fixed is not None:
-            width = min(_power_of_two(width), self.kv.capacity)
-        by_prompt = self._table.of(running, count, fixed)
+    def made(self, slots: Seq[int]) -> np.ndarray:
+        """Tokens that each has made."""
+        return self._generated.host[list(slots)]
+
+    def lacking(self) -> list[int]:
+        """The running slots that have no page for one more key."""
+        rows = self.kv.rows
+        return [slot for slot in self.taken() if rows.lacks(slot, min(self._held.get(slot) + 1, self.capacity))]
+
+    def taken(self) -> list[int]:
+        return [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
+
+    def rows(self, running: int, prompts: PromptPool) -> Rows:
+        """What the decoder reads for a step over the first `running` slots, or all of them where shapes are fixed."""
+        count = self.count if self._fixed else running
+        own, of_prompts = self._pieces(running, count, prompts)
+        held, page = self._held.host[:running], self.kv.rows.tokens
+        several = own.of_row.shape[1] > 1
+        width = page if several else min(page, round_up(int(held.max()) + 1, self._padding.slot_tile))
+        if self._fixed:
+            width = min(_power_of_two(width), page)
+        write_to = own.of_row[:, 0]
+        if several:
+            pages = self.kv.rows.pages[np.arange(running), np.minimum(held, self.capacity - 1) // page]
+            write_to = torch.from_numpy(pages).to(write_to.device)
         return Rows(
             tokens=self._last[:count],
             positions=self._prompt.device[:count] + self._generated.device[:count] - 1,
             # A slot that stopped when it was full has no room left; what it writes is not read.
-            lengths=self._held.device[:count].clamp(max=self.kv.capacity - 1),
+            lengths=self._held.device[:count].clamp(max=self.capacity - 1),
+            write_to=write_to,
             width=width,
-            table=by_prompt.table,
-            place=by_prompt.place,
-            in_order=by_prompt.in_order,
-            prompt_lengths=None if (seen == self._prompt.host[:running]).all() else self._seen.device[:count],
-            blind=not seen.any(),
+            own=own,
+            prompt=of_prompts,
         )
+
+    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces, Pieces]:
+        """How rows and pages find each other, laid out anew only when that has changed."""
+        kv, device = self.kv, self._tokens.device
+        now: object = (kv.rows.version, count)
+        if self._own is None or self._own[0] != now:
+            most = int(kv.rows.count[:count].max())
+            self._own = now, own_pieces(kv.rows.pages[:count, :most], kv.rows.tokens, device)
+        sees = self._seen.host[:running] > 0
+        entries = self._entries[:running].copy()
+        now = (kv.prompts.version, entries.tobytes(), sees.tobytes())
+        if self._of_prompts is None or self._of_prompts[0] != now:
+            fixed = count if self._fixed else None
+            found = prompt_pieces(entries, sees, prompts.places(), self._padding.columns, fixed, device)
+            self._of_prompts = now, found
+        return self._own[1], self._of_prompts[1]
 
     def tails(self, rows: Seq[int], count: int) -> list[list[int]]:
         """The last `count` tokens of each row, or as many as it has made, on the host."""
@@ -197,22 +243,28 @@ class Slots:
     def release(self, slot: int) -> None:
         self.sequences[slot] = None
         self.running -= 1
+        if not self._fixed:
+            self.kv.rows.drop(slot)
 
     def close_holes(self) -> int:
-        """Move running rows down until they are the first ones; returns how many there are."""
+        """Move running rows down until they are the first ones, and pages likewise; returns how many rows there are."""
         running = self.running
         holes = [slot for slot in range(running) if self.sequences[slot] is None]
         movers = [slot for slot in range(running, self.count) if self.sequences[slot] is not None]
         for hole, mover in zip(holes, movers, strict=True):
             self._move(mover, hole)
+        self.kv.close()
         return running
 
     def _move(self, source: int, target: int) -> None:
         made = self.generated(source)
-        self.kv.move(source, target, self._held.get(source))
+        if self._fixed:
+            self.kv.copy(source, target)
+        else:
+            self.kv.rows.rename(source, target)
         self.keeper.move(source, target)
         self._numbers.move(source, target)
-        self._table.move(source, target)
+        self._entries[target] = self._entries[source]
         self._tokens[target, :made] = self._tokens[source, :made]
         self._logprobs[target, :made] = self._logprobs[source, :made]
         self._uniforms[target] = self._uniforms[source]
@@ -234,67 +286,3 @@ def _numbers(sequence: Sequence) -> tuple[int, ...]:
 def _power_of_two(count: int) -> int:
     """The least that is not below `count`."""
     return 1 << (count - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class ByPrompt:
-    """The rows of a step laid out under their prompts' entries (see `attention.Rows`)."""
-
-    table: Int[Tensor, "E C"]
-    place: Int[Tensor, "R"]
-    in_order: bool
-
-
-class PromptTable:
-    """The prompt entry that each slot reads, and the rows by entry, which are laid out anew only when they change."""
-
-    def __init__(self, slots: int, multiple: int, device: torch.device) -> None:
-        self.entries = np.zeros(slots, dtype=np.int64)
-        self._multiple, self._device = multiple, device
-        self._laid_out: ByPrompt | None = None
-        self._running = 0  # rows that it was laid out for
-
-    def put(self, slot: int, entry: int) -> None:
-        if self.entries[slot] != entry:
-            self.entries[slot], self._laid_out = entry, None
-
-    def move(self, source: int, target: int) -> None:
-        self.put(target, int(self.entries[source]))
-
-    def of(self, running: int, rows: int, fixed: int | None) -> ByPrompt:
-        """For a step over the first `running` slots (see `by_prompt`)."""
-        if self._laid_out is None or self._running != running:
-            self._laid_out = by_prompt(self.entries[:running], rows, fixed, self._multiple, self._device)
-            self._running = running
-        return self._laid_out
-
-
-def by_prompt(entries: np.ndarray, rows: int, fixed: int | None, multiple: int, device: torch.device) -> ByPrompt:
-    """For each pool entry the rows that belong to it, where each row stands in that table flattened, and whether both
-    are simply 0, 1, 2, ...
-
-    Columns are a multiple of `multiple` (see `padding.py`). With `fixed` both sides are powers of two (but at most
-    `fixed` entries), `rows` beyond `entries` stand anywhere, and no order is claimed.
-
-    >>> found = by_prompt(np.array([1, 0, 1]), 3, None, 4, torch.device("cpu"))
-    >>> found.table.tolist(), found.place.tolist(), found.in_order
-    ([[1, 0, 0, 0], [0, 2, 0, 0]], [4, 0, 5], False)
-    >>> found = by_prompt(np.array([1, 2, 1]), 4, 3, 4, torch.device("cpu"))
-    >>> found.table.tolist(), found.place.tolist(), found.in_order
-    ([[0, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]], [4, 8, 5, 0], False)
-    """
-    counts = np.bincount(entries)
-    height, columns = len(counts), round_up(int(counts.max()), multiple)
-    if fixed is not None:
-        height, columns = min(_power_of_two(height), fixed), _power_of_two(columns)
-    order = np.argsort(entries, kind="stable")
-    starts = np.cumsum(counts) - counts
-    column = np.empty_like(entries)
-    column[order] = np.arange(len(entries)) - starts[entries[order]]
-    place = np.zeros(rows, dtype=np.int64)
-    place[: len(entries)] = entries * columns + column
-    table = np.zeros(height * columns, dtype=np.int64)
-    table[place[: len(entries)]] = np.arange(len(entries))
-    in_order = fixed is None and len(table) == len(place) and bool((place == np.arange(len(place))).all())
-    by_entry = torch.from_numpy(table.reshape(height, columns))
-    return ByPrompt(by_entry.to(device), torch.from_numpy(place).to(device), in_order)

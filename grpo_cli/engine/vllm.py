@@ -259,7 +259,7 @@ class VllmEngine:
         rows = -(-max(_tokens(request) for request in requests) // self._block)
         at_once = self._rollouts_per_step or len(requests)
         # vLLM keeps one block for itself.
-        shape = KvShape(at_once, prompts=1, prompt_bytes=block, slot_bytes=rows * block)
+        shape = KvShape(at_once, prompts=1, prompt_bytes=block, page_bytes=rows * block, slot_bytes=rows * block)
         self._slots = self._sampler.fit(shape).slots
         kwargs: dict[str, Any] = {"max_model_len": self._limit()}
         budget = self._budget(rows)

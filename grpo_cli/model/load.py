@@ -5,9 +5,7 @@ What a folder holds is checked from its config before any weights are read. Weig
 
 from __future__ import annotations
 
-import importlib.util
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
@@ -30,23 +28,21 @@ from transformers.utils import logging as transformers_logging
 from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.checks import (
+    architecture_of,
+    check_config,
+    check_device,
+    check_files,
+    check_supported,
+    check_weights,
+)
+from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
 
-_ARCHITECTURE_OF_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-
-
-def supported_architectures() -> tuple[str, ...]:
-    """The causal models whose layers the torch engine can drive."""
-    return tuple(_ARCHITECTURE_OF_TYPE.values())
 
 
 def load_model(settings: ModelSettings, device: torch.device) -> Any:
@@ -76,54 +72,13 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         model = _read_weights(source, config, dtype, settings, device)
     check_supported(model)
     if settings.gradient_checkpointing:
-        # the second name is what releases of transformers without the first call it
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        recompute_layers(model, settings.offload_activations)
     if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
         model = model.to(device)
     model = with_adapters(model, settings).eval()
     if not settings.random_init:
-        _check_weights(model, settings)
+        check_weights(model, settings)
     return model
-
-
-@torch.no_grad()
-def _check_weights(model: Any, settings: ModelSettings) -> None:
-    """Raises UserError for weights that nothing can be computed with. Each is read once, quantised ones are not."""
-    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
-    if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
-        return
-    for name, weight in weights.items():
-        if bad := int((~torch.isfinite(weight)).sum()):
-            where = f"model.adapter={settings.adapter}" if ".lora_" in name else f"model.path={settings.path}"
-            raise UserError(
-                f"{where}: {bad} of the {weight.numel()} numbers of {name} are not finite, so that the model computes "
-                "nothing; it is damaged, or comes from a run that has diverged: take an earlier checkpoint, or a copy"
-            )
-
-
-def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises UserError for a tokenizer with tokens that the model has no embedding for."""
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model.config.vocab_size:
-        raise UserError(
-            f"model.path={path}: the tokenizer has tokens up to number {largest}, and the model only "
-            f"{model.config.vocab_size} of them (vocab_size, counted from 0); give the folder the tokenizer that the "
-            "model was made with, or the model enough embeddings (transformers' resize_token_embeddings)"
-        )
-
-
-def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """Raises UserError for quantised weights where bitsandbytes has no kernels for them."""
-    if settings.quantize == "none":
-        return
-    if device.type != "cuda":
-        raise UserError(
-            f"model.quantize={settings.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, and the device "
-            f"is {device.type}; use model.quantize=none"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"model.quantize={settings.quantize} needs bitsandbytes: pip install bitsandbytes")
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
@@ -146,17 +101,16 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
     if settings.architecture is None or _is_here(settings.path):
         return _read_config(_source(settings.path), settings)
     kwargs = dict(settings.architecture)
-    named = _architecture(kwargs)
-    if named not in supported_architectures():
-        raise UserError(f"model.architecture: {_unsupported(named)}")
     try:
+        named = architecture_of(kwargs)
         config = AutoConfig.for_model(**kwargs)
+    except UserError as error:
+        raise UserError(f"model.architecture: {error}") from error
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model.architecture makes no {named}: {error}") from error
     config.architectures = [named]
     config.eos_token_id = None  # some families have a default, which would be the end of no text here
-    _check_window(config)
-    _check_rope(config)
+    check_config(config)
     return config
 
 
@@ -238,15 +192,6 @@ def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     tokenizer.save_pretrained(folder)
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises UserError unless the torch engine can drive this model's layers."""
-    name = type(model).__name__
-    if name not in supported_architectures():
-        raise UserError(_unsupported(name))
-    _check_window(model.config)
-    _check_rope(model.config)
-
-
 def _is_here(path: str) -> bool:
     return path == TINY or Path(path).expanduser().is_dir()
 
@@ -280,12 +225,9 @@ def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfi
     """The config, once its architecture is known to be one of ours; nothing else is read or run before that."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
-        named = _architecture(raw)
-        if named not in supported_architectures():
-            raise UserError(_unsupported(named))
+        architecture_of(raw)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    _check_window(config)
-    _check_rope(config)
+    check_config(config)
     return config
 
 
@@ -325,42 +267,6 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def _check_window(config: PreTrainedConfig) -> None:
-    """Refuse attention that forgets: a sliding window shorter than the context, in any layer."""
-    window = getattr(config, "sliding_window", None)
-    layers = getattr(config, "layer_types", None)
-    slides = window is not None and (layers is None or "sliding_attention" in layers)
-    if slides and window < config.max_position_embeddings:
-        raise UserError(
-            f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
-            f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} "
-            "tokens"
-        )
-
-
-def _check_rope(config: PreTrainedConfig) -> None:
-    """Refuse positions that are rotated by other frequencies once a sequence is long: those of keys that lie in the
-    cache would be of the short ones, and in the policy's pass the longest row of a batch decides for all."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    short = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and (short is None or short < config.max_position_embeddings):
-        raise UserError(
-            f"{config.model_type} model with RoPE of type longrope, whose frequencies change beyond {short} of its "
-            f"{config.max_position_embeddings} positions: rollouts with a cache would be drawn from another "
-            "distribution than the policy's; choose a model with RoPE of another type"
-        )
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    """What a config.json says it is: its class, or its model type when it names no class."""
-    model_type = str(config.get("model_type", "of no name"))
-    return str((config.get("architectures") or [_ARCHITECTURE_OF_TYPE.get(model_type, model_type)])[0])
-
-
-def _unsupported(name: str) -> str:
-    return f"the architecture {name} is not supported; supported are {', '.join(supported_architectures())}"
-
-
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
     """Whatever goes wrong while a foreign file is read is said in one line, with what to do about it.
@@ -370,7 +276,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
     """
     try:
         if isinstance(source, Path):
-            _check_files(source)
+            check_files(source)
         yield
     except UserError:
         raise
@@ -387,13 +293,6 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
-
-
-def _check_files(folder: Path) -> None:
-    """Refuse pipes and devices among the files: whoever reads them may wait for ever."""
-    for file in folder.iterdir():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise UserError(f"model folder {folder}: {file.name} is no regular file; put a copy of what it holds there")
 
 
 def _is_gated(error: BaseException | None) -> bool:

@@ -58,6 +58,7 @@ def _settings(path: str, dtype: str, adapter: str | None) -> ModelSettings:
         random_init=False,
         trust_remote_code=False,
         gradient_checkpointing=False,
+        offload_activations=False,
         quantize="none",
         lora=LoraSettings(rank=0, alpha=1.0, dropout=0.0, targets=()),
         adapter=adapter,

@@ -61,7 +61,7 @@ class Allocations(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         fresh = False
         for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._kinds:
+            if isinstance(tensor, Tensor) and _storage(tensor)[0] not in self._kinds:
                 self._place(tensor, LOGITS if tensor.shape[-1:] == (self._vocabulary,) else ACTIVATIONS)
                 fresh = True
         if fresh:
@@ -69,8 +69,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _place(self, tensor: Tensor, kind: str | None) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size, storage = _storage(tensor)
         if key not in self._kinds:
             self._watchers[key] = weakref.ref(storage, lambda _: self._gone(key, size))
         elif self._kinds[key] is not None:
@@ -92,3 +91,11 @@ class Allocations(TorchDispatchMode):
     def _look(self) -> None:
         if self._live.total() > self._peak.total():
             self._peak = self._live.copy()
+
+
+def _storage(tensor: Tensor) -> tuple[int, int, Any]:
+    """What tells it from others, its bytes, and what is there for as long. A packed weight (oneDNN's) is its own."""
+    if tensor.is_mkldnn:
+        return id(tensor), tensor.numel() * tensor.element_size(), tensor
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes(), storage

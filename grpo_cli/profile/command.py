@@ -37,11 +37,12 @@ Say = Callable[[str], None]
 def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn: Say) -> Findings:
     """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
     the numbers."""
-    device = _device(settings)
+    device = experiment.pick_device(settings.device)
     rules = build_rules(settings.parts, settings.n, settings.m)
+    planned = torch.device("cuda") if settings.profile.for_gpu else device
     lengths, room = _lengths(settings), _room(settings, device)
-    settings = decided(settings, rules, device, say, None if settings.profile.fit is None else room)
-    other = process_alone(device)
+    settings = decided(settings, rules, planned, say, None if settings.profile.fit is None else room)
+    other = process_alone(planned)
     measured = None
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
@@ -50,13 +51,13 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
-    estimator = estimator_of(settings, shapes, device, other)
+    estimator = estimator_of(settings, shapes, planned, other)
     predicted = estimator.predict(step)
     findings = Findings(
         command=tuple(command),
         settings=dataclasses.asdict(settings),
         versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
-        device=_name(device),
+        device=_named(device) if planned.type == device.type else f"a GPU of {settings.profile.fit}",
         threads=torch.get_num_threads(),
         measured=measured,
         predicted=predicted,
@@ -71,17 +72,8 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     return findings
 
 
-def _device(settings: ProfileRunSettings) -> torch.device:
-    """Where it runs; a plan with device=cuda is on a GPU's terms where there is none, too."""
-    if settings.profile.plan_only and settings.device == "cuda" and not torch.cuda.is_available():
-        return torch.device("cuda")
-    return experiment.pick_device(settings.device)
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "a GPU that is not here"
-    return f"cpu ({platform.machine()})"
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:

@@ -88,18 +88,20 @@ class Prediction:
 
 class Estimator:
     """What steps take, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
-    beside the model's tensors."""
+    beside the model's tensors. `on_cpu`: packed weights are for a CPU alone."""
 
-    def __init__(self, model: ShapeModel, optimizer: int, other: int) -> None:
+    def __init__(self, model: ShapeModel, optimizer: int, other: int, on_cpu: bool = False) -> None:
         self._model = model
         self._optimizer = optimizer
         self._other = other
+        self._on_cpu = on_cpu
 
     def predict(self, step: StepShape) -> Prediction:
         """Each phase at its fullest, with all that lies there meanwhile."""
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         if step.engine is not None:
+            step = replace(step, engine=replace(step.engine, packed=step.engine.packed and self._on_cpu))
             prefill, decode = model.rollouts(step.rollouts, step.engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
         every = _rows(step.rollouts, step.rollouts.n)

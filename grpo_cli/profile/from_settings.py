@@ -22,22 +22,23 @@ from grpo_cli.memory import resident_bytes
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
-from grpo_cli.profile.shapes import EngineShape, ShapeModel, Workload
+from grpo_cli.profile.shapes import NF4_BITS, EngineShape, ShapeModel, Workload
 from grpo_cli.rollout import PromptOrder
 from grpo_cli.settings import ModelSettings, RunSettings
 
 
 def shapes_of(model: ModelSettings) -> ShapeModel:
-    bits = {"none": None, "8bit": 8, "4bit": 4}[model.quantize]
+    bits = {"none": None, "8bit": 8.0, "4bit": NF4_BITS}[model.quantize]
 
     def load() -> Any:
-        return load_model(replace(model, random_init=True, quantize="none"), torch.device("cpu"))
+        here = replace(model, random_init=True, quantize="none", offload_activations=False)
+        return load_model(here, torch.device("cpu"))
 
-    return ShapeModel(load, model.autocast, bits)
+    return ShapeModel(load, model.autocast, bits, model.offload_activations)
 
 
 def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Estimator:
-    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other)
+    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
 
 
 def process_alone(device: torch.device) -> int:
@@ -78,8 +79,8 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
         notes.append("engine.cuda_graph=true: what captured graphs keep is not predicted; decode and eval take more")
     if settings.model.quantize != "none":
         notes.append(
-            f"model.quantize={settings.model.quantize}: weights are predicted without their scales, and passes as "
-            "those of a model that is not quantised"
+            f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "
+            "one at a time; what products of 8 bits take beside that is left out"
         )
     return tuple(notes)
 
@@ -97,11 +98,12 @@ def step_of(
     built = engine_parts(settings.parts, offered)
     rollouts, evaluation = seen or _workloads(settings, lengths)
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
+    packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
     step = StepShape(
         rollouts=rollouts,
         m=settings.m,
-        engine=EngineShape(built["sampler"], built["sparsity"], prefix) if is_ours(settings) else None,
+        engine=EngineShape(built["sampler"], built["sparsity"], prefix, packed) if is_ours(settings) else None,
         evaluation=evaluation,
         forward=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from grpo_cli.config.decided import AUTO, as_begun
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
 from grpo_cli.interfaces import Rules
@@ -32,8 +33,11 @@ def decided(
 
     UserError where not one sequence fits.
     """
-    if settings.train.micro_batch_tokens != "auto":
+    if settings.train.micro_batch_tokens != AUTO:
         return settings
+    begun = as_begun(settings, "train")
+    if begun:
+        return _with(settings, begun["micro_batch_tokens"])
     other = process_alone(device)  # is there already, and so not in what is free
     room = int(_SHARE * free_bytes(device)) + other if room is None else room
     shapes = shapes_of(settings.model)

@@ -6,15 +6,17 @@ moments only, such as the decode step with most rows and those with the longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense
@@ -25,6 +27,7 @@ from grpo_cli.engine.stop import NeverStop
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
+from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
@@ -36,11 +39,12 @@ KV = "kv"
 @dataclass(frozen=True)
 class EngineShape:
     """What decides how much a rollout engine allocates. `prefix` is how many tokens everyone makes before the rest is
-    ordered by predicted length; 0: nobody asks for that."""
+    ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone."""
 
     sampler: Sampler
     sparsity: Dense | Budget
     prefix: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,27 +62,55 @@ class Workload:
         return sum(self.lengths) + self.n * sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
+# What a weight takes in NF4: 4 bits, of each 64 a scale of 8, of each 256 scales one of 32 (arXiv 2305.14314, 3).
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+
+
 class _Quantised(nn.Linear):
     """A linear layer that stands for one of bitsandbytes: no plain layer, whose weight rollouts would copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Dequantised.apply(x, self.weight, self.bias).clone()  # as PEFT does before it adds an adapter's share
+
+
+class _Dequantised(torch.autograd.Function):
+    """A product with a weight that is made whole for as long as it takes, forward and backward; its input is not kept,
+    as the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, torch.empty_like(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ torch.empty_like(weight), None, None
 
 
 class ShapeModel:
     """A model without weights, and what a pass of it would take. `autocast` is `none` or `bfloat16`; `bits` are those
     of its quantised weights, which concerns their own size only (None: not quantised)."""
 
-    def __init__(self, load: Any, autocast: str, bits: int | None = None) -> None:
-        """`load` makes the model; it is called where every new tensor is a fake one."""
+    def __init__(self, load: Any, autocast: str, bits: float | None = None, offload: bool = False) -> None:
+        """`load` makes the model; it is called where every new tensor is a fake one. `offload`: what recomputed layers
+        keep lies elsewhere."""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake, _unmoved():
             self.model = load()
         # Fake tensors have no values, so transformers could not see that nothing is packed, and would make masks and
         # biases of rows x width x width that a run does not have. With this attention it makes none.
         allow_packing(self.model)
+        if offload:
+            keep_inputs(self.model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back))
         self._autocast = autocast
         self._bits = bits
         if bits is not None:
             for module in self._quantised():
                 module.__class__ = _Quantised
+            for module in self.model.modules():  # PEFT's adapters of quantised layers take their input as it is
+                if hasattr(module, "cast_input_dtype_enabled"):
+                    module.cast_input_dtype_enabled = False
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
@@ -91,7 +123,7 @@ class ShapeModel:
         if self._bits is None:
             return whole
         quantised = [module.weight for module in self._quantised()]
-        return whole - sum(w.untyped_storage().nbytes() - w.numel() * self._bits // 8 for w in quantised)
+        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self._bits / 8) for w in quantised)
 
     def _quantised(self) -> list[nn.Linear]:
         """What bitsandbytes quantises: linear layers, but for the head and the adapters."""
@@ -150,7 +182,7 @@ class ShapeModel:
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations, self._precision():
             generation = Generation(
-                Decoder(self.model),
+                Decoder(self.model, packed=engine.packed),
                 (0,),
                 engine.sampler,
                 engine.sparsity,
@@ -160,15 +192,18 @@ class ShapeModel:
                 meter=NullMeter(),
                 prefix=engine.prefix,
             )
-            for store in (generation.slots.kv, generation.prompts.store):
-                allocations.mark(store.keys, KV)
-                allocations.mark(store.values, KV)
+
+            def grown(blocks: Sequence[Tensor]) -> None:
+                for block in blocks:
+                    allocations.mark(block, KV)
+
             found: dict[str, list[Sizes]] = {"prefill": [], "decode": []}
             allocations.take_peak()
-            for moment in fullest_moments(generation, work.lengths):
+            for moment in fullest_moments(generation, work.lengths, grown):
                 found[moment].append(allocations.take_peak())
         parked = parked_bytes(generation, work.lengths)
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
+        decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
 
 
@@ -182,6 +217,10 @@ def _unmoved() -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "to", move)  # noqa: B010
+
+
+def _brought_back(kept: tuple[torch.Size, torch.dtype]) -> Tensor:
+    return torch.empty(kept[0], dtype=kept[1])
 
 
 def _with(sizes: Sizes, parked: int) -> Sizes:

@@ -15,8 +15,9 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
     kept = "all trained on" if m == n else f"{m} of each {n} trained on"
     threads = torch.get_num_threads()
     place = f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
+    precision = settings.model.dtype + ("" if settings.model.autocast == "none" else " computed in bfloat16")
     yield (
-        f"{parameters / 1e6:.3g} M parameters, {settings.model.dtype}, on {place}; a step is {prompts} prompts x {n} "
+        f"{parameters / 1e6:.3g} M parameters, {precision}, on {place}; a step is {prompts} prompts x {n} "
         f"rollouts, {kept}"
     )
     slots = settings.parts["sampler"].get("slots")

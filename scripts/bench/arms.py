@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import (
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.padding import round_up
-from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
+from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
 from grpo_cli.profile.forced_lengths import NEVER, lognormal
 from grpo_cli.rollout import requests_for
 from grpo_cli.settings import RunSettings
@@ -85,12 +85,21 @@ class Case:
     threads: int
     repeats: int
     seed: int
+    words: Sequence[str] = ()  # of `grpo train`: another task, another precision
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """The words of `grpo train` that say the same."""
+        dtype = "bfloat16" if self.device == "cuda" else "float32"
+        values = {"model.path": self.folder, "model.dtype": dtype, "model.autocast": "none", "seed": self.seed}
+        return ("model=hf", *overrides({**values, "sampling.max_new_tokens": self.max_new_tokens}), *self.words)
 
     @property
     def settings(self) -> RunSettings:
-        dtype = "bfloat16" if self.device == "cuda" else "float32"
-        values = {"model.path": self.folder, "model.dtype": dtype, "model.autocast": "none", "seed": self.seed}
-        return settings_of("model=hf", *overrides({**values, "sampling.max_new_tokens": self.max_new_tokens}))
+        return settings_of(*self.run)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.settings.model.autocast == "bfloat16")
 
     def loaded(self) -> Any:
         return load_model(self.settings.model, torch.device(self.device))
@@ -124,6 +133,7 @@ class Ran:
     lengths: Sequence[int]
     steps: int
     kv_bytes: int
+    details: Mapping[str, float] = field(default_factory=dict)  # what an engine says besides
 
 
 Run = Callable[[Sequence[Request]], Ran]
@@ -136,7 +146,8 @@ def with_limit(request: Request, tokens: int) -> Request:
 
 def make_work(case: Case) -> Work:
     """The requests, by name of prompt and number of sample: the same in every process."""
-    prompts, eos = _random_prompts(case) if SHAPES[case.model].config else _task_prompts(case)
+    shape = SHAPES.get(case.model)
+    prompts, eos = _random_prompts(case, shape) if shape and shape.config else _task_prompts(case)
     requests = requests_for(prompts, case.n, case.settings.sampling, case.seed, 0)
     if case.lengths == "forced":
         longest = case.max_new_tokens
@@ -148,12 +159,13 @@ def make_work(case: Case) -> Work:
 def _task_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
     settings = case.settings
     tokenizer = load_tokenizer(settings.model)
-    prompts = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": case.seed}).prompts("train")
+    offered = {"tokenizer": tokenizer, "seed": case.seed, "warn": print}
+    prompts = make("task", settings.parts["task"], offered).prompts("train")
     return [prompts[i] for i in range(case.prompts)], eos_token_ids(case.loaded(), tokenizer)
 
 
-def _random_prompts(case: Case) -> tuple[list[Prompt], tuple[int, ...]]:
-    shape, rng = SHAPES[case.model], np.random.default_rng(case.seed)
+def _random_prompts(case: Case, shape: Shape) -> tuple[list[Prompt], tuple[int, ...]]:
+    rng = np.random.default_rng(case.seed)
     assert shape.config is not None, "the embedded model has prompts of its own"
     widths = rng.integers(*shape.prompt_tokens, case.prompts, endpoint=True)
     ids = [tuple(rng.integers(0, shape.config.vocab_size, width).tolist()) for width in widths]
@@ -180,16 +192,33 @@ def _engine(case: Case, eos: Sequence[int], *words: str) -> Any:
     if case.lengths == "full":  # a longer context than it may have learnt; nobody reads what it says
         model.config.max_position_embeddings = max(model.config.max_position_embeddings, 2 * case.max_new_tokens)
     slots = () if "sampler=full" in words else (f"sampler.slots={case.slots}",)
-    return engine_of(model, eos, *words, *slots)
+    return engine_of(model, eos, *slots, *words)
 
 
 def _run_by(engine: Any) -> Run:
     def run(requests: Sequence[Request]) -> Ran:
         lengths = [len(rollout) for rollout in engine.generate(requests)]
         stats = engine.stats()
-        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes)
+        return Ran(lengths, stats.decode_steps, stats.kv_peak_bytes, stats.details)
 
     return run
+
+
+def reserved_bytes(case: Case, work: Work) -> int:
+    """What the keys and values of `slots` completions at the limit and of all prompts take, in tiles of 64."""
+    settings = case.settings.model
+    config = model_config(settings)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    number = 2 if "bfloat16" in (settings.dtype, settings.autocast) else 4
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * number
+    prompt = max(len(request.prompt.token_ids) for request in work.requests)
+    return token * (case.slots * round_up(case.max_new_tokens, 64) + case.prompts * round_up(prompt, 64))
+
+
+def budgeted(case: Case, work: Work, stack: ExitStack) -> Run:
+    """As many rows as there is room for where that many slots would be reserved."""
+    budget = f"sampler.kv_budget={reserved_bytes(case, work)}"
+    return _run_by(_engine(case, work.eos, "sampler=infinite", "sampler.slots=null", budget))
 
 
 class Watch:
@@ -313,7 +342,12 @@ def vllm(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
     stack.callback(engine.close)
     run = _run_by(engine)
     run(work.requests)  # its cache is as large as the first requests need
-    return run
+
+    def without_prompts(requests: Sequence[Request]) -> Ran:
+        engine._llm.reset_prefix_cache()  # as after an update: no arm knows the prompts before it begins
+        return run(requests)
+
+    return without_prompts
 
 
 POLICIES = ("dense", "streaming", "h2o", "snapkv", "rkv")
@@ -321,6 +355,7 @@ ARMS: Mapping[str, Arm] = {
     "full": partial(ours, "sampler=full"),
     "micro": partial(ours, "sampler=micro"),
     "infinite": partial(ours, "sampler=infinite"),
+    "budget": budgeted,
     "generate": partial(generate, False),
     "generate-slots": partial(generate, True),
     "continuous": partial(continuous, False),

@@ -10,7 +10,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,11 +32,14 @@ from rich.table import Table
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import parse, parse_profile
 from grpo_cli.config.instantiate import make
+from grpo_cli.config.precision import decided
 from grpo_cli.interfaces import Engine
-from grpo_cli.processor import flush_denormals, settle
+from grpo_cli.processor import CPUINFO, flush_denormals, settle
 from grpo_cli.settings import RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
+# What a processor multiplies bfloat16 with, and what it has for wider rows.
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 PACKAGES = ("grpo-cli", "torch", "transformers", "numpy", "hydra-core")
 
 Figures = dict[str, float]
@@ -81,13 +87,13 @@ def settings_of(*words: str, command: str = "train") -> RunSettings:
     """The settings of `grpo <command> <words>`."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = hydra.compose(command, ["run_dir=outputs/bench", *words])
-    return parse_profile(cfg) if command == "profile" else parse(cfg)
+    return decided(parse_profile(cfg) if command == "profile" else parse(cfg), print)
 
 
-def engine_of(model: Any, eos: Sequence[int], *words: str) -> Engine:
-    """The engine with which `grpo train <words>` would drive this model."""
+def engine_of(model: Any, eos: Sequence[int], *words: str, **more: Any) -> Engine:
+    """The engine with which `grpo train <words>` would drive this model; `more` is offered to its parts."""
     parts = settings_of(*words).parts
-    offered = {"model": model, "eos_token_ids": tuple(eos), "pad_token_id": 0, "seed": 0, "warn": print}
+    offered = {"model": model, "eos_token_ids": tuple(eos), "pad_token_id": 0, "seed": 0, "warn": print, **more}
     built = {name: make(name, parts[name], offered) for name in ENGINE_PARTS if name != "engine"}
     engine: Engine = make("engine", parts["engine"], {**offered, **built})
     return engine
@@ -100,6 +106,30 @@ def clocked(work: Callable[[], Any]) -> tuple[Any, Figures]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return found, {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor}
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """Seconds of this process where it has one thread, which neighbours do not touch; else of the clock."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def in_a_process(
+    script: str, *words: str, threads: int, folder: Path, python: str = "", checkout: Path = ROOT
+) -> tuple[Any, str]:
+    """What `script --child <words> <file>` of a process of its own leaves in the file; or None, and the reason.
+
+    The package is that of `checkout`, the interpreter this one unless another is named.
+    """
+    out = folder / "measured.json"
+    out.unlink(missing_ok=True)
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    command = [python or sys.executable, script, "--child", *words, str(out)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    if out.exists():
+        return json.loads(out.read_text()), ""
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return None, f"exit status {done.returncode}: {said[-1] if said else 'it said nothing'}"
 
 
 def in_turns(arms: Mapping[str, Callable[[], Figures]], rounds: int) -> list[Turn]:
@@ -177,11 +207,20 @@ def environment(*packages: str) -> dict[str, Any]:
         **{name: installed(name) for name in (*PACKAGES, *packages)},
         "embedded_model_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "machine": platform.processor() or platform.machine(),
+        **processor(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "load": os.getloadavg()[0],
     }
+
+
+def processor() -> dict[str, Any]:
+    """Its name and which of FEATURES it has, as far as Linux tells."""
+    text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
+    told = {key: found[1] for key in ("model name", "flags") if (found := re.search(rf"(?m)^{key}\s*: (.*)$", text))}
+    flags = told.get("flags", "").split()
+    return {"processor": told.get("model name"), "features": [name for name in FEATURES if name in flags]}
 
 
 def installed(name: str) -> str | None:

@@ -35,7 +35,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -50,13 +49,16 @@ import psutil
 import torch
 import transformers
 from arms import ARMS, POLICIES, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
-from common import Figures, bench_parser, clocked, finish, over, parsed, show
+from common import Figures, bench_parser, clocked, finish, in_a_process, over, parsed, show
 from transformers import AutoModelForCausalLM
 
 from grpo_cli.memory import peak_bytes
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
+HELD = (
+    "engine/kv_held_bytes"  # bytes of keys and values that were in use when most were given out, where an engine tells
+)
 # What is shown of an arm over another one: the figure and the other's name by heading.
 Ratios = Mapping[str, tuple[str, str]]
 OF_SPEED: Ratios = {
@@ -107,6 +109,7 @@ def measure(arm: str, case: Case) -> Figures:
     torch.set_num_threads(case.threads)
     work = make_work(case)
     with ExitStack() as stack:
+        stack.enter_context(case.autocast())
         run = ARMS[arm](case, work, stack)
         # On a GPU graphs are captured and kernels chosen for widths that only the whole work comes to.
         run(work.requests if case.device == "cuda" else work.cut(WARM_UP_TOKENS))
@@ -131,6 +134,7 @@ def _of_one(ran: Ran, clock: Figures) -> Figures:
         "seconds": clock["seconds"],
         "tokens": int(lengths.sum()),
         "steps": ran.steps,
+        **{name: value for name, value in ran.details.items() if name == HELD},
         "length_mean": float(lengths.mean()),
         "length_cv": float(lengths.std() / lengths.mean()),
         "length_max": int(lengths.max()),
@@ -156,16 +160,9 @@ def measure_in_a_process(row: Row, folder: Path) -> None:
     if row.arm.startswith("vllm") and importlib.util.find_spec("vllm") is None:
         row.reason = "vllm is not installed"
         return
-    out = folder / "measured.json"
-    out.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": str(row.case.threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--child", row.arm, json.dumps(asdict(row.case)), str(out)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    if out.exists():
-        row.rounds.append(json.loads(out.read_text()))
-    else:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        row.reason = f"exit status {done.returncode}: {said[-1] if said else 'it said nothing'}"
+    words = (row.arm, json.dumps(asdict(row.case)))
+    figures, row.reason = in_a_process(__file__, *words, threads=row.case.threads, folder=folder)
+    row.rounds += [figures] if figures else []
 
 
 def side_by_side(case: Case, arms: Sequence[str], ratios: Ratios) -> Comparison:

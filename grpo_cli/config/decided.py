@@ -1,0 +1,31 @@
+"""What settings leave to the program by the word `auto`: written down as it was decided, and kept by a resumed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpo_cli.runs.record import read_record
+from grpo_cli.settings import EvalRunSettings, RunSettings
+
+AUTO = "auto"
+OPEN = {"model": ("dtype", "autocast"), "train": ("micro_batch_tokens",)}
+Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
+
+
+def as_decided(settings: RunSettings | EvalRunSettings) -> dict[str, dict[str, Any]]:
+    """The values of what may be left open, by group."""
+    return {
+        group: {key: getattr(getattr(settings, group), key) for key in keys}
+        for group, keys in OPEN.items()
+        if hasattr(settings, group)
+    }
+
+
+def as_begun(settings: RunSettings | EvalRunSettings, group: str) -> dict[str, Any]:
+    """What the run that is resumed has written down of them; nothing where it is not resumed, or knew no `auto`."""
+    if not isinstance(settings, RunSettings) or settings.resume is None:
+        return {}
+    record = read_record(Path(settings.run_dir))
+    written = {} if record is None else record.config.get(group, {})
+    return {key: written[key] for key in OPEN[group] if written.get(key, AUTO) != AUTO}

@@ -1,0 +1,272 @@
+"""A pretrained model of 135 M parameters: rollouts, what a decode step could take, training, memory, the KV cache.
+
+    scripts/get_smollm2.sh models/smollm2
+    python scripts/bench/real.py --model models/smollm2 --data train.jsonl --json scripts/baselines/bench_real.json
+    python scripts/bench/real.py --parts rollout kv --precisions bfloat16 --rounds 1
+
+Every measurement is a process of its own; arms take turns, and ratios are of what one round measured. With one thread
+ratios are of processor seconds, which neighbours do not touch, else of the clock. Precisions: weights of float32, of
+bfloat16, or of float32 with model.autocast=bfloat16. Problems are GSM8K's (--data: its JSONL; else from the hub).
+
+rollout   64 completions of 48 tokens, in 16 slots and in 64: ours, vLLM (--vllm: the interpreter of an environment that
+          has it) with as many, `generate` on as many rows; and 50 M random parameters in 8 slots beside vLLM
+floor     our decode step beside the product floor: every linear layer of a step alone, at as many rows as the step pads
+          to, weights and input in the precision that is multiplied in
+train     rounds of 2 problems x 8 completions of up to 96 tokens, every weight trained; in float32 and autocast beside
+          TRL's (the extra `bench`); the peaks of both processes
+memory    what `grpo profile` predicts of those rounds, over what it measures
+kv        64 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
+          reserve the limit: ours by that budget, and in 8 slots; `--against` another checkout, by that budget
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.resources import files
+from importlib.util import find_spec
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from arms import ARMS, Case, make_work, reserved_bytes
+from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, finish, in_a_process, parsed, rotated, show
+from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
+from step import PHASES, WAYS, measured, training
+
+from grpo_cli.engine.padding import Padding
+from grpo_cli.meter import WallMeter
+from grpo_cli.processor import flush_denormals
+
+PRECISIONS = {
+    "float32": ("model.dtype=float32", "model.autocast=none"),
+    "bfloat16": ("model.dtype=bfloat16", "model.autocast=none"),
+    "autocast": ("model.dtype=float32", "model.autocast=bfloat16"),
+}
+OVER_FLOOR, OVER_MEASURED = "step_over_floor", "predicted_over_measured"
+# Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
+SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (4, 16, 256)}
+QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
+RATE = "rate"  # what ratios are of: tokens, or rounds of training, a second
+_MEMORY = {"KV MiB": (f"{KV}_mib", ",.0f"), "peak MiB": (f"{PEAK}_mib", ",.0f")}
+_SPEED = {"tokens/s": (SPEED, ",.0f"), "/CPU-s": (PROCESSOR, ",.0f")}
+_ROWS = {"rows": ("rows", ".1f")}
+_RATIO = {"ours over it": ("ratio", ".2f")}
+_SECONDS = {"s/round": ("seconds", ".3g"), "CPU-s": ("cpu_seconds", ".3g"), "tokens": ("tokens", ".0f")}
+COLUMNS: Mapping[str, dict[str, tuple[str, str]]] = {
+    "rollout": _SPEED | _MEMORY | _RATIO,
+    "floor": _ROWS | {"step ms": ("step_ms", ".1f"), "floor ms": ("floor_ms", ".1f"), "over": (OVER_FLOOR, ".2f")},
+    "train": _SECONDS | {phase: (phase, ".3g") for phase in PHASES} | _MEMORY | _RATIO,
+    "memory": _MEMORY | {"predicted over it": (OVER_MEASURED, ".3f")},
+    "kv": _SPEED | _ROWS | {"held MiB": (f"{HELD}_mib", ",.0f")} | _MEMORY | _RATIO,
+}
+
+
+@dataclass
+class Line(Row):
+    """An arm of a group, ours the first; which interpreter and which checkout it runs with."""
+
+    python: str = ""
+    checkout: Path = ROOT
+
+
+Groups = dict[str, dict[str, Line]]
+
+
+def floor(case: Case) -> Figures:
+    """Seconds of a decode step, and of its weight products alone, the median of turns."""
+    clock = clock_of(case.threads)
+    meter, work, model = WallMeter(clock=clock), make_work(case), case.loaded()
+    dtype = torch.bfloat16 if case.settings.model.autocast == "bfloat16" else model.dtype
+    weights = [m.weight.detach().to(dtype) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    with case.autocast(), torch.inference_mode():
+        engine = engine_of(model, work.eos, "sampler=full", meter=meter)
+        list(engine.generate(work.cut(4)))
+        rows = Padding(**engine.facts()["padding"]).padded_rows(len(work.requests))
+        inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(dtype) for weight in weights}
+
+        def products(times: int = 5) -> float:
+            start = clock()
+            for _ in range(times):
+                for weight in weights:
+                    torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+            return (clock() - start) / times
+
+        before, _ = products(), meter.take()
+        list(engine.generate(work.requests))
+        step = meter.take()["time/decode"] / engine.stats().decode_steps
+        least = (before + products()) / 2
+    return {"rows": rows, "step_ms": 1e3 * step, "floor_ms": 1e3 * least, OVER_FLOOR: step / least}
+
+
+def predicted(case: Case) -> Figures:
+    """Peaks of `grpo profile`."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("profile.warmup=1", "profile.steps=1", "logger=jsonl", f"hydra.run.dir={folder}/run")
+        command = [sys.executable, "-P", "-m", "grpo_cli", "profile", *training(case), *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads(Path(folder, "run", "profile.json").read_text())
+    peaks = {name: found[name]["peak"]["bytes"] for name in ("predicted", "measured")}
+    return {PEAK: peaks["measured"], OVER_MEASURED: peaks["predicted"] / peaks["measured"]}
+
+
+MEASURES: Mapping[str, Callable[[Case], Figures]] = {
+    **{arm: partial(measure, arm) for arm in ARMS},
+    **{f"train {way}": partial(measured, way) for way in WAYS},
+    "floor": floor,
+    "memory": predicted,
+}
+
+
+def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
+    """What each part compares, by title."""
+    task = ["task=arithmetic"] if args.quick else ["task=gsm8k", *([f"task.path={args.data}"] if args.data else [])]
+    sizes = QUICK if args.quick else SIZES
+
+    def case(part: str, precision: str, **more: Any) -> Case:
+        prompts, n, tokens = sizes[part]
+        words = (*task, *PRECISIONS[precision])
+        given = dict(model="real", folder=str(args.model), device="cpu", n=n, prompts=prompts, slots=args.rows[0])
+        given |= dict(max_new_tokens=tokens, lengths="full", cv=0.8, threads=args.threads, repeats=1, seed=args.seed)
+        return Case(**given | dict(words=words) | more)
+
+    found: Groups = {}
+    for precision in args.precisions:
+        for rows in args.rows:
+            title = f"{precision}, {rows} rows"
+            wanted = case("rollout", precision, slots=rows)
+            lines = {"ours": Line("infinite", wanted)}
+            if precision != "autocast":
+                lines["vLLM"] = Line("vllm-slots", wanted, python=args.vllm)
+                lines["generate"] = Line("generate-slots", wanted)
+            found[f"rollout: {title}"] = lines
+            few = case("rollout", precision, prompts=-(-rows // 8), n=min(rows, 8))
+            found[f"floor: {title}"] = {"ours": Line("floor", few)}
+        wanted = case("train", precision, repeats=args.steps)
+        lines = {"ours": Line("train grpo-cli", wanted)}
+        found[f"train: {precision}"] = lines | ({} if precision == "bfloat16" else {"TRL": Line("train trl", wanted)})
+        found[f"memory: {precision}"] = {"ours": Line("memory", wanted)}
+        if precision != "autocast":
+            wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
+            lines = {"ours": Line("budget", wanted), "reserved": Line("infinite", wanted)}
+            against = {"against": Line("budget", wanted, checkout=args.against)} if args.against else {}
+            found[f"kv: {precision}"] = lines | against
+    if "rollout" in args.parts and not args.quick:
+        folder = weights_folder("50m", "cpu", args.seed, scratch)
+        random = dict(model="50m", folder=folder, prompts=1, n=32, lengths="forced", max_new_tokens=128)
+        wanted = case("rollout", "float32", slots=8, **random)
+        lines = {"ours": Line("infinite", wanted), "vLLM": Line("vllm-slots", wanted, python=args.vllm)}
+        found["rollout: 50 M random parameters, float32, 8 rows"] = lines
+    return {title: lines for title, lines in found.items() if title.partition(":")[0] in args.parts}
+
+
+def run(groups: Groups, args: argparse.Namespace, scratch: Path) -> None:
+    lines = [(title, arm, line) for title, arms in groups.items() for arm, line in arms.items()]
+    for turn in range(args.rounds):
+        for title, arm, line in rotated(lines, turn):
+            if line.reason:
+                continue
+            print(f"round {turn + 1} of {args.rounds}: {title}, {arm}", flush=True)
+            where = dict(threads=args.threads, folder=scratch, python=line.python, checkout=line.checkout)
+            figures, line.reason = in_a_process(__file__, line.arm, json.dumps(asdict(line.case)), **where)
+            if figures is not None:
+                line.rounds.append(figures | derived(line.case, figures))
+            else:  # all of it: rounds are compared one by one
+                line.rounds.clear()
+                print(f"left out, {line.reason}", flush=True)
+
+
+def derived(case: Case, figures: Figures) -> Figures:
+    """What ratios are of; of rollouts also the mean number of rows in a decode step."""
+    one = case.threads == 1
+    if SPEED in figures:
+        rows = (figures["tokens"] - case.n * case.prompts) / figures["steps"]  # first tokens take no step
+        return {RATE: figures[PROCESSOR if one else SPEED], "rows": rows}
+    return {RATE: 1 / figures["cpu_seconds" if one else "seconds"]} if "seconds" in figures else {}
+
+
+def wanted_of(groups: Groups, title: str) -> list[Check]:
+    """What is wanted of a group, as far as its arms have run."""
+    part, lines = title.partition(":")[0], groups[title]
+    ours = lines["ours"]
+    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5, "against": 1.5}
+    # What it is, what was found, at least and at most.
+    asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm != "ours"]
+    if title.startswith("rollout: autocast"):
+        same = groups.get(title.replace("autocast", "bfloat16"), {}).get("ours")
+        asked.append(("speed over bfloat16", ours.over(same, RATE), 0.95, inf))
+    if part == "floor":
+        asked.append(("step over floor", ours.median(OVER_FLOOR), -inf, 1.5))
+    if part == "train":
+        asked.append(("peak, GiB", ours.median(PEAK) / 2**30, -inf, 4.0))
+        asked.append(("peak over TRL's", ours.over(lines.get("TRL"), PEAK), -inf, 1.0))
+    if part == "memory":
+        asked.append(("predicted over measured", ours.median(OVER_MEASURED), 0.9, 1.1))
+    if part == "kv":
+        asked += [(f"rows over {arm}", ours.over(lines[arm], "rows"), 2.0, inf) for arm in lines if arm != "ours"]
+        budget = reserved_bytes(ours.case, make_work(ours.case))
+        asked.append(("KV over the budget", max(figures[KV] for figures in ours.rounds) / budget, -inf, 1.0))
+        if HELD in ours.rounds[0]:
+            asked.append(("KV given out over held", ours.median(KV) / ours.median(HELD), -inf, 1.3))
+    return [Check(f"{title}: {words}", found, *bounds) for words, found, *bounds in asked if found is not None]
+
+
+def show_part(groups: Groups, part: str) -> None:
+    found: dict[str, Figures] = {}
+    for title, lines in groups.items():
+        for arm, line in lines.items() if title.startswith(f"{part}:") else ():
+            figures = {name: line.median(name) for name in line.rounds[0]} if line.rounds else {}
+            figures |= {f"{name}_mib": figures[name] / 2**20 for name in (KV, PEAK, HELD) if name in figures}
+            found_ratio = lines["ours"].over(line, RATE) if arm != "ours" else None
+            figures |= {} if found_ratio is None else {"ratio": found_ratio}
+            found[f"{title.partition(': ')[2]}: {arm}"] = figures
+    show(part, found, COLUMNS[part])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parts = ("rollout", "floor", "train", "memory", "kv")
+    parser = bench_parser(__doc__, rounds=3, threads=1)
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="its folder")
+    parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSONL")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=tuple(PRECISIONS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--steps", type=int, default=3, help="of training, measured per turn, after one that is not")
+    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
+    parser.add_argument("--against", type=Path, help="another checkout, for kv")
+    tiny = files("grpo_cli.model") / "tiny"
+    args = parsed(parser, words, rounds=1, model=Path(str(tiny)), precisions=("float32",), rows=[4], steps=1)
+    if not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model} is no model's folder: scripts/get_smollm2.sh {args.model} makes one")
+    with tempfile.TemporaryDirectory() as scratch:
+        groups = groups_of(args, Path(scratch))
+        for lines in groups.values():
+            if "TRL" in lines and find_spec("trl") is None:
+                lines["TRL"].reason = "trl is not installed (pip install 'grpo-cli[bench]')"
+            if "vLLM" in lines and not Path(args.vllm).exists():
+                lines["vLLM"].reason = f"{args.vllm} is not there (scripts/install_vllm.sh)"
+        run(groups, args, Path(scratch))
+    for part in args.parts:
+        show_part(groups, part)
+    rounds = {t: {arm: line.rounds or line.reason for arm, line in lines.items()} for t, lines in groups.items()}
+    whole = [title for title, lines in groups.items() if lines["ours"].rounds and not args.quick]
+    wanted = [check for title in whole for check in wanted_of(groups, title)]
+    return finish(args, {"rounds": rounds}, wanted, "trl")
+
+
+def child(name: str, case: str, out: str) -> None:
+    flush_denormals()
+    asked = Case(**json.loads(case))
+    torch.set_num_threads(asked.threads)
+    Path(out).write_text(json.dumps(MEASURES[name](asked)))
+
+
+if __name__ == "__main__":
+    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else sys.exit(main())

@@ -1,0 +1,117 @@
+"""`model.dtype=auto` and `model.autocast=auto`: what they come to, where it is written down, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from grpo_cli.cli.main import app
+from grpo_cli.config.precision import decided, decided_model
+from grpo_cli.processor import fast_in_bfloat16
+from grpo_cli.runs.record import read_record
+
+LORA, NONE = made.lora(rank=4), made.lora(rank=0)
+SHORT = ("model=hf", "model.path=tiny", "logger=jsonl", "device=cpu", "n=2", "train.prompts=1", "eval.every=0")
+
+
+@pytest.mark.parametrize(
+    "dtype, autocast, lora, on_fast, on_slow",
+    [
+        ("auto", "auto", NONE, ("float32", "bfloat16"), ("float32", "none")),
+        ("auto", "auto", LORA, ("bfloat16", "bfloat16"), ("float32", "none")),
+        ("auto", "none", LORA, ("float32", "none"), ("float32", "none")),
+        ("auto", "bfloat16", LORA, ("bfloat16", "bfloat16"), ("bfloat16", "bfloat16")),
+        ("bfloat16", "auto", NONE, ("bfloat16", "bfloat16"), ("bfloat16", "none")),
+        ("float32", "auto", LORA, ("float32", "bfloat16"), ("float32", "none")),
+    ],
+)
+def test_what_auto_comes_to(dtype: str, autocast: str, lora: Any, on_fast: Any, on_slow: Any) -> None:
+    asked = replace(made.model(), dtype=dtype, autocast=autocast, lora=lora)
+    for fast, expected in ((True, on_fast), (False, on_slow)):
+        found = decided_model(asked, fast)
+        assert (found.dtype, found.autocast) == expected
+
+
+def test_saved_adapters_are_adapters_too() -> None:
+    found = decided_model(replace(made.model(), dtype="auto", autocast="auto", adapter="somewhere"), True)
+    assert (found.dtype, found.autocast) == ("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "has, fast",
+    [
+        ({"architecture": "x86_64", "amx_bf16": True, "avx512_bf16": False}, True),
+        ({"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "avx512_f": True, "amx_bf16": False, "avx512_bf16": False}, False),
+        ({"architecture": "arm64", "bf16": True}, False),
+    ],
+)
+def test_a_processor_is_asked_for_its_extensions(has: Any, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fast_in_bfloat16("cpu") == fast_in_bfloat16("auto") == fast
+
+
+def test_a_gpu_is_asked_for_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turing computes bfloat16 too, many times as slowly: emulation does not count."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for kernels in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, own=kernels: own)
+        assert fast_in_bfloat16("cuda") == fast_in_bfloat16("auto") == kernels
+
+
+def said(fast: bool, **model: Any) -> list[str]:
+    lines: list[str] = []
+    words = {"dtype": "auto", "autocast": "auto"} | model
+    decided(replace(made.settings(), model=replace(made.model(), **words)), lines.append, fast)
+    return lines
+
+
+def test_the_choice_is_said_in_a_line_and_what_is_slow_though_it_was_asked_for() -> None:
+    slow = "float32 is faster than bfloat16 here: no GPU with bfloat16, no AMX, no AVX512_BF16"
+    assert said(True) == ["model.autocast=auto is bfloat16: bfloat16 is faster than float32 here"]
+    assert said(False) == [f"model.autocast=auto is none: {slow}"]
+    adapted = said(False, lora=LORA)
+    assert adapted == [f"model.dtype=auto is float32, model.autocast=auto is none: {slow}"]
+    assert said(False, autocast="bfloat16") == [f"model.dtype=float32 model.autocast=bfloat16: {slow}"]
+    assert said(True, autocast="bfloat16") == said(True, autocast="none") == said(False, autocast="none") == []
+
+
+def grpo(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("run")
+
+    def on(fast: bool, *words: str) -> str:
+        monkeypatch.setattr("grpo_cli.config.precision.fast_in_bfloat16", lambda device: fast)
+        return grpo(*words)
+
+    train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", f"hydra.run.dir={run}")
+    out = on(False, *train, "train.steps=1")
+    assert "model.dtype=auto is float32, model.autocast=auto is none: float32 is faster" in out
+    assert "M parameters, float32, on cpu" in out
+    out = on(True, "train", f"resume={run}", "train.steps=2")
+    assert "as the run began, since its bits depend on it; begun here it would be bfloat16 and bfloat16" in out
+    record = read_record(run)
+    assert record is not None and (record.config["model"]["dtype"], record.config["model"]["autocast"]) == (
+        "float32",
+        "none",
+    )
+    assert [path.name for path in run.glob("resumed_*.json")] == ["resumed_001.json"]  # for train.steps, no more
+    out = on(True, "eval", f"checkpoint={run}", "eval.problems=1", "hydra.run.dir=seen")
+    assert "auto" not in out
+    assert json.loads((Path("seen") / "run.json").read_text())["config"]["model"]["autocast"] == "none"

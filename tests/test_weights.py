@@ -1,0 +1,169 @@
+"""Copies of the weights that rollouts multiply by: they say what the trainer's modules say, and go when these end."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from made import full
+from small import contents, make_engine, require_bits, small_model, some_requests
+from test_casts import made
+from test_machine import same_rollouts
+from test_profile_shapes import fake_model, plan, work_of
+from torch import nn
+
+from grpo_cli.engine import decoder as decoders
+from grpo_cli.engine.decoder import Decoder, _norm
+from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.invariance import invariance_of
+from grpo_cli.engine.weights import Copies, Product, can_pack
+from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
+from grpo_cli.profile.estimate import Estimator
+from grpo_cli.profile.shapes import EngineShape, ShapeModel
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"tie_word_embeddings": False},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_ones_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_pack():
+        pytest.skip("this PyTorch has no packed products")
+    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
+
+
+def agree(model: Any, tolerance: float) -> None:
+    """Rollouts by packed copies and by the modules have the same tokens, and log-probabilities within `tolerance`."""
+    requests = some_requests(prompts=2, n=3)
+    engines = [make_engine(model, packed_weights=packed) for packed in (True, False)]
+    ours, theirs = (contents(engine.generate(requests)) for engine in engines)
+    assert [engine.facts()["packed_weights"] for engine in engines] == [True, False]
+    same = [name for name in ours if ours[name][0] == theirs[name][0]]
+    assert len(same) == len(ours) or (tolerance > 1e-3 and len(same) > 2)
+    for name in same:
+        assert ours[name][1] == pytest.approx(theirs[name][1], abs=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_say_what_the_modules_say(family: str) -> None:
+    agree(small_model(family, **FAMILIES[family]), 1e-4)
+
+
+def test_adapters_merged_in_float32_say_what_they_say_apart() -> None:
+    model = made(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(model, 1e-4)
+    engine = make_engine(model)
+    before = contents(engine.generate(some_requests()))
+    with model.disable_adapter():
+        assert contents(engine.generate(some_requests())) != before, "adapters count"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_adapters_beside_bfloat16_say_what_the_modules_say(autocast: bool) -> None:
+    """With bfloat16 weights the adapters are float32 in the policy, so that they say the same to rounding."""
+    model = made(True)
+    if not autocast:
+        for name, weight in model.named_parameters():
+            weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        agree(model, 0.15)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_bits_do_not_depend_on_company_with_packed_weights(adapted: bool) -> None:
+    model = made(adapted)
+    require_bits(model)
+    same_rollouts(model, some_requests(prompts=3, n=6, tokens=14))
+
+
+def test_weights_are_not_packed_where_only_without_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = Copies._multiply
+
+    def uneven(self: Copies, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+        product = multiply(self, weight, bias)
+        return lambda x: product(x) * (1.0 + 1e-6 * (x.shape[0] % 7))
+
+    model = small_model(vocab_size=25)  # what was found is remembered by shape
+    require_bits(small_model())
+    assert invariance_of(Decoder(model, packed=True)).packed
+    monkeypatch.setattr(Copies, "_multiply", uneven)
+    other = small_model(vocab_size=26)
+    found = invariance_of(Decoder(other, packed=True))
+    assert found.holds and not found.packed
+    same_rollouts(other, some_requests(prompts=2, n=8, tokens=14))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_copies_are_predicted_and_go_with_their_generation(packed: bool) -> None:
+    model, requests = small_model("llama"), some_requests(prompts=1, n=2)
+    engine = make_engine(model, packed_weights=packed)
+    list(engine.generate(requests))  # bits are tried
+    with Allocations(model) as allocations:
+        list(engine.generate(requests))
+        seen = allocations.take_peak()[ACTIVATIONS]
+        gc.collect()
+        left = (allocations.take_peak(), allocations.take_peak())[1].get(ACTIVATIONS, 0)
+    linear = sum(4 * layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
+    shapes = ShapeModel(lambda: small_model("llama"), "none")
+    predicted = [
+        shapes.rollouts(work_of(requests, 2, 30), EngineShape(full(), Dense(), 0, told))[1][ACTIVATIONS]
+        for told in (False, packed)
+    ]
+    assert predicted[1] - predicted[0] == pytest.approx(packed * linear, rel=0.02)
+    assert left < linear < (seen if packed else 4 * linear)
+
+
+def test_a_step_on_a_cpu_is_predicted_with_its_copies() -> None:
+    seen: list[bool] = []
+    step = plan(some_requests(prompts=1, n=2), 2, 2)
+    assert step.engine is not None
+    for asked in (True, False):
+        for on_a_cpu in (True, False):
+            shapes = fake_model()
+            rollouts = shapes.rollouts
+            shapes.rollouts = lambda work, engine, real=rollouts: seen.append(engine.packed) or real(work, engine)
+            given = replace(step, engine=replace(step.engine, packed=asked))
+            Estimator(shapes, 0, 0, on_cpu=on_a_cpu).predict(given)
+    assert seen == [True, False, False, False]
+
+
+class Quantised(nn.Linear):
+    """A layer that is not to be copied."""
+
+
+def test_adapters_on_a_quantised_base_are_kept_apart_and_that_is_said() -> None:
+    model, said = made(True), list[str]()
+    plain = contents(make_engine(model, packed_weights=False).generate(some_requests()))
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            module.base_layer.__class__ = Quantised
+    engine = make_engine(model, warn=said.append)
+    assert len(said) == 1 and "adapters are not merged for rollouts" in said[0]
+    found = contents(engine.generate(some_requests()))
+    assert {name: words[0] for name, words in found.items()} == {name: words[0] for name, words in plain.items()}
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
+def test_a_norm_rounds_where_its_module_does(weights: torch.dtype, inputs: torch.dtype) -> None:
+    """Under autocast Qwen3's norms of queries and keys see bfloat16 by float32 weights."""
+    module = small_model("qwen3").model.layers[0].self_attn.q_norm.to(weights)
+    x = torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(0)).to(inputs)
+    ours, theirs = _norm(module)(x), module(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, atol=0, rtol=5e-7 if ours.dtype == torch.float32 else 0)
+
+
+def test_qwen3_makes_rollouts_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(small_model("qwen3"), 0.15)

@@ -169,7 +169,7 @@ def test_no_order_of_rollouts_ever_holds_more_than_the_budget_or_changes_one(
     page: int,
 ) -> None:
     requests = some_requests(prompts=prompts, n=n, tokens=tokens, seed=seed)
-    with patch.object(cache, "PAGE_BYTES", page * TOKEN):
+    with patch.multiple(cache, PAGE_BYTES=page * TOKEN, PAGE_TOKENS=1):
         full = make_engine(MODEL, sparsity=sparsity)
         rollouts = list(full.generate(requests))
         least = least_budget(requests, sparsity)
@@ -238,7 +238,7 @@ def test_an_evaluation_of_many_prompts_needs_no_room_for_them_all() -> None:
 def test_room_for_one_sequence_serves_them_all_and_a_byte_less_none(make: Any, parts: Any, page: int) -> None:
     requests = some_requests(prompts=3, n=3, tokens=40)
     least = slot_bytes(40) + prompt_bytes(requests)
-    with patch.object(cache, "PAGE_BYTES", page * TOKEN):
+    with patch.multiple(cache, PAGE_BYTES=page * TOKEN, PAGE_TOKENS=1):
         with pytest.raises(UserError, match=rf"holds not even one sequence; the least that would do is {least} bytes"):
             generate(requests, sampler=make(kv_budget=least - 1), **parts)
         made, engine, ledger = generate(requests, sampler=make(kv_budget=least), **parts)
@@ -312,7 +312,7 @@ def test_who_is_put_off_makes_the_same_tokens_again() -> None:
     requests = [
         replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
     ]
-    with patch.object(cache, "PAGE_BYTES", 16 * TOKEN):
+    with patch.multiple(cache, PAGE_BYTES=16 * TOKEN, PAGE_TOKENS=1):
         parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,))
         wanted = contents(make_engine(MODEL, **parts).generate(requests))
         budget = 3 * least_budget(requests)
@@ -333,7 +333,7 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
         replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
     ]
     budget = None if budget is None else 8 * parse_bytes(budget)
-    with patch.object(cache, "PAGE_BYTES", 16 * 8 * TOKEN):
+    with patch.multiple(cache, PAGE_BYTES=16 * 8 * TOKEN, PAGE_TOKENS=1):
         sampler = infinite(slots=32) if budget is None else infinite(kv_budget=budget)
         engine = make_engine(model, sampler=sampler, eos_token_ids=(VOCABULARY,))
         list(engine.generate(requests))

@@ -54,6 +54,24 @@ def test_a_token_is_found_in_its_block() -> None:
     torch.testing.assert_close(logprobs.exp(), torch.full((8,), 0.25))
 
 
+def test_logits_of_less_than_float32_are_drawn_from_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same tokens and log-probabilities, whatever settings the rows have, and never as many in float32 as there are."""
+    logits = torch.randn(70, 600, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16()
+    words = [replace(Sampling.plain(128, temperature=t), top_p=p) for t in (1.0, 0.0, 0.7) for p in (1.0, 0.8)]
+    drawing = table(*[words[row % 6] for row in range(80)])
+    rows, uniform = torch.arange(79, 9, -1), uniforms([5], 70)[0]
+    expected = drawing.draw(logits.float(), uniform, rows)
+    monkeypatch.setattr("grpo_cli.engine.sample._AT_ONCE", 8 * 600 + 599)
+    seen: list[int] = []
+    whole = SamplingTable._draw
+    monkeypatch.setattr(SamplingTable, "_draw", lambda self, x, u, r: (seen.append(len(x)), whole(self, x, u, r))[1])
+    for found, wanted in zip(drawing.draw(logits, uniform, rows), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert seen == [8] * 8 + [6]
+    tokens, _ = drawing.draw(logits, uniform, slice(0, 70))
+    assert torch.equal(tokens, drawing.draw(logits.float(), uniform, slice(0, 70))[0])
+
+
 def test_what_is_rounded_up_to_a_whole_block_does_not_fall_to_a_token_without_probability() -> None:
     """In units of 2^-53 token 0 has 1.5 and token 256 has p = 2^53 - 2^29. Their sum, p + 1.5, is rounded to p + 2, the
     number to p + 1, and less the 1.5 both are p: the number seems to lie at the very end of its block."""

@@ -120,7 +120,7 @@ class _Side:
         by_piece = self._by_piece(_product(self._bias, questions, self._of(self._keys, layer), scale))
         if self._pieces.in_order:
             return by_piece.view(self._rows, self._heads, self._group, self._tokens)
-        by_row = _picked(by_piece, self._of_row, -torch.inf)
+        by_row = self._picked(by_piece, -torch.inf)
         by_row = by_row.view(self._rows, self._levels, self._heads, self._group, self._tokens)
         return by_row.permute(0, 2, 3, 1, 4).reshape(self._rows, self._heads, self._group, self.width)
 
@@ -131,9 +131,15 @@ class _Side:
         out = self._by_piece(torch.bmm(questions, self._of(self._values, layer)))
         if not self._pieces.in_order:
             # Sums of what is rounded to less are made in float32.
-            by_row = _picked(out, self._of_row, 0.0).to(self._bias.dtype)
+            by_row = self._picked(out, 0.0).to(self._bias.dtype)
             out = _summed(by_row.view(self._rows, self._levels, -1))
         return out if before is None else before + out
+
+    def _picked(self, x: Float[Tensor, "NC n"], nothing: float) -> Float[Tensor, "RK n"]:
+        """Each row's pieces, and `nothing` where it has none."""
+        if not self._pieces.whole:
+            x = torch.cat([x, x.new_full((1, x.shape[1]), nothing)])
+        return x.index_select(0, self._of_row)
 
     def _of(self, views: list[Tensor], layer: int) -> Float[Tensor, "NH n D"]:
         return views[layer][: self._pages].flatten(0, 1)[:, : self._tokens]
@@ -162,11 +168,6 @@ def _product(
         return torch.bmm(x, keys.mT, out_dtype=bias.dtype).mul_(scale).add_(bias)
     with torch.autocast(x.device.type, enabled=False):
         return torch.baddbmm(bias, x.to(bias.dtype), keys.to(bias.dtype).mT, alpha=scale)
-
-
-def _picked(x: Float[Tensor, "N n"], index: Int[Tensor, "M"], nothing: float) -> Float[Tensor, "M n"]:
-    """Those at `index`, of which N means nothing."""
-    return torch.cat([x, x.new_full((1, x.shape[1]), nothing)]).index_select(0, index)
 
 
 def _summed(x: Float[Tensor, "R K n"]) -> Float[Tensor, "R n"]:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from grpo_cli.engine.padding import round_up
 
-# A page of all layers has at least so many bytes: what is looked up by itself is worth looking up.
-PAGE_BYTES = 256 * 1024
+# A page of all layers has at least so many bytes, and so many tokens: what is looked up by itself, and is a product by
+# itself, is worth it. Products of half as many keys took as long each.
+PAGE_BYTES, PAGE_TOKENS = 256 * 1024, 32
 # The share by which a block that is too small grows beyond what is wanted.
 SLACK = 8
 
@@ -44,7 +45,7 @@ class KvLayout:
     def page(self, tile: int, most: int) -> int:
         """Tokens of a page, a multiple of `tile`, where nobody holds more than `most`. It depends on nothing but the
         model and its precision as long as there are several: sums are made page by page, and so are their bits."""
-        return min(round_up(-(-PAGE_BYTES // self.bytes_per_token), tile), round_up(most, tile))
+        return min(round_up(max(PAGE_TOKENS, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile))
 
 
 class Region:

@@ -170,8 +170,9 @@ class Decoder:
         return self._embed.weight.dtype
 
     def logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """In the computation's precision; who draws from them takes them to float32."""
         rows = hidden.shape[0]
-        return self._head(self._pad_rows(hidden.to(self.layout().dtype)))[:rows].float()
+        return self._head(self._pad_rows(hidden.to(self.layout().dtype)))[:rows]
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
         """Run prompts whose lengths round up to the same multiple of a tile (so that company changes no bits)."""

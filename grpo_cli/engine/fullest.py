@@ -74,10 +74,10 @@ def _prefill(generation: Generation, grown_to: Callable[[Sequence[Tensor]], None
     done = generation.decoder.prefill([[0] * width] * widths[width], False)
     some = [name for name in names if round_up(prompts[name], TILE) == width][: widths[width]]
     pool.put(some, done.keys, done.values, done.logits, [prompts[name] for name in some])
-    del done
     for name in names:
         if name not in some:
-            pool.hold(name, prompts[name], torch.zeros(generation.decoder.vocabulary))
+            pool.hold(name, prompts[name], done.logits.new_zeros(done.logits.shape[1]))
+    del done
     first = torch.zeros(slots.count, dtype=torch.long)
     slots.record(first, pool.logits([pool.entry(some[0])]).expand(slots.count, -1), torch.zeros(1, dtype=torch.long))
     return len(names)

@@ -47,7 +47,8 @@ class FixedSteps:
     def __call__(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
         """As `Decoder.step`; `rows` are all slots of one generation (`Slots` with `fixed`)."""
         # A block that has grown lies elsewhere; its size, unlike its address, never comes back.
-        shape = (rows.width, kv.tokens, *(tensor.shape for tensor in _tensors(rows)))
+        ways = (way for pieces in (rows.own, rows.prompt) for way in (pieces.whole, pieces.in_order))
+        shape = (rows.width, kv.tokens, *ways, *(tensor.shape for tensor in _tensors(rows)))
         if shape not in self._captured:
             self._seen[shape] += 1
             if self._seen[shape] < WORTH_CAPTURING:

@@ -18,8 +18,8 @@ class Pieces:
 
     `rows` are those that ask (row 0 where fewer than C do; those answers are not read), `of_row` the pieces of each row
     in the order of its keys (N * C: none there), `cell` the place of each piece in `of_row` flattened. `first` is the
-    number of the page's first key; of a prompt's page `held` is how many keys it has. `in_order`: each row has one
-    piece and they are 0, 1, 2, ..., so that nothing has to be moved.
+    number of the page's first key; of a prompt's page `held` is how many keys it has. `whole`: each row has K pieces.
+    `in_order`: it has one, and they are 0, 1, 2, ..., so that nothing has to be moved.
     """
 
     rows: Int[Tensor, "N C"]
@@ -27,6 +27,7 @@ class Pieces:
     cell: Int[Tensor, "NC"]
     first: Int[Tensor, "N"]
     held: Int[Tensor, "N"] | None
+    whole: bool
     in_order: bool
 
 
@@ -44,7 +45,7 @@ def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
     of_row = np.where(has, pages, count)
     in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
     asking, by_row, cells, first = _on(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
-    return Pieces(asking, by_row, cells, first, None, in_order)
+    return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ def prompt_pieces(
     of_row[: len(entries)] = np.where((mine >= 0) & sees[:, None], mine * columns + column[:, None], nothing)
     cell = np.zeros(nothing + 1, dtype=np.int64)
     cell[of_row.ravel()] = np.arange(of_row.size)
-    in_order = fixed is None and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
+    whole = fixed is None and bool((of_row < nothing).all())  # what is laid out for good has to fit others too
+    in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
     asked, by_row, cells, firsts, helds = _on(device, rows, of_row, cell[:-1], first, held)
-    return Pieces(asked, by_row, cells, firsts, helds, in_order)
+    return Pieces(asked, by_row, cells, firsts, helds, whole, in_order)
 
 
 def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:

@@ -13,9 +13,9 @@ rollout   64 completions of 48 tokens, in 16 slots and in 64: ours, vLLM (--vllm
 floor     our decode step beside the product floor: every linear layer of a step alone, at as many rows as the step pads
           to, weights and input in the precision that is multiplied in
 train     rounds of 2 problems x 8 completions of up to 96 tokens, every weight trained; in float32 and autocast beside
-          TRL's (the extra `bench`); the peaks of both processes
+          TRL's (the extra `bench`), also with train.shared_prefix=true; the peaks of all processes
 memory    what `grpo profile` predicts of those rounds, over what it measures
-kv        64 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
+kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
           reserve the limit: ours by that budget, and in 8 slots; `--against` another checkout, by that budget
 """
 
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
@@ -52,8 +52,9 @@ PRECISIONS = {
 }
 OVER_FLOOR, OVER_MEASURED = "step_over_floor", "predicted_over_measured"
 # Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
-SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (4, 16, 256)}
+SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (8, 16, 256)}
 QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
+SHARED = "shared prefix"
 RATE = "rate"  # what ratios are of: tokens, or rounds of training, a second
 _MEMORY = {"KV MiB": (f"{KV}_mib", ",.0f"), "peak MiB": (f"{PEAK}_mib", ",.0f")}
 _SPEED = {"tokens/s": (SPEED, ",.0f"), "/CPU-s": (PROCESSOR, ",.0f")}
@@ -151,7 +152,10 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             found[f"floor: {title}"] = {"ours": Line("floor", few)}
         wanted = case("train", precision, repeats=args.steps)
         lines = {"ours": Line("train grpo-cli", wanted)}
-        found[f"train: {precision}"] = lines | ({} if precision == "bfloat16" else {"TRL": Line("train trl", wanted)})
+        if precision != "bfloat16":
+            shared = replace(wanted, words=(*wanted.words, "train.shared_prefix=true"))
+            lines |= {SHARED: Line("train grpo-cli", shared), "TRL": Line("train trl", wanted)}
+        found[f"train: {precision}"] = lines
         found[f"memory: {precision}"] = {"ours": Line("memory", wanted)}
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
@@ -198,7 +202,9 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     ours = lines["ours"]
     least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5, "against": 1.5}
     # What it is, what was found, at least and at most.
-    asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm != "ours"]
+    asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm in least]
+    if SHARED in lines:
+        asked.append((f"with {SHARED}, speed over TRL", lines[SHARED].over(lines.get("TRL"), RATE), 3.0, inf))
     if title.startswith("rollout: autocast"):
         same = groups.get(title.replace("autocast", "bfloat16"), {}).get("ours")
         asked.append(("speed over bfloat16", ours.over(same, RATE), 0.95, inf))

@@ -207,7 +207,6 @@ class Trainer:
             "stopped_by": None if status == "completed" else self._stop.asked_by,
             "missing_records": [step for files in self._files for step in files.missing],
             **measured,
-            "micro_batch_tokens": self._settings.train.micro_batch_tokens,
             "engine": bench.engine.facts(),
             "code": asdict(code_version()),
         }

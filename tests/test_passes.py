@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -14,14 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
-from grpo_cli.model import packed
+from grpo_cli.model import packed, varlen
 from grpo_cli.model.packed import Tree
+from grpo_cli.model.varlen import Flash, Spans
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch
 
@@ -73,6 +77,88 @@ def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool
         values, gradient = computed(PaddingFree(tokens, 5, 0.7, share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
+
+
+class WrittenOut:
+    """What the flash kernel says of itself, span by span, in plain float32."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def takes(self, q: torch.Tensor) -> bool:
+        return True
+
+    def _spans(self, at: Spans, *run: torch.Tensor) -> Any:
+        self.calls += 1
+        ends = list(zip(at.queries.tolist(), at.keys.tolist(), strict=True))
+        for (q0, k0), (q1, k1) in pairwise(ends):
+            assert 0 < q1 - q0 <= at.most_queries and 0 < k1 - k0 <= at.most_keys
+            yield slice(q0, q1), slice(k0, k1)
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, at: Spans, scale: float) -> torch.Tensor:
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+        return scores.masked_fill(later, -torch.inf) if at.causal else scores
+
+    def forward(self, q: Any, k: Any, v: Any, at: Spans, scale: float) -> Any:
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+        for qs, ks in self._spans(at):
+            scores = self._scores(q[qs], k[ks], at, scale)
+            lse[:, qs] = scores.logsumexp(-1)
+            values = v[ks].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            out[qs] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, lse, (torch.tensor(len(q)),)
+
+    def backward(self, grad: Any, qkv: Any, out: Any, lse: Any, at: Spans, scale: float, besides: Any) -> Any:
+        (q, k, v), group = qkv, qkv[0].shape[1] // qkv[1].shape[1]
+        assert int(besides[0]) == len(q), "what forward said comes back"
+        dq, dk, dv = (torch.zeros_like(x) for x in qkv)
+        for qs, ks in self._spans(at):
+            share = (self._scores(q[qs], k[ks], at, scale) - lse[:, qs, None]).exp()
+            over = torch.einsum("qhd,khd->hqk", grad[qs], v[ks].repeat_interleave(group, 1))
+            ds = share * (over - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
+            dq[qs] = torch.einsum("hqk,khd->qhd", ds, k[ks].repeat_interleave(group, 1))
+            dk[ks] = torch.einsum("hqk,qhd->khd", ds, q[qs]).unflatten(1, (-1, group)).sum(2)
+            dv[ks] = torch.einsum("hqk,qhd->khd", share, grad[qs]).unflatten(1, (-1, group)).sum(2)
+        return dq, dk, dv
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("share", [False, True])
+def test_a_kernel_over_the_whole_run_gives_the_same(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, kernel = small_model(family), make_batch(UNEVEN), WrittenOut()
+    plain = computed(Padded(10_000, 64, 0.7), model, batch)
+    monkeypatch.setattr(packed, "_KERNEL", kernel)
+    for tokens in (10_000, 30, 1):
+        kernel.calls = 0
+        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share), model, batch)
+        torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
+        assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
+        if tokens == 10_000:  # two calls a layer, forward and backward, whatever the run is made of; one without trunks
+            assert kernel.calls == 2 * (1 + share) * model.config.num_hidden_layers
+
+
+def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
+    with FakeTensorMode():
+        for dtype, size, expected in (
+            (torch.bfloat16, 64, True),
+            (torch.float32, 64, False),
+            (torch.bfloat16, 36, False),
+        ):
+            assert Flash.takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
+        assert not Flash.takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
+
+
+def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared() -> None:
+    """Shapes alone: a tree of two branches and a plain sequence through PyTorch's own operators, and back. (Autograd
+    itself wants a driver.)"""
+    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (torch.empty(30, heads, 64, device="cuda:0", dtype=torch.bfloat16) for heads in (6, 2, 2))
+        layout = packed.Layout([Tree(6, (9, 5)), Tree(10)], q.device)
+        out = varlen._Attention.forward(ctx, q, k, v, layout.own, layout.trunks, 0.125, Flash())
+        gradients = varlen._Attention.backward(ctx, out)
+    assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
 
 
 def test_rows_of_a_group_may_lie_anywhere() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.lean import last_states
+from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
 
 _NAME = "grpo_packed"
+_KERNEL = Flash()
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,26 @@ class Layout:
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         self.trees = tuple(trees)
         self.sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
+        self.own = Spans.of(self.sizes, self.sizes, True, device)
+        self.trunks = _trunks_of(trees, device)
         shapes = {(size, tree.trunk) for tree in trees for size in tree.branches}
         # A branch sees its whole trunk and itself causally: ones up to a diagonal that lies `trunk` to the right.
         self.masks = {
             (size, trunk): torch.ones(size, trunk + size, dtype=torch.bool, device=device).tril(trunk)
             for size, trunk in shapes
         }
+
+
+def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
+    """What branches see above them; None where there are none."""
+    starts = accumulate((len(tree) for tree in trees), initial=0)
+    split = [(tree, start) for tree, start in zip(trees, starts, strict=False) if tree.branches]
+    if not split:
+        return None
+    branches = torch.cat([torch.arange(start + tree.trunk, start + len(tree)) for tree, start in split])
+    trunks = torch.cat([torch.arange(start, start + tree.trunk) for tree, start in split])
+    sizes = [sum(tree.branches) for tree, _ in split], [tree.trunk for tree, _ in split]
+    return Trunks(branches.to(device), trunks.to(device), Spans.of(*sizes, False, device))
 
 
 def allow_packing(model: Any) -> None:
@@ -72,11 +89,14 @@ def _attention(
     packed_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer. Splits and joins once per layer: the backward of a slice is a whole
-    tensor of zeros, that of a split is one concatenation."""
+    """What transformers calls in every layer: a GPU's flash kernel over the run, or part by part. That splits and joins
+    once per layer: the backward of a slice is a whole tensor of zeros, that of a split is one concatenation."""
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
+    if _KERNEL.takes(query):
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        return attention(q, k, v, packed_layout.own, packed_layout.trunks, scale, _KERNEL)[None], None
     group = module.num_key_value_groups
     queries = iter(query.split(sizes, dim=2))
     keys, values = (iter(repeat_kv(x, group).split(sizes, dim=2)) for x in (key, value))

@@ -125,6 +125,7 @@ def test_evaluation_finds_the_base_of_saved_adapters(tmp_path: Path) -> None:
         (("optim.name=adamw8bit", "optim.offload=true"), "keeps its state on the GPU; use optim.offload=false"),
         (("optim.name=sgd",), "optim.name=sgd must be one of adamw, adamw8bit"),
         (("model.quantize=4bit",), "freezes the weights, so that there is nothing to train"),
+        (("model.dtype=bfloat16",), "would train every weight in 8 bits of precision"),
         (("model.quantize=4bit", *LORA), "model.quantize=4bit needs a CUDA GPU"),
         (("model.quantize=4bit", *LORA, "device=cpu"), "model.quantize=4bit needs a CUDA GPU"),
         (("model.quantize=2bit", *LORA), "model.quantize=2bit must be one of none, 8bit, 4bit"),

@@ -46,6 +46,7 @@ def check(settings: RunSettings) -> None:
             *_optim_problems(settings.optim),
             *_eval_problems(settings.eval),
             *_model_problems(settings.model, settings.device),
+            *_rounding_problems(settings),
             *_at_least("record.rollouts", settings.record.rollouts, -1),
             *_at_least("resume_wait", settings.resume_wait, 0),
             *_resume_problems(settings),
@@ -230,6 +231,16 @@ def _exam_problems(k: int, temperature: float) -> Iterator[str]:
 def _temperature_problems(key: str, temperature: float) -> Iterator[str]:
     if not 1e-4 <= temperature <= 1e4:
         yield f"{key}={temperature} must be from 0.0001 to 10000: logits are divided by it, in float32"
+
+
+def _rounding_problems(settings: RunSettings) -> Iterator[str]:
+    """A run of a version that allowed it goes on as it is."""
+    if settings.model.dtype == "bfloat16" and not settings.model.adapted and settings.resume is None:
+        yield (
+            "model.dtype=bfloat16 would train every weight in 8 bits of precision, where steps of less than a 256th of "
+            "a weight are lost; leave model.dtype=float32 (model.autocast=bfloat16 computes in bfloat16 all the same), "
+            "or train adapters, such as model.lora.rank=16"
+        )
 
 
 def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:

@@ -150,13 +150,13 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             found[f"rollout: {title}"] = lines
             few = case("rollout", precision, prompts=-(-rows // 8), n=min(rows, 8))
             found[f"floor: {title}"] = {"ours": Line("floor", few)}
-        wanted = case("train", precision, repeats=args.steps)
-        lines = {"ours": Line("train grpo-cli", wanted)}
-        if precision != "bfloat16":
+        if precision != "bfloat16":  # which trains adapters only
+            wanted = case("train", precision, repeats=args.steps)
+            lines = {"ours": Line("train grpo-cli", wanted)}
             shared = replace(wanted, words=(*wanted.words, "train.shared_prefix=true"))
             lines |= {SHARED: Line("train grpo-cli", shared), "TRL": Line("train trl", wanted)}
-        found[f"train: {precision}"] = lines
-        found[f"memory: {precision}"] = {"ours": Line("memory", wanted)}
+            found[f"train: {precision}"] = lines
+            found[f"memory: {precision}"] = {"ours": Line("memory", wanted)}
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
             lines = {"ours": Line("budget", wanted), "reserved": Line("infinite", wanted)}

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "scripts" / "bench"))
 
 from common import Check, document, write  # noqa: E402
 
-LARGE = ("model=qwen3_1_7b", "model.random_init=true", "model.dtype=bfloat16", "model.autocast=none")
+LARGE = ("model=qwen3_1_7b", "model.random_init=true")
 ADAPTED = ("model=qwen2_5_3b", "model.random_init=true", "model.lora.rank=64", "model.gradient_checkpointing=true")
 SMALL = ("model=tiny",)
 ONCE = ("profile.steps=1", "profile.warmup=1", "profile.eval=false", "eval.every=0", "logger=jsonl")
@@ -75,7 +75,7 @@ def contact() -> Part:
 def decode() -> Part:
     """Rows that all make 512 tokens, after prompts of the embedded task: some 270 keys on average."""
     long = ("sampling.max_new_tokens=512", "train.prompts=4", "m=2", "profile.lengths=full")
-    toy = (*SMALL, "model.random_init=false", "sampling.max_new_tokens=8", "n=4", "train.prompts=2", "model.dtype=auto")
+    toy = (*SMALL, "model.random_init=false", "sampling.max_new_tokens=8", "n=4", "train.prompts=2")
     commands = tuple(
         Command(f"{rows} rows{said}", ("profile", *LARGE, *ONCE, *long, f"n={rows // 4}", *way), 95, toy)
         for rows in DECODE_WITHIN
@@ -152,7 +152,7 @@ def sparse() -> Part:
         "sampler.kv_budget=8GiB",
     )
     toy = (*SMALL, "model.random_init=false", "sampling.max_new_tokens=24", "profile.mean=12", "n=8", "train.prompts=2")
-    toy = (*toy, "sampler.kv_budget=1MiB", "model.dtype=auto")
+    toy = (*toy, "sampler.kv_budget=1MiB")
     kept = ("sparsity.budget=512", "sparsity.buffer=128", "correction=sparse_rl")
     few = ("sparsity.budget=8", "sparsity.buffer=4", "sparsity.window=4")
     ways: Mapping[str, tuple[str, ...]] = {
@@ -281,32 +281,28 @@ def _predictions(found: Found) -> Checks:
             yield Check(f"predicted over measured peak, {name}", ratio, 0.9, 1.1)
 
 
+def line_of(command: Command, device: str) -> tuple[str, ...]:
+    """What is run, but for where it writes to."""
+    words = (*command.words, *(command.at_toy_size if device == "cpu" else ()))
+    if command.words[0] in ("train", "profile"):
+        graph = "engine.cuda_graph=true"
+        return ("-P", "-m", "grpo_cli", *(w for w in words if device != "cpu" or w != graph), f"device={device}")
+    return (*words, f"--device={device}") if command.words[0].endswith(".py") else words
+
+
 def carried_out(command: Command, device: str, folder: Path) -> dict[str, Any]:
     """Its exit code (124: over its limit) and the JSON that it has left; what it said is in `said.txt` beside."""
-    folder.mkdir(parents=True, exist_ok=True)
-    toy = command.at_toy_size if device == "cpu" else ()
-    line = [sys.executable, *command.words, *toy]
-    if command.words[0] in ("train", "profile"):
-        run = shutil.rmtree(folder / "run", ignore_errors=True) or folder / "run"
-        line = [
-            sys.executable,
-            "-P",
-            "-m",
-            "grpo_cli",
-            *command.words,
-            *toy,
-            f"device={device}",
-            f"hydra.run.dir={run}",
-        ]
-        line = [word for word in line if device != "cpu" or word != "engine.cuda_graph=true"]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    line = [sys.executable, *line_of(command, device)]
+    if "grpo_cli" in line:
+        line.append(f"hydra.run.dir={folder / 'run'}")
     elif command.words[0].endswith(".py"):
-        line += [f"--device={device}", f"--out={folder / 'checks.json'}"]
+        line.append(f"--out={folder / 'checks.json'}")
     print(f"{command.name}: at most {command.limit:.0f} s", flush=True)
     with (folder / "said.txt").open("w") as said:
         try:
-            code = subprocess.run(
-                line, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, timeout=command.limit
-            ).returncode
+            code = subprocess.run(line, cwd=ROOT, stdout=said, stderr=said, timeout=command.limit).returncode
         except subprocess.TimeoutExpired:
             code = 124
     if code:
@@ -327,8 +323,13 @@ def run(name: str, args: argparse.Namespace) -> bool:
     """Whether every criterion is reached; on a CPU whether every command ended well."""
     part, found = PARTS[name](), dict[str, dict[str, Any]]()
     about = document(args)
+    done = dict[tuple[str, ...], str]()  # at toy size some are the same
     for place, command in enumerate(part.commands):
-        found[command.name] = carried_out(command, args.device, args.folder / name / str(place))
+        same = done.setdefault(line_of(command, args.device), command.name)
+        first = same == command.name
+        found[command.name] = (
+            carried_out(command, args.device, args.folder / name / str(place)) if first else found[same]
+        )
         write(args.folder / f"{name}.json", about | {"found": found})
     checks = list(part.wanted({command.name: found[command.name] for command in part.commands}))
     for check in checks:

@@ -29,7 +29,7 @@ from grpo_cli.runs.layout import METRICS
 BASE = ("train.steps=2", "train.prompts=4", "n=8", "m=8", "eval.every=0", "sampling.max_new_tokens=24", "logger=jsonl")
 PRECISIONS = {
     "float32": ("model.dtype=float32", "model.autocast=none"),
-    "bfloat16": ("model.dtype=bfloat16", "model.autocast=none"),
+    "bfloat16": ("model.dtype=bfloat16", "model.autocast=none", "model.lora.rank=8"),
     "autocast": ("model.dtype=float32", "model.autocast=bfloat16"),
 }
 FAMILIES = {

@@ -33,7 +33,7 @@ class KvLayout:
     """The shape of one token's keys and values in a model.
 
     In memory a page is [heads, tokens, dim], an operand for each head, or `by_token` [tokens, heads, dim], as
-    FlashAttention reads it. `least` is how many tokens make a page worth asking.
+    FlashAttention reads it. A page has `least` tokens or more.
     """
 
     layers: int
@@ -41,7 +41,7 @@ class KvLayout:
     dim: int
     dtype: torch.dtype
     by_token: bool = False
-    least: int = PAGE_TOKENS
+    least: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -51,7 +51,9 @@ class KvLayout:
     def page(self, tile: int, most: int) -> int:
         """Tokens of a page, a multiple of `tile`, where nobody holds more than `most`. It depends on nothing but the
         model and its precision as long as there are several: sums are made page by page, and so are their bits."""
-        return min(round_up(max(self.least, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile))
+        return min(
+            round_up(max(PAGE_TOKENS, self.least, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile)
+        )
 
 
 class Region:

@@ -63,8 +63,9 @@ class Compiled:
 
     def _fall_back(self, error: Exception) -> None:
         self._failed = True
-        reason = next(iter(str(error).strip().splitlines()), "no reason given")
+        cause = getattr(error, "inner_exception", error)
+        reason = next(iter(str(cause).strip().splitlines()), "no reason given")
         self._warn(
-            f"decode steps are not compiled, and so slower, since that failed: {type(error).__name__}: {reason}. To "
+            f"decode steps are not compiled, and so slower, since that failed ({type(cause).__name__}: {reason}). To "
             "begin without: engine.compile=false"
         )

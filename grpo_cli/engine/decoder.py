@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
-from grpo_cli.engine.cache import PAGE_TOKENS, KvArena, KvLayout
+from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.compiled import Compiled, Functions
 from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
@@ -190,7 +190,7 @@ class Decoder:
         """One token's keys and values; in the computation's precision, so autocast's when it is on."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        least = least_page(self.group) if self._flash else PAGE_TOKENS
+        least = least_page(self.group) if self._flash else 0
         return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._flash, least)
 
     @property

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.attention import Rows, Watch
 from grpo_cli.engine.cache import KvArena
 from grpo_cli.engine.pieces import Runs
 
-# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's questions, and which of them are each row's (A: none), [R, K].
-Part = tuple[Tensor, Tensor, Tensor]
+# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's questions; which of them are each row's, and where a row has
+# none [R, K].
+Part = tuple[Tensor, Tensor, Tensor, Tensor]
 Join = Callable[[Sequence[Part]], Tensor]
+
+# Its public name (`torch.nn.attention.varlen`) takes no lengths before PyTorch 2.12.
+OPERATION = "_flash_attention_forward"
 
 
 def reason_against(device: torch.device, dtype: torch.dtype, dim: int) -> str:
@@ -33,7 +37,7 @@ def reason_against(device: torch.device, dtype: torch.dtype, dim: int) -> str:
         return f"it multiplies in 16 bits, and rollouts are made in {str(dtype).removeprefix('torch.')}"
     if dim % 8 or dim > 256:
         return f"its heads have a multiple of 8 and at most 256 numbers, and the model's have {dim}"
-    operation = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    operation = getattr(torch.ops.aten, OPERATION, None)
     known = () if operation is None else (argument.name for argument in operation.default._schema.arguments)
     if torch.version.hip or "seqused_k" not in known or not torch.backends.cuda.is_flash_attention_available():
         return f"PyTorch {torch.__version__} has none that takes lengths"
@@ -52,7 +56,6 @@ def least_page(group: int) -> int:
 
 
 def _forward(*operands: Any, **words: Any) -> Sequence[Tensor]:
-    """The operation; its public name (`torch.nn.attention.varlen`) takes no lengths before PyTorch 2.12."""
     return torch.ops.aten._flash_attention_forward(*operands, **words)
 
 
@@ -62,17 +65,12 @@ def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
     Of a sequence without keys the operation says that its log-sum-exp is +inf, and what nobody was asked is left as
     memory was: neither counts. A row that heard nothing answers 0.
     """
-    sums, outs = [], []
-    for out, logsumexp, of_row in parts:
-        at = of_row.clamp(max=len(out) - 1)
-        heard, level = of_row < len(out), logsumexp.t()[at]
-        sums.append(level.masked_fill(~(heard[..., None] & (level < torch.inf)), -torch.inf))
-        outs.append(out[at])
-    level, heard = torch.cat(sums, dim=1), torch.cat(outs, dim=1)
+    sums = [logsumexp.t()[at].masked_fill(missing[..., None], -torch.inf) for _, logsumexp, at, missing in parts]
+    level = torch.cat(sums, dim=1).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    heard = torch.cat([out[at] for out, _, at, _ in parts], dim=1)
     share = (level - level.amax(1, keepdim=True).clamp(min=torch.finfo(level.dtype).min)).exp()
     share = (share / share.sum(1, keepdim=True).clamp(min=torch.finfo(level.dtype).tiny))[..., None]
-    said = torch.where(share > 0, heard.float(), 0.0) * share
-    return said.sum(1).to(heard.dtype).flatten(1)
+    return (torch.where(share > 0, heard, 0.0) * share).sum(1).to(heard.dtype).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,16 @@ class _Call:
     keys: list[Tensor]
     values: list[Tensor]
     tokens: int  # of a page
-    of_row: Int[Tensor, "R K"]
+    at: Int[Tensor, "R K"]
+    missing: Bool[Tensor, "R K"]
+
+    @classmethod
+    def of(cls, runs: Runs, used: Tensor, kv: KvArena, prompts: bool, rows: int) -> _Call:
+        """`rows` below those of `runs` ask nothing."""
+        nobody = len(runs.asks)
+        of_row = F.pad(runs.of_row, (0, 0, 0, rows), value=nobody) if rows else runs.of_row
+        tokens = (kv.prompts if prompts else kv.rows).tokens
+        return cls(runs, used, *kv.by_token(prompts), tokens, of_row.clamp(max=nobody - 1), of_row >= nobody)
 
     def __call__(self, layer: int, q: Float[Tensor, "R HG D"], scale: float) -> Part:
         runs = self.runs
@@ -93,26 +100,27 @@ class _Call:
         out, logsumexp, *_ = _forward(
             *(asked, keys, values, runs.starts, runs.keys, *sizes, 0.0, False, False), scale=scale, seqused_k=self.used
         )
-        return out, logsumexp, self.of_row
+        return out, logsumexp, self.at, self.missing
 
 
 class FlashAttention:
     """As `StepAttention`, for pages that lie `by_token`. It answers `rows_to` rows, those beyond `rows` with 0; whoever
     watches gets no weights."""
 
-    def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch, rows_to: int, join: Join) -> None:
+    def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch, rows_to: int, joined: Join) -> None:
         own, prompt = rows.own, rows.prompt
         assert isinstance(own, Runs) and isinstance(prompt, Runs), "pages are as FlashAttention reads them"
-        self._kv, self._watch, self._scale, self._join = kv, watch, scale, join
+        self._kv, self._watch, self._scale, self._join = kv, watch, scale, joined
         self._count, tokens = rows.tokens.shape[0], kv.rows.tokens
         self._write_at = rows.write_to * tokens + rows.lengths.remainder(tokens)
         used = (rows.lengths + 1).index_select(0, own.asks).sub_(own.first).clamp_(0, tokens).int()
         more = rows_to - self._count
-        self._calls = [_Call(own, used, *kv.by_token(False), tokens, _with_more(own, more))]
+        self._calls = [_Call.of(own, used, kv, False, more)]
         if prompt.of_row.shape[1]:
             assert prompt.held is not None, "a prompt's page has a length"
-            sides = (prompt.held, *kv.by_token(True), kv.prompts.tokens, _with_more(prompt, more))
-            self._calls.insert(0, _Call(prompt, *sides))
+            self._calls.insert(0, _Call.of(prompt, prompt.held, kv, True, more))
+        if any(len(call.runs.asks) == 1 for call in self._calls):
+            self._join = join  # compiled, a size of 1 would be another function
         watch.prepare(rows)
 
     def __call__(
@@ -122,8 +130,3 @@ class FlashAttention:
         self._kv.write_tokens(layer, self._write_at, k[:count], v[:count])
         self._watch.see(layer, q[:count], None)
         return self._join([call(layer, q, self._scale) for call in self._calls])
-
-
-def _with_more(runs: Runs, rows: int) -> Int[Tensor, "R K"]:
-    """`of_row` with rows below that ask nothing."""
-    return F.pad(runs.of_row, (0, 0, 0, rows), value=len(runs.asks)) if rows else runs.of_row

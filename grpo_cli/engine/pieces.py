@@ -141,10 +141,10 @@ def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
     cell = np.full(count, -1)
     cell[pages[has]] = np.flatnonzero(has)
     first = np.where(cell >= 0, cell % levels * tokens, NOBODYS)
-    each, in_order = np.arange(count + 1, dtype=np.int32), levels == 1 and pages[:, 0].tolist() == list(range(rows))
+    each, in_order = np.arange(count + 1), levels == 1 and pages[:, 0].tolist() == list(range(rows))
     of_row, asks = np.where(has, pages, count), np.maximum(cell, 0) // levels
-    tables = _on(device, asks, first, each, each * tokens, of_row)
-    return Runs(tables[0], tables[1], tables[2], tables[3], tables[4], None, 1, bool(has.all()), in_order)
+    asked, firsts, starts, keys, by_row = _on(device, asks, first, each, each * tokens, of_row)
+    return Runs(asked, firsts, starts.int(), keys.int(), by_row, None, 1, bool(has.all()), in_order)
 
 
 def prompt_runs(
@@ -167,17 +167,17 @@ def prompt_runs(
     asks, of_row = np.zeros(questions, dtype=np.int64), np.full((rows, mine.shape[1]), questions)
     asks[: len(row)], of_row[row, level] = row, np.arange(len(row))
     counts = np.bincount(mine[row, level], minlength=prompts.count)
-    starts = np.append(0, np.cumsum(counts)).astype(np.int32)
-    first, held = np.zeros(prompts.count, dtype=np.int64), np.zeros(prompts.count, dtype=np.int32)
+    starts = np.append(0, np.cumsum(counts))
+    first, held = np.zeros((2, prompts.count), dtype=np.int64)
     entry, level = np.nonzero(prompts.pages >= 0)
     page = prompts.pages[entry, level]
     first[page] = level * prompts.tokens
     held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
-    keys = np.arange(prompts.count + 1, dtype=np.int32) * prompts.tokens
+    keys = np.arange(prompts.count + 1) * prompts.tokens
     # Of one question a page FlashAttention takes it that every page is asked.
     most, whole = max(2, fixed or int(counts.max(initial=0))), fixed is None and bool((of_row < questions).all())
-    tables = _on(device, asks, first, starts, keys, of_row, held)
-    return Runs(tables[0], tables[1], tables[2], tables[3], tables[4], tables[5], most, whole, False)
+    asked, firsts, begin, at, by_row, helds = _on(device, asks, first, starts, keys, of_row, held)
+    return Runs(asked, firsts, begin.int(), at.int(), by_row, helds.int(), most, whole, False)
 
 
 def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., Pieces | Runs]]:

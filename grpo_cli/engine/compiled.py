@@ -11,6 +11,8 @@ import torch
 BACKEND = "inductor"
 # Compiled functions are of fixed shape, and a new one is compiled for a minute: so rows come in few numbers.
 LEAST_ROWS = 16
+# More than there are numbers of rows; PyTorch gives up at 8.
+MOST_SHAPES = 32
 
 
 def bucket(rows: int) -> int:
@@ -47,8 +49,10 @@ class Compiled:
         self.functions = Functions(**made, compiled=True)
 
     def _guarded(self, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+        from torch._dynamo import config
         from torch._dynamo.exc import TorchDynamoException
 
+        config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=BACKEND)
 
         def run(*operands: Any) -> Any:

@@ -135,8 +135,9 @@ class Decoder:
         other = copy(self)
         other._flash = not self.slow_since(watched)
         if self._to_compile.compiled:
-            copies = Copies(self.layout().dtype, packed=False)
-            blocks = [Block.of(layer, copies) for layer in self._layers]
+            blocks = self._blocks_of_model
+            if not all(block.is_plain for block in blocks):  # modules
+                blocks = [Block.of(layer, Copies(self.layout().dtype, packed=False)) for layer in self._layers]
             if all(block.is_plain for block in blocks):
                 other._blocks_of_model, other._functions = blocks, self._to_compile
         return other

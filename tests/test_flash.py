@@ -39,6 +39,7 @@ class Case:
         self.entries = np.array(draw(st.lists(st.integers(0, len(self.prompts) - 1), min_size=rows, max_size=rows)))
         self.sees = np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
         self.hole, self.fixed = draw(st.booleans()), draw(st.sampled_from([None, rows]))
+        self.spare = draw(st.integers(0, 1))  # pages of everybody that nothing is in
 
     def drawn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator)
@@ -66,12 +67,12 @@ class Case:
     def _arena(self, by_token: bool) -> KvArena:
         rows = len(self.held)
         layout = KvLayout(1, self.heads, DIM, torch.float32, by_token)
-        own, prompts = Region(rows + 1, 21, self.page), Region(len(self.prompts), 20, self.prompt_page)
+        own, prompts = Region(rows + 1, 22, self.page), Region(len(self.prompts), 21, self.prompt_page)
         own.take(rows, 1)
         for row, count in enumerate(self.held):
-            own.take(row, own.pages_for(count + 1))
+            own.take(row, own.pages_for(count + 1) + self.spare)
         for entry, count in enumerate(self.prompts):
-            prompts.take(entry, prompts.pages_for(count))
+            prompts.take(entry, prompts.pages_for(count) + self.spare)
         kv = KvArena(layout, own, prompts, 1 << 20, None, CPU)
         kv.make_room(0, 0)
         kv.put_prompts(range(len(self.prompts)), *self.drawn(2, 1, len(self.prompts), self.heads, 20, DIM))

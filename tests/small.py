@@ -77,7 +77,7 @@ def require_bits(model: Any) -> None:
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
-    defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True}
+    defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 

@@ -15,14 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Dense, Streaming
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.pieces import own_pieces
-from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.schedule import Fifo, Lpt
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.errors import UserError
@@ -116,9 +114,9 @@ def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
     sparse = Streaming(budget=8, buffer=4, window=2, sinks=2, protect_prompt=True, per_head=True)
     with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), Dense(), cuda_graph=True, packed_weights=True)
+        make_engine(model, cuda_graph=True)
     with pytest.raises(UserError, match="sparsity=dense"):
-        TorchEngine(model, (EOS,), full(), Fifo(), NoPredictor(), sparse, cuda_graph=True, packed_weights=True)
+        make_engine(model, cuda_graph=True, sparsity=sparse)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.engine.cache import KvArena
-from grpo_cli.engine.pieces import Pieces
+from grpo_cli.engine.pieces import Pieces, Runs
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Rows:
     lengths: Int[Tensor, "R"]  # keys of their own before this step
     write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
     width: int  # keys of a row's page to look at: all, or where each has one only, what covers the longest
-    own: Pieces
-    prompt: Pieces
+    own: Pieces | Runs
+    prompt: Pieces | Runs
 
 
 @runtime_checkable
@@ -38,8 +38,9 @@ class Watch(Protocol):
     def prepare(self, rows: Rows) -> None:
         """A step begins."""
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
-        """`weights` are over the prompts' keys (none when no row sees any) and then the rows' own."""
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+        """`weights` are over the prompts' keys (none when no row sees any) and then the rows' own; None where steps
+        keep them to themselves (`flash.py`)."""
 
 
 class StepAttention:
@@ -55,6 +56,7 @@ class StepAttention:
         self._write_at = at.flatten()
         # Scores are of float32 also where keys are of less: a softmax of large scores feels their rounding.
         self._exact = torch.float32 if dtype == torch.bfloat16 else dtype
+        assert isinstance(rows.own, Pieces) and isinstance(rows.prompt, Pieces), "pages are as products read them"
         seen = (rows.lengths + 1).index_select(0, rows.own.rows[:, 0]) - rows.own.first
         own = (kv.row_keys, kv.row_values)
         self._sides = [_Side(rows.own, *own, rows.width, self._bias(seen, rows.width), self._shape())]

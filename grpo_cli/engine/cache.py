@@ -30,12 +30,18 @@ SLACK = 16
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The shape of one token's keys and values in a model."""
+    """The shape of one token's keys and values in a model.
+
+    In memory a page is [heads, tokens, dim], an operand for each head, or `by_token` [tokens, heads, dim], as
+    FlashAttention reads it. A page has `least` tokens or more.
+    """
 
     layers: int
     heads: int
     dim: int
     dtype: torch.dtype
+    by_token: bool = False
+    least: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -45,7 +51,9 @@ class KvLayout:
     def page(self, tile: int, most: int) -> int:
         """Tokens of a page, a multiple of `tile`, where nobody holds more than `most`. It depends on nothing but the
         model and its precision as long as there are several: sums are made page by page, and so are their bits."""
-        return min(round_up(max(PAGE_TOKENS, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile))
+        return min(
+            round_up(max(PAGE_TOKENS, self.least, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile)
+        )
 
 
 class Region:
@@ -246,7 +254,10 @@ class KvArena:
     def _view(self, block: Tensor, region: Region, used: int, left: bool) -> Float[Tensor, "N H T D"]:
         numbers = used * region.tokens * self.layout.heads * self.layout.dim
         part = block[:numbers] if left else block[block.shape[0] - numbers :]
-        return part.view(used, self.layout.heads, region.tokens, self.layout.dim)
+        heads, dim = self.layout.heads, self.layout.dim
+        if self.layout.by_token:
+            return part.view(used, region.tokens, heads, dim).transpose(1, 2)
+        return part.view(used, heads, region.tokens, dim)
 
     def _all_views(self) -> tuple[list[Tensor], ...]:
         """Keys and values of rows, of prompts, by layer. A prompt's page stands in them in reverse (`prompt_place`)."""
@@ -255,6 +266,8 @@ class KvArena:
             keys, values = self.blocks[: self.layout.layers], self.blocks[self.layout.layers :]
             regions = ((self.rows, self.rows.used, True), (self.prompts, self.prompts.used, False))
             self._views = tuple([self._view(b, *region) for b in part] for region in regions for part in (keys, values))
+            if self.layout.by_token:
+                self._views += tuple([view.transpose(1, 2).flatten(0, 1) for view in some] for some in self._views)
             self._viewed = now
         return self._views
 
@@ -274,6 +287,11 @@ class KvArena:
     def prompt_values(self) -> list[Tensor]:
         return self._all_views()[3]
 
+    def by_token(self, prompts: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of prompts, or of rows, by layer: the same memory as [tokens of all pages, heads, dim]."""
+        assert self.layout.by_token, "a page has its tokens one after the other"
+        return self._all_views()[4:][2 * prompts], self._all_views()[4:][2 * prompts + 1]
+
     def prompt_pages(self, entries: Sequence[int], tokens: int) -> Int[Tensor, "R K"]:
         """Where the pages of so many tokens of each entry stand in `prompt_keys`."""
         some = self.prompts.pages[list(entries), : -(-tokens // self.prompts.tokens)]
@@ -290,6 +308,13 @@ class KvArena:
         dim, dtype = self.layout.dim, self.layout.dtype
         self.row_keys[layer].view(-1, dim).index_copy_(0, index, keys.to(dtype))
         self.row_values[layer].view(-1, dim).index_copy_(0, index, values.to(dtype))
+
+    def write_tokens(
+        self, layer: int, index: Int[Tensor, "R"], keys: Float[Tensor, "R H D"], values: Float[Tensor, "R H D"]
+    ) -> None:
+        """The same where pages lie `by_token`: an entry per row, `index` counts over (page, token)."""
+        for views, some in zip(self.by_token(prompts=False), (keys, values), strict=True):
+            views[layer].index_copy_(0, index, some.to(self.layout.dtype))
 
     def read(self, slot: int, tokens: int) -> tuple[Tensor, Tensor]:
         """A copy of a row's first `tokens` entries: two tensors [layers, heads, tokens, dim]."""

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
 from grpo_cli.engine.cache import KvArena, KvLayout
+from grpo_cli.engine.compiled import Compiled, Functions
+from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
-from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, linear_layers
+from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers
 from grpo_cli.model.anatomy import unwrapped
 
 
@@ -72,6 +74,14 @@ class Block:
             down_proj=weights.of(mlp.down_proj),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of weights alone, so that what is compiled for one layer serves all."""
+        products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
+        plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
+        return plain and self.activation is _silu
+
 
 class Decoder:
     """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
@@ -98,6 +108,8 @@ class Decoder:
         self.context: int = config.max_position_embeddings
         self.padding = padding or unpadded(self.group, self.dim)
         self._packed = packed
+        self._flash = False
+        self._functions = self._to_compile = EAGER
 
     def padded(self, padding: Padding) -> Decoder:
         """The same blocks, padded otherwise."""
@@ -110,6 +122,31 @@ class Decoder:
         other = copy(self)
         other._packed = packed
         return other
+
+    def may_compile(self, warn: Callable[[str], None]) -> Decoder:
+        """The same, its steps compiled where layers are of plain weights; tells `warn` if it comes to nothing."""
+        other = copy(self)
+        other._to_compile = Compiled(EAGER, warn).functions
+        return other
+
+    def for_steps(self, watched: bool) -> Decoder:
+        """The same, as fast as decode steps can be made on this device and in this precision. `watched`: somebody wants
+        to see what they attend to."""
+        other = copy(self)
+        other._flash = not self.slow_since(watched)
+        if self._to_compile.compiled:
+            blocks = self._blocks_of_model
+            if not all(block.is_plain for block in blocks):  # modules
+                blocks = [Block.of(layer, Copies(self.layout().dtype, packed=False)) for layer in self._layers]
+            if all(block.is_plain for block in blocks):
+                other._blocks_of_model, other._functions = blocks, self._to_compile
+        return other
+
+    def slow_since(self, watched: bool) -> str:
+        """Why decode steps cannot attend by FlashAttention: nothing, where they can."""
+        if watched:
+            return "an eviction policy looks at the attention that keys receive"
+        return reason_against(self.device, self.layout().dtype, self.dim)
 
     @property
     def packs(self) -> bool:
@@ -154,7 +191,8 @@ class Decoder:
         """One token's keys and values; in the computation's precision, so autocast's when it is on."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype)
+        least = least_page(self.group) if self._flash else 0
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._flash, least)
 
     @property
     def device(self) -> torch.device:
@@ -207,57 +245,89 @@ class Decoder:
 
     def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
         """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
-        attention = StepAttention(rows, kv, self.group, self.scale, watch)
-        return self.blocks(rows.tokens, rows.positions, attention)
+        functions, count = self._functions, rows.tokens.shape[0]
+        if not self._flash:
+            attention = StepAttention(rows, kv, self.group, self.scale, watch)
+            return self.blocks(rows.tokens, rows.positions, attention, functions)
+        total = functions.rows(count)
+        flash = FlashAttention(rows, kv, self.scale, watch, total, functions.join)
+        return self.blocks(_to(rows.tokens, total), _to(rows.positions, total), flash, functions)[:count]
 
     def blocks(
         self,
         tokens: Int[Tensor, "N"],
         positions: Int[Tensor, "N"],
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        functions: Functions | None = None,
     ) -> Float[Tensor, "N H"]:
         """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [N, heads, dim], rotated, and gives
         [N, heads * dim]: it never sees the rows of padding."""
+        functions = functions or EAGER
         count, dtype = tokens.shape[0], self.layout().dtype
-        hidden = self._pad_rows(self._embed(tokens))
+        total = max(self.padding.padded_rows(count), functions.rows(count))
+        hidden = _to(self._embed(tokens), total)
         cos, sin = self._rotary(hidden, positions[None])
         # For `_rotate`: the sign of the rotated first half goes into the sine.
         half = self.dim // 2
-        cos = self._pad_rows(cos[0])[:, None]
-        sin = self._pad_rows(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))[:, None]
+        cos = _to(cos[0], total)[:, None]
+        sin = _to(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1), total)[:, None]
         for index, block in enumerate(self._blocks_of_model):
-            q, k, v = self._project(block, block.input_norm(hidden).to(dtype), cos, sin)
-            hidden = hidden + block.o_proj(self._pad_rows(attend(index, q[:count], k[:count], v[:count])))
-            hidden = hidden + _mlp(block, block.post_norm(hidden).to(dtype))
+            q, k, v = functions.before(block, hidden, cos, sin, dtype)
+            attended = _to(attend(index, q[:count], k[:count], v[:count]), total)
+            hidden = functions.after(block, hidden, attended, dtype)
         return self._norm(hidden)[:count]
-
-    def _project(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
-        q, k, v = (each.view(x.shape[0], -1, self.dim) for each in block.qkv(x))
-        if block.q_norm is not None and block.k_norm is not None:
-            q, k = block.q_norm(q), block.k_norm(k)
-        both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
-        return both[:, : q.shape[1]], both[:, q.shape[1] :], v
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
         """Zero rows below, as many as `padding` asks for."""
-        missing = self.padding.padded_rows(x.shape[0]) - x.shape[0]
-        return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+        return _to(x, self.padding.padded_rows(x.shape[0]))
+
+
+def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:
+    """With zero rows below, until there are so many."""
+    missing = rows - x.shape[0]
+    return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What an RMS norm's module computes, rounded where it rounds, in fewer calls."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * root.square_().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()).to(x.dtype) * self.weight
 
 
 def _norm(module: Any) -> Any:
-    """The module, or for RMS norms what it computes, rounded where it rounds, in fewer calls."""
+    """The module, or for RMS norms what it computes."""
     if module is None or not type(module).__name__.endswith("RMSNorm"):
         return module
-    weight, epsilon = module.weight, module.variance_epsilon
+    return Norm(module.weight, module.variance_epsilon)
 
-    def norm(x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            return F.rms_norm(x.float(), weight.shape, eps=epsilon).to(x.dtype) * weight
-        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x * root.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()).to(x.dtype) * weight
 
-    return norm
+def before_attention(
+    block: Block, hidden: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
+    x = block.input_norm(hidden).to(dtype)
+    q, k, v = (each.view(x.shape[0], -1, cos.shape[-1]) for each in block.qkv(x))
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k = block.q_norm(q), block.k_norm(k)
+    both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
+    return both[:, : q.shape[1]], both[:, q.shape[1] :], v
+
+
+def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rest of the block."""
+    hidden = hidden + block.o_proj(attended)
+    return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
+
+
+EAGER = Functions(before_attention, after_attention, join)
 
 
 def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:

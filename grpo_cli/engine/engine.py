@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.eviction import Budget, Dense, watches
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
@@ -39,6 +39,7 @@ class TorchEngine:
 
     reads_stop_strings = True
     _said_no_room = False  # for the length predictor's prefix
+    _said_slow = ""  # why steps do not attend by FlashAttention
 
     def __init__(
         self,
@@ -51,11 +52,15 @@ class TorchEngine:
         *,
         cuda_graph: bool,
         packed_weights: bool,
+        compile: bool | None,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
         self._decoder = Decoder(model)
+        on_gpu = self._decoder.device.type == "cuda"
+        if on_gpu if compile is None else compile:
+            self._decoder = self._decoder.may_compile(warn)
         if cuda_graph:
             _check_graph(unwrapped(model), self._decoder.device, sparsity)
         if self._decoder.keeps_adapters_apart:
@@ -107,6 +112,10 @@ class TorchEngine:
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(told(found, torch.get_num_threads()))
         self._invariance = found
+        slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
+        if slow != self._said_slow:
+            self._said_slow = slow
+            self._warn(f"decode steps do not attend by FlashAttention, and so slower: {slow}")
 
     def facts(self) -> Mapping[str, Any]:
         """What `summary.json` says of the engine. None before the first `generate`: nothing was tried."""

@@ -140,6 +140,11 @@ class Budget(ABC):
         return dense if never else room
 
 
+def watches(sparsity: Dense | Budget) -> bool:
+    """Whether it has to see what every step attends to."""
+    return isinstance(sparsity, Budget) and sparsity.needs_received
+
+
 @dataclass(frozen=True)
 class Streaming(Budget):
     """The younger the better: with sinks this is StreamingLLM (Xiao et al., arXiv 2309.17453), `sinks` and the latest.

@@ -17,7 +17,7 @@ from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import grown
 from grpo_cli.engine.generation import PREFILL_TOKENS, Generation
 from grpo_cli.engine.padding import TILE, round_up
-from grpo_cli.engine.pieces import own_pieces, prompt_pieces
+from grpo_cli.engine.pieces import sides
 
 
 def fullest_moments(
@@ -90,10 +90,11 @@ def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
     for slot, count in enumerate(pages):
         kv.rows.take(slot, count)
     first, device = torch.zeros(rows, dtype=torch.long), kv.device
-    own = own_pieces(kv.rows.pages[:rows, : max(pages)], kv.rows.tokens, device)
+    own_side, prompt_side = sides(kv.layout.by_token)
+    own = own_side(kv.rows.pages[:rows, : max(pages)], kv.rows.tokens, device)
     of_prompts = np.arange(rows) % entries
     multiple = generation.decoder.padding.columns
-    prompt = prompt_pieces(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
+    prompt = prompt_side(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
     width = kv.rows.tokens if max(pages) > 1 else min(kv.rows.tokens, round_up(int(max(ages)), TILE))
     hidden = generation.decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
     slots.record(first, generation.decoder.logits(hidden), torch.zeros(1, dtype=torch.long))

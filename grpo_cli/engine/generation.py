@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.eviction import Budget, Dense, watches
 from grpo_cli.engine.forecast import Crowd, Forecast
 from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Running, Scheduler
@@ -56,7 +56,7 @@ class Generation:
         meter: Meter,
         prefix: int = 0,
     ) -> None:
-        self.decoder = decoder = decoder.in_its_precision()
+        self.decoder = decoder = decoder.in_its_precision().for_steps(watched=watches(sparsity))
         fixed = capture is not None
         self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
         shape = self.sizes.slots

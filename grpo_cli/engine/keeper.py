@@ -71,7 +71,7 @@ class KeepAll:
     def prepare(self, rows: Rows) -> None:
         pass
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         pass
 
     def due(self, tally: Tally) -> Sequence[Due]:
@@ -142,7 +142,7 @@ class Keeper:
         for note in self._watches:
             note.prepare(rows)
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         """What a layer asked, and what it attended to: all prompt keys that it looked at, then the slot's."""
         for note in self._watches:
             note.see(layer, queries, weights)
@@ -299,7 +299,7 @@ class _Queries:
     def prepare(self, rows: Rows) -> None:
         self._write_at = self._first[: len(rows.positions)] + rows.positions % self._window
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         places = self.store[layer].flatten(0, 1)
         places.index_copy_(0, self._write_at, queries.to(places.dtype).reshape(-1, *places.shape[1:]))
 
@@ -333,7 +333,8 @@ class _Received:
     def prepare(self, rows: Rows) -> None:
         self._width = rows.width
 
-    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"]) -> None:
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+        assert weights is not None, "a policy that needs them is asked about before steps are chosen"
         paid = weights.mean(1, dtype=torch.float32)
         received = self.store[layer, : len(queries)].flatten(0, 1)
         received[:, self._prompt_width : self._prompt_width + self._width] += paid[:, -self._width :]

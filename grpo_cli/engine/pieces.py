@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,86 @@ def prompt_pieces(
     in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
     asked, by_row, cells, firsts, helds = _on(device, rows, of_row, cell[:-1], first, held)
     return Pieces(asked, by_row, cells, firsts, helds, whole, in_order)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Pages that are looked at, N of them, as sequences of one FlashAttention call: a question is a row that asks one.
+
+    The questions of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (what is
+    beyond the last of `starts` asks nobody), and its keys begin at token `keys[n]`. `of_row` are the questions of each
+    row in the order of its keys (A: none there). The rest is as in `Pieces`.
+    """
+
+    asks: Int[Tensor, "A"]
+    first: Int[Tensor, "N"]
+    starts: Int[Tensor, "N+1"]
+    keys: Int[Tensor, "N+1"]
+    of_row: Int[Tensor, "R K"]
+    held: Int[Tensor, "N"] | None
+    most: int
+    whole: bool
+    in_order: bool
+
+
+# The first key of a page that nobody has: no row is so long, so none of it is read.
+NOBODYS = 2**40
+
+
+def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
+    """As `own_pieces`.
+
+    >>> found = own_runs(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu"))
+    >>> found.asks.tolist(), found.of_row.tolist(), found.first.tolist()[:2], found.keys.tolist()
+    ([0, 1, 0, 0], [[0, 3], [1, 4]], [0, 0], [0, 16, 32, 48, 64])
+    """
+    (rows, levels), has = pages.shape, pages >= 0
+    count = int(pages.max()) + 1
+    cell = np.full(count, -1)
+    cell[pages[has]] = np.flatnonzero(has)
+    first = np.where(cell >= 0, cell % levels * tokens, NOBODYS)
+    each, in_order = np.arange(count + 1), levels == 1 and pages[:, 0].tolist() == list(range(rows))
+    of_row, asks = np.where(has, pages, count), np.maximum(cell, 0) // levels
+    asked, firsts, starts, keys, by_row = _on(device, asks, first, each, each * tokens, of_row)
+    return Runs(asked, firsts, starts.int(), keys.int(), by_row, None, 1, bool(has.all()), in_order)
+
+
+def prompt_runs(
+    entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, _: int, fixed: int | None, device: torch.device
+) -> Runs:
+    """As `prompt_pieces`, of no multiple. With `fixed`, the shape depends on nothing but that and `prompts`.
+
+    >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
+    >>> found = prompt_runs(np.array([1, 0, 1]), np.ones(3, bool), pages, 1, None, torch.device("cpu"))
+    >>> found.asks.tolist(), found.starts.tolist(), found.of_row.tolist(), found.held.tolist()
+    ([1, 0, 2, 1], [0, 1, 3, 4], [[1, 4], [0, 3], [2, 4]], [16, 9, 4])
+    """
+    mine = np.where(sees[:, None], prompts.pages[entries], -1)
+    if fixed is None:
+        mine = mine[:, : int((mine >= 0).sum(1).max(initial=0))]
+    row, level = np.nonzero(mine >= 0)
+    order = np.argsort(mine[row, level], kind="stable")
+    row, level = row[order], level[order]
+    rows, questions = (len(entries), len(row)) if fixed is None else (fixed, fixed * mine.shape[1])
+    asks, of_row = np.zeros(questions, dtype=np.int64), np.full((rows, mine.shape[1]), questions)
+    asks[: len(row)], of_row[row, level] = row, np.arange(len(row))
+    counts = np.bincount(mine[row, level], minlength=prompts.count)
+    starts = np.append(0, np.cumsum(counts))
+    first, held = np.zeros((2, prompts.count), dtype=np.int64)
+    entry, level = np.nonzero(prompts.pages >= 0)
+    page = prompts.pages[entry, level]
+    first[page] = level * prompts.tokens
+    held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
+    keys = np.arange(prompts.count + 1) * prompts.tokens
+    # Of one question a page FlashAttention takes it that every page is asked.
+    most, whole = max(2, fixed or int(counts.max(initial=0))), fixed is None and bool((of_row < questions).all())
+    asked, firsts, begin, at, by_row, helds = _on(device, asks, first, starts, keys, of_row, held)
+    return Runs(asked, firsts, begin.int(), at.int(), by_row, helds.int(), most, whole, False)
+
+
+def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., Pieces | Runs]]:
+    """How rows' own pages and prompts' are laid out for a step, by how their tokens lie (`cache.KvLayout`)."""
+    return (own_runs, prompt_runs) if by_token else (own_pieces, prompt_pieces)
 
 
 def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena
 from grpo_cli.engine.columns import Columns, Index
+from grpo_cli.engine.compiled import bucket
 from grpo_cli.engine.keeper import Due, KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.padding import Padding, round_up
-from grpo_cli.engine.pieces import Pieces, own_pieces, prompt_pieces
+from grpo_cli.engine.pieces import Pieces, Runs, sides
 from grpo_cli.engine.prompts import PromptPool
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
@@ -58,8 +59,8 @@ class Slots:
         self._limit, self._last, self._kept, self._prompt_kept = self._numbers.more
         self._sampling = SamplingTable(count, device)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
-        self._own: tuple[object, Pieces] | None = None  # as they were laid out last, and for what
-        self._of_prompts: tuple[object, Pieces] | None = None
+        self._own: tuple[object, Pieces | Runs] | None = None  # as they were laid out last, and for what
+        self._of_prompts: tuple[object, Pieces | Runs] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
 
@@ -160,11 +161,15 @@ class Slots:
 
     def rows(self, running: int, prompts: PromptPool) -> Rows:
         """What the decoder reads for a step over the first `running` slots, or all of them where shapes are fixed."""
-        count = self.count if self._fixed else running
+        count = min(self.count, bucket(running)) if self._fixed else running
         own, of_prompts = self._pieces(running, count, prompts)
         held, page = self._held.host[:running], self.kv.rows.tokens
         several = own.of_row.shape[1] > 1
-        width = page if several else min(page, round_up(int(held.max()) + 1, self._padding.slot_tile))
+        width = (
+            page
+            if several or self.kv.layout.by_token
+            else min(page, round_up(int(held.max()) + 1, self._padding.slot_tile))
+        )
         if self._fixed:
             width = min(_power_of_two(width), page)
         write_to = own.of_row[:, 0]
@@ -182,19 +187,20 @@ class Slots:
             prompt=of_prompts,
         )
 
-    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces, Pieces]:
+    def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Runs, Pieces | Runs]:
         """How rows and pages find each other, laid out anew only when that has changed."""
         kv, device = self.kv, self._tokens.device
+        own_side, prompt_side = sides(kv.layout.by_token)
         now: object = (kv.rows.version, count)
         if self._own is None or self._own[0] != now:
             most = int(kv.rows.count[:count].max())
-            self._own = now, own_pieces(kv.rows.pages[:count, :most], kv.rows.tokens, device)
+            self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device)
         sees = self._seen.host[:running] > 0
         entries = self._entries[:running].copy()
-        now = (kv.prompts.version, entries.tobytes(), sees.tobytes())
+        now = (kv.prompts.version, count, entries.tobytes(), sees.tobytes())
         if self._of_prompts is None or self._of_prompts[0] != now:
             fixed = count if self._fixed else None
-            found = prompt_pieces(entries, sees, prompts.places(), self._padding.columns, fixed, device)
+            found = prompt_side(entries, sees, prompts.places(), self._padding.columns, fixed, device)
             self._of_prompts = now, found
         return self._own[1], self._of_prompts[1]
 

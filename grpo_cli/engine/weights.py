@@ -33,6 +33,58 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """x W^T + b. This and the next three say what they multiply by, so that one compilation serves all layers."""
+
+    weight: Float[Tensor, "O I"]
+    bias: Float[Tensor, "O"] | None = None
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Float[Tensor, "N O"]:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A product, and what adapters add to it."""
+
+    product: Product
+    read: Product
+    write: Product
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Float[Tensor, "N O"]:
+        return self.product(x) + self.write(self.read(x))
+
+
+@dataclass(frozen=True)
+class Split:
+    """One product, cut into those of several layers."""
+
+    product: Product
+    sizes: tuple[int, ...]
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Sequence[Tensor]:
+        return self.product(x).split(self.sizes, -1)
+
+
+@dataclass(frozen=True)
+class Each:
+    """A product for each layer."""
+
+    layers: tuple[Product, ...]
+
+    def __call__(self, x: Float[Tensor, "N I"]) -> Sequence[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def is_plain(product: Any) -> bool:
+    """Whether it is of plain weights through and through, and of no module."""
+    parts = {Beside: ("product", "read", "write"), Split: ("product",), Linear: ()}
+    if isinstance(product, Each):
+        return all(map(is_plain, product.layers))
+    return type(product) in parts and all(is_plain(getattr(product, name)) for name in parts[type(product)])
+
+
+@dataclass(frozen=True)
 class AsTheyAre:
     """No copies: the modules themselves."""
 
@@ -40,7 +92,7 @@ class AsTheyAre:
         return layer
 
     def together(self, *layers: Any) -> Products:
-        return lambda x: [layer(x) for layer in layers]
+        return Each(layers)
 
 
 @dataclass(frozen=True)
@@ -58,7 +110,10 @@ class Copies:
             return layer
         if self._copies(base):
             return self._product([base], [adapters])
-        return layer if self._merges or not adapters else self._beside(base, [base], [adapters])
+        plain = Linear(base.weight.detach(), None if base.bias is None else base.bias.detach())
+        if adapters:
+            return layer if self._merges else self._beside(plain, [base], [adapters])
+        return plain
 
     def together(self, *layers: Any) -> Products:
         """One product of all, where all are copied."""
@@ -67,8 +122,7 @@ class Copies:
         adapters = [own for own in found if own is not None]
         if len(adapters) < len(layers) or not all(type(base) is nn.Linear and self._copies(base) for base in bases):
             return AsTheyAre().together(*map(self.of, layers))
-        product, sizes = self._product(bases, adapters), [base.out_features for base in bases]
-        return lambda x: product(x).split(sizes, -1)
+        return Split(self._product(bases, adapters), tuple(base.out_features for base in bases))
 
     @property
     def _merges(self) -> bool:
@@ -90,7 +144,7 @@ class Copies:
 
     def _multiply(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         if not self.packed:
-            return lambda x: F.linear(x, weight, bias)
+            return Linear(weight, bias)
         if isinstance(weight, FakeTensor):  # which cannot be packed, and takes the same bytes
             return Copies(self.dtype, False)._multiply(weight.clone(), bias)
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
@@ -106,8 +160,7 @@ class Copies:
             for adapter in own:
                 first, last = last, last + len(adapter.down)
                 ups[end - size : end, first:last] = adapter.up.detach() * adapter.scale
-        read, write = self._multiply(downs), self._multiply(ups)
-        return lambda x: product(x) + write(read(x))
+        return Beside(product, self._multiply(downs), self._multiply(ups))
 
 
 def adapters_of(layer: Any) -> list[Adapter] | None:

@@ -1,0 +1,100 @@
+"""Steps through torch.compile: once for all layers, in few numbers of rows, and as they were where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from flash import force
+from made import full, infinite
+from small import contents, make_engine, small_model, some_requests
+from test_casts import made
+from test_graph import Again, served
+from torch import nn
+
+from grpo_cli.engine import compiled as compiling
+from grpo_cli.engine.decoder import Decoder
+
+
+class Counting:
+    """A compiler that gives back what it was given, counts, and fails at one of them if it is told to."""
+
+    def __init__(self) -> None:
+        self.compiled, self.fails_at = 0, -1
+
+    def __call__(self, graph: torch.fx.GraphModule, operands: list[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+        if self.compiled > self.fails_at >= 0:
+            raise OSError("there is no compiler")
+        return graph.forward
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """Annotations are not checked meanwhile, which would be compiled too."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(compiling, "BACKEND", counting := Counting())
+    return counting
+
+
+def tokens(rollouts: Any) -> dict[Any, Any]:
+    return {name: words[0] for name, words in contents(rollouts).items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("flash", [False, True])
+def test_one_compilation_serves_all_layers_and_all_numbers_of_rows(
+    family: str, flash: bool, compiler: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18 rollouts in 12 slots, so 12 rows and fewer, all laid out as 16."""
+    model, requests = small_model(family, num_hidden_layers=5), some_requests(prompts=3, n=6, tokens=30)
+    plain = tokens(make_engine(model, sampler=infinite(slots=12)).generate(requests))
+    if flash:
+        force(monkeypatch)
+    assert tokens(make_engine(model, sampler=infinite(slots=12), compile=True).generate(requests)) == plain
+    assert compiler.compiled == 2 + flash
+
+
+def test_what_is_compiled_can_be_recorded(compiler: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests, capture = small_model(), some_requests(prompts=6, n=6, tokens=30), Again()
+    plain = tokens(make_engine(model).generate(requests))
+    force(monkeypatch)
+    monkeypatch.setattr("test_graph.padded", lambda model: Decoder(model).may_compile(pytest.fail))
+    assert {name: words[0] for name, words in served(full(), capture, requests, model=model).items()} == plain
+    # 16, 32 and 36 rows: two halves for each.
+    assert compiler.compiled == 2 * 3 + 1
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_layers_in_bfloat16_are_compiled_with_their_adapters(adapted: bool, compiler: Counting) -> None:
+    model = made(adapted)
+    for name, weight in model.named_parameters():
+        weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
+    list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=4, tokens=8)))
+    assert compiler.compiled == 2
+
+
+def test_layers_that_are_not_of_plain_weights_are_not_compiled(compiler: Counting) -> None:
+    model = small_model()
+    model.model.layers[1].mlp.down_proj.__class__ = type("Quantised", (nn.Linear,), {})
+    list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=2, tokens=8)))
+    assert not compiler.compiled
+
+
+@pytest.mark.parametrize("fails_at", ["before", "after", "join"])
+def test_where_compiling_fails_steps_are_as_they_were_and_that_is_said_once(
+    fails_at: str, compiler: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, requests, said = small_model(), some_requests(prompts=2, n=3, tokens=12), list[str]()
+    plain = tokens(make_engine(model).generate(requests))
+    compiler.fails_at = {"before": 0, "join": 1, "after": 2}[fails_at]
+    force(monkeypatch)
+    engine = make_engine(model, compile=True, warn=said.append)
+    for _ in range(2):
+        assert tokens(engine.generate(requests)) == plain
+    assert compiler.compiled == compiler.fails_at + 1
+    assert len(said) == 1 and "there is no compiler" in said[0] and "engine.compile=false" in said[0]

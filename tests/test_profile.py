@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,59 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr
     assert "train.micro_batch_tokens" in result.stderr and "optimizer" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_generation_that_ran_out_of_memory_is_gone_before_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    """Its keys and values were held by the error's traceback while the device was asked to give back what is free."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def full_memory(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=lambda text: alive.append(bool(made[-1]())))
+    make = engine._generation
+
+    def failing(requests: Any) -> Any:
+        generation = make(requests)
+        if not made:
+            generation._run = full_memory  # the engine's frames hold the generation, nobody else does
+        made.append(weakref.ref(generation))
+        return generation
+
+    monkeypatch.setattr(engine, "_generation", failing)
+    assert len(list(engine.generate(some_requests(1, 4)))) == 4
+    assert alive == [False]
+
+
+# As PyTorch 2.13 and CUDA say it: an allocation, a graph's instantiation, a kernel's stack, a handle, a convolution.
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory",
+)
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+def test_every_text_of_an_allocation_that_failed_is_known(text: str):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+def test_what_fails_while_a_graph_is_recorded_is_told_by_what_came_before():
+    recording = "CUDA error: operation failed due to a previous error during capture"
+    for first, taken in ((torch.OutOfMemoryError("x"), True), (RuntimeError("shapes"), False)):
+        try:
+            try:
+                raise first
+            finally:
+                raise RuntimeError(recording)
+        except RuntimeError as error:
+            assert is_out_of_memory(error) == taken
+    assert not is_out_of_memory(RuntimeError(recording))
 
 
 def test_other_errors_are_not_taken_for_it():

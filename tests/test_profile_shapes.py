@@ -313,3 +313,14 @@ def test_where_slots_are_refilled_they_stay_full_to_the_longest():
     assert [first.tolist(), last.tolist()] == [[1, 1], [299]]
     (only,) = course([1, 1], "aa", slots=2, **words).moments
     assert only.tolist() == [1, 1], "there is no second token, but there is an answer"
+
+
+def test_an_evaluation_is_predicted_with_the_rows_that_it_has_at_a_time():
+    few = plan(some_requests(prompts=2, n=100), 100, 4)
+    many = some_requests(prompts=50, n=10)
+    estimator = Estimator(fake_model(), optimizer=0, other=0)
+    held = [
+        estimator.predict(replace(few, evaluation=work_of(asked, 10, 30))).phases["eval"]["kv"]
+        for asked in (many[:200], many)
+    ]
+    assert held[1] < 1.3 * held[0], "200 rows each, though there are 500 rollouts"

@@ -9,6 +9,7 @@ from grpo_cli.config.instantiate import build_rules
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
+from grpo_cli.memory import held_by_others
 from grpo_cli.meter import spans_around
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
@@ -101,11 +102,15 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
         phase = "eval"
     said = " ".join(str(error).split())[:200]
     lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
+    device = experiment.pick_device(settings.device)
+    if device.type == "cuda":
+        others, free, whole = held_by_others(device)
+        lines.append(f"of the GPU's {gib(whole)} other processes hold {gib(others)}, and {gib(free)} are free")
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
         shapes = shapes_of(settings.model)
         sampler, step = step_of(settings, rules, has_dropout(shapes.model))
-        predicted = estimator_of(settings, shapes, experiment.pick_device(settings.device), 0).predict(step)
+        predicted = estimator_of(settings, shapes, device, 0).predict(step)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")
         return UserError("\n".join(lines))

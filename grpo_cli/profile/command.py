@@ -24,7 +24,7 @@ from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.profile.from_settings import estimator_of, is_ours, not_predicted, process_alone, shapes_of, step_of
+from grpo_cli.profile.from_settings import estimator_of, not_predicted, process_alone, shapes_of, step_of
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
 from grpo_cli.settings import ProfileRunSettings
@@ -78,7 +78,7 @@ def _named(device: torch.device) -> str:
 
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
-    if wanted.lengths != "natural" and not is_ours(settings):
+    if wanted.lengths != "natural" and not experiment.is_ours(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
     trace = read_trace(wanted.trace_file, "profile.trace_file") if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)

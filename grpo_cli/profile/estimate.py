@@ -101,8 +101,9 @@ class Estimator:
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         if step.engine is not None:
-            step = replace(step, engine=replace(step.engine, packed=step.engine.packed and self._on_cpu))
-            prefill, decode = model.rollouts(step.rollouts, step.engine)
+            count = len(step.rollouts.lengths)
+            engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
+            prefill, decode = model.rollouts(step.rollouts, engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
         every = _rows(step.rollouts, step.rollouts.n)
         kept = _rows(step.rollouts, step.m)
@@ -113,7 +114,7 @@ class Estimator:
             phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
         phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept).items()}
         if step.evaluation is not None and step.engine is not None:
-            beginning, going_on = model.rollouts(step.evaluation, step.engine)
+            beginning, going_on = model.rollouts(step.evaluation, engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
         return Prediction(phases)
 

@@ -59,7 +59,12 @@ def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
     assert all(measured.values())
     assert measured == pytest.approx(predicted, rel=0.1)
     assert found["measured"]["peak"]["bytes"] == pytest.approx(sum(found["measured"]["peak"]["held_by"].values()))
-    assert all(name in shown for name in ("decode", "backward", "To lower it", "fits"))
+    assert all(name in shown for name in ("decode", "backward", "To lower it", "fits", "times the floor"))
+    roofline = found["roofline"]
+    assert roofline["rates"]["source"] == "measured here"
+    assert set(roofline["phases"]) == wanted - {"reward", "rest", "step"}
+    for name, floor in roofline["phases"].items():
+        assert floor["times_floor"] == pytest.approx(phases[name]["seconds_median"] / floor["floor_seconds"])
 
 
 def test_a_profile_steps_though_all_replies_of_full_length_earn_nothing():
@@ -104,6 +109,19 @@ def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch:
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     refused = grpo("profile", *SMALL, "profile.for_gpu=true").stderr
     assert "profile.for_gpu=true plans for a GPU" in refused and "profile.plan_only=true" in refused
+
+
+def test_a_gpu_that_is_named_says_what_it_has_and_how_fast():
+    words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "eval.every=0", "profile.plan_only=true"]
+    found, shown = profile(*words, "profile.for_gpu=l4")
+    assert found["device"] == "l4 of 22.35 GiB" and found["fit"]["room_bytes"] == 24 * 10**9
+    decode = found["roofline"]["phases"]["decode"]
+    assert decode["floor_seconds"] == pytest.approx(decode["bytes"] / 0.3e12) and decode["bound"] == "memory"
+    assert decode["times_floor"] is None and "NVIDIA L4" in shown
+    old, _ = profile(*words, "profile.for_gpu=t4", out="old")
+    assert old["settings"]["model"]["autocast"] == "none", "it has no bfloat16"
+    wrong = grpo("profile", *SMALL, "profile.for_gpu=rtx4091").stderr
+    assert "profile.for_gpu=rtx4091 must be true or false, or h200" in wrong and "did you mean rtx4090?" in wrong
 
 
 def test_what_cannot_be_profiled_is_refused_all_at_once():

@@ -20,6 +20,11 @@ from grpo_cli.profile.shapes import KV, Sizes
 from grpo_cli.settings import RunSettings
 
 _ROLLOUTS = ("prefill", "decode")
+TOKENS = "train.micro_batch_tokens"
+# Where not even one sequence goes through.
+NOTHING_FITS = (
+    "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
+)
 
 _TIME: Mapping[str, str] = {
     "prefill": "lower train.prompts, or take shorter prompts",
@@ -62,6 +67,22 @@ def sentences(predicted: Prediction, measured: Measured | None, sampler: Sampler
     if measured is None:
         return (of_memory(predicted.fullest, predicted.phases[predicted.fullest], sampler),)
     return of_time(measured), of_memory(measured.fullest, measured.memory, sampler)
+
+
+def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sampler: Sampler) -> tuple[str, ...]:
+    """Where rollouts of full length do not fit `room` bytes: the one key that makes them, or what each phase wants."""
+    if at_most.peak <= room:
+        return ()
+    if largest.get(TOKENS) is not None:
+        return (f"One key makes it fit: {TOKENS}=auto.",)
+    if largest.get("sampler.slots") is not None:
+        infinite = "sampler=infinite " if sampler.all_at_once else ""
+        return (f"One choice makes it fit: {infinite}sampler.slots={largest['sampler.slots']}.",)
+    lines = ["No one key makes it fit, since more than one phase has too little room:"]
+    for phase, sizes in at_most.phases.items():
+        if total(sizes) > room:
+            lines.append(f"  {phase} takes {gib(total(sizes))}: {memory_keys(dominating(sizes), phase, sampler)}")
+    return ("\n".join(lines),)
 
 
 def dominating(sizes: Sizes) -> str:

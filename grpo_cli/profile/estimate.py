@@ -49,7 +49,7 @@ class StepShape:
 
 def most_tokens(step: StepShape) -> int:
     """Tokens that a step trains on: no pass can take more."""
-    return sum(row.prompt + row.completion for row in _rows(step.rollouts, step.m))
+    return sum(row.prompt + row.completion for row in rows_of(step.rollouts, step.m))
 
 
 def with_tokens(step: StepShape, count: int) -> StepShape:
@@ -105,8 +105,8 @@ class Estimator:
             engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
             prefill, decode = model.rollouts(step.rollouts, engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
-        every = _rows(step.rollouts, step.rollouts.n)
-        kept = _rows(step.rollouts, step.m)
+        every = rows_of(step.rollouts, step.rollouts.n)
+        kept = rows_of(step.rollouts, step.m)
         if step.passes.policy_over_all or step.passes.policy_over_kept:
             rows = every if step.passes.policy_over_all else kept
             phases["policy_logprobs"] = {**steady, **self._quiet(step, rows)}
@@ -127,11 +127,11 @@ class Estimator:
         }
 
     def _quiet(self, step: StepShape, rows: Sequence[RowShape]) -> Sizes:
-        return self._model.quiet_pass(step.forward, max(_parts(step.forward, rows), key=step.forward.size))
+        return self._model.quiet_pass(step.forward, max(parts_of(step.forward, rows), key=step.forward.size))
 
     def _update(self, step: StepShape, kept: Sequence[RowShape]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
-        first, *others = _parts(step.forward, kept[: -(-len(kept) // step.minibatches)])
+        first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
         passes = [self._model.train_pass(step.forward, first, False)]
         if others:
             passes.append(self._model.train_pass(step.forward, max(others, key=step.forward.size), True))
@@ -196,7 +196,7 @@ class Estimator:
         return good
 
 
-def _rows(work: Workload, take: int) -> list[RowShape]:
+def rows_of(work: Workload, take: int) -> list[RowShape]:
     """The first `take` rollouts of each prompt as rows of a batch."""
     return [
         RowShape(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
@@ -205,5 +205,5 @@ def _rows(work: Workload, take: int) -> list[RowShape]:
     ]
 
 
-def _parts(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
+def parts_of(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
     return [tuple(rows[i] for i in part) for part in forward.cut(rows)]

@@ -106,7 +106,7 @@ class ShapeModel:
         if offload:
             keep_inputs(self.model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back))
         self._autocast = autocast
-        self._bits = bits
+        self.bits = bits
         if bits is not None:
             for module in self._quantised():
                 module.__class__ = _Quantised
@@ -122,10 +122,10 @@ class ShapeModel:
         """Bytes of all weights and buffers, shared ones once."""
         held = [*self.model.parameters(), *self.model.buffers()]
         whole = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
-        if self._bits is None:
+        if self.bits is None:
             return whole
         quantised = [module.weight for module in self._quantised()]
-        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self._bits / 8) for w in quantised)
+        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self.bits / 8) for w in quantised)
 
     def _quantised(self) -> list[nn.Linear]:
         """What bitsandbytes quantises: linear layers, but for the head and the adapters."""

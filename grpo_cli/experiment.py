@@ -13,15 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.config.instantiate import build_rules, engine_parts, make
+from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
+from grpo_cli.memory import SHARE, expand_segments, part_of_gpu
 from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary
@@ -33,7 +36,7 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
-from grpo_cli.processor import flush_denormals, remarks
+from grpo_cli.processor import flush_denormals, remarks, why_no_gpu
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
@@ -53,9 +56,17 @@ def pick_device(word: str) -> torch.device:
         word = "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda":
         if not torch.cuda.is_available():
-            raise UserError("device=cuda was asked for, but PyTorch finds no GPU here; use device=auto or device=cpu")
-        torch.cuda.set_per_process_memory_fraction(float(os.environ.get("GRPO_GPU_SHARE", "1")))
+            found = f"PyTorch finds no GPU here ({why_no_gpu()})"
+            raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
     return torch.device(word)
+
+
+def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
+    """Whether rollouts are made by the engine whose memory is PyTorch's, and its shapes known."""
+    kind = hydra.utils.get_object(str(settings.parts["engine"]["_target_"]))
+    return isinstance(kind, type) and issubclass(kind, TorchEngine)
 
 
 def say_to_stderr(text: str) -> None:
@@ -74,6 +85,8 @@ def set_up(
     if device.type == "cpu":
         for remark in remarks(os.environ, torch.get_num_threads()):
             warn(remark)
+    elif is_ours(settings):
+        expand_segments()
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
     model = _load(weights, device, settings.seed)

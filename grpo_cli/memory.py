@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import os
 import sys
 import threading
 import time
@@ -188,9 +190,78 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
+def reserved_bytes(device: torch.device) -> dict[str, int]:
+    """Of a GPU, the most that the allocator had of it so far, by the metric's name; of a CPU nothing."""
+    return {"memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
+
+
+# CUDA's own of each process, outside of what PyTorch allocates and counts: its context, kernels, what libraries keep.
+# An allowance, 0.3 to 0.6 GB by card and driver; there is no asking how much it is without NVIDIA's management library.
+CONTEXT = 512 * 2**20
+
+
+# In the environment of a sweep's job: its part of a GPU that several share.
+SHARE = "GRPO_GPU_SHARE"
+
+
+def held_by_others(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of a GPU that other processes hold, what is free, and what there is in all."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device) - CONTEXT), free, total
+
+
+def part_of_gpu(share: float, total: int) -> float:
+    """The part of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
+    return share if share == 1 else max(0.0, share - CONTEXT / total)
+
+
+def expand_segments(environment: Mapping[str, str] = os.environ) -> None:
+    """Have the CUDA allocator grow its segments in place from now on, unless a person has said how it is to be: where
+    blocks grow, as the cache's do, what they leave behind could serve nothing larger (PyTorch, "CUDA semantics")."""
+    if not asked_of_allocator(environment):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def asked_of_allocator(environment: Mapping[str, str], sign: str = "") -> str:
+    """What a person has asked of PyTorch's allocator, with the variable, if `sign` is part of it."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if (value := environment.get(name, "")) and sign in value:
+            return f"{name}={value}"
+    return ""
+
+
+def give_back_cached(device: torch.device) -> None:
+    """Give a GPU back what PyTorch's allocator keeps for itself of what was freed; others could not have it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python. Asks no library to be loaded."""
+    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python. Asks no library to be loaded.
+
+    While a CUDA graph is recorded, PyTorch tells of what failed by an error of its own, when the recording ends.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    signs = ("CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    if not isinstance(error, RuntimeError):
+        return False
+    if "during capture" in str(error) and error.__context__ is not None:
+        return is_out_of_memory(error.__context__)
+    return any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+# The allocator's text; the driver's and the runtime's, of graphs and of what libraries keep; those of cuBLAS, cuDNN and
+# cuSOLVER; the allocator's of the host.
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+)

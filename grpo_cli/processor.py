@@ -64,6 +64,17 @@ def fast_in_bfloat16(device: str) -> bool:
     return has["architecture"] == "x86_64" and bool(has.get("amx_bf16") or has.get("avx512_bf16"))
 
 
+def why_no_gpu() -> str:
+    """What PyTorch says where it finds no GPU that it can use."""
+    import torch  # here: help and completion answer without it
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return next(iter(str(error).splitlines()), "no reason given")
+    return "no reason given"
+
+
 def strict_branch(environment: Mapping[str, str]) -> str | None:
     """The value of MKL_CBWR with which bits hold on this processor, None where none is documented to."""
     try:

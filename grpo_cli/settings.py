@@ -134,6 +134,10 @@ class RecordSettings:
     rollouts: int
 
 
+# Of GPUs whose memory and speed are known (`profile.roofline`).
+GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10", "t4", "rtx4090", "rtx3090"]
+
+
 @dataclass(frozen=True)
 class ProfileSettings:
     """How `grpo profile` looks at a run; each word has its comment in `conf/profile.yaml`."""
@@ -147,7 +151,7 @@ class ProfileSettings:
     trace_file: str | None
     device: str
     plan_only: bool
-    for_gpu: bool
+    for_gpu: bool | GpuWord
     fit: str | None
     trace: bool
 

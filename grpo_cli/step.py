@@ -17,7 +17,7 @@ from grpo_cli.examples import examples
 from grpo_cli.interfaces import Parts
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of
 from grpo_cli.learner.learner import Learner, Update
-from grpo_cli.memory import peak_bytes
+from grpo_cli.memory import peak_bytes, reserved_bytes
 from grpo_cli.metrics import of_trained
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
@@ -63,6 +63,7 @@ class Step:
         progress.train_seconds += time.perf_counter() - start
         metrics = step_metrics(progress, scored, selected, stats, trained)
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
+        metrics |= reserved_bytes(self._parts.bench.device)
         metrics["speed/tokens_per_second"] = stats.generated_tokens / rollout_seconds
         return Record(step, metrics, examples(self._parts.bench.task, selected, self._settings.record.rollouts))
 

@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("gpu"):  # cuBLAS and the profiler warn of their own start
+            item.add_marker(pytest.mark.filterwarnings("default"))
         if item.get_closest_marker("smollm2") and not (SMOLLM2 / "model.safetensors").is_file():
             item.add_marker(pytest.mark.skip(reason=f"{SMOLLM2} is not there (scripts/get_smollm2.sh)"))
         if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:

@@ -12,6 +12,8 @@ import arms
 import pytest
 import rollout as bench
 
+from grpo_cli.errors import UserError
+
 # The embedded model: 3 layers, 2 key-value heads of 24 numbers, keys and values, 4 bytes.
 TINY_BYTES = 2 * 3 * 2 * 24 * 4
 
@@ -67,6 +69,11 @@ def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arm: str):
     assert sorted(ran.lengths) == sorted(again.lengths) == [1, 2, 3, 5, 7]
     assert ran.steps == again.steps
     assert ran.steps == STEPS.get(arm, 7)
+
+
+def test_an_arm_has_recorded_steps_where_there_is_a_gpu():
+    with ExitStack() as stack, pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU"):
+        arms.ARMS["infinite-graph"](case(), work_of([2, 1]), stack)
 
 
 @pytest.mark.vllm

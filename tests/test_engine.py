@@ -366,3 +366,13 @@ def test_no_more_slots_are_allocated_than_there_are_requests(make: Any):
         (make(slots=5, kv_budget=1000), 5),
     ):
         assert sampler.fit(shape).slots == slots
+
+
+def test_an_evaluation_has_no_more_rows_at_a_time_than_a_step():
+    requests, rows = some_requests(prompts=1, n=300, tokens=3), {None: 128, 16: 128, 200: 200, 512: 300}
+    wanted = contents(make_engine(small_model(), sampler=infinite(slots=300)).generate(requests))
+    for rollouts, slots in rows.items():
+        engine = make_engine(small_model(), rollouts_per_step=rollouts)
+        assert contents(engine.generate(requests)).keys() == wanted.keys()
+        assert engine.stats().slots == slots
+        assert engine.stats().decode_steps <= 2 * -(-300 // slots), "others enter as rows end"

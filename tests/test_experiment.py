@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -14,10 +15,12 @@ import torch
 
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
-from grpo_cli.config.compose import parse
+from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.errors import UserError
 from grpo_cli.experiment import pick_device, set_up
+from grpo_cli.memory import expand_segments
+from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
@@ -248,11 +251,85 @@ def test_an_engine_s_own_refusals_reach_the_user():
         made.micro(slots=0)
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch):
+# As PyTorch 2.13 says it: a wheel for CPUs, and a wheel that wants a newer driver.
+NO_CUDA = AssertionError("Torch not compiled with CUDA enabled")
+OLD_DRIVER = RuntimeError(
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver\nand more"
+)
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def init() -> None:
+        raise error
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, total: int = 24 * 2**30) -> list[Any]:
+    """One of so many bytes; what is asked of its allocator is noted."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: reserved)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", asked.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    return asked
+
+
+def introduced(device: str, *words: str) -> list[str]:
+    return list(introduction(settings_of(*words, "run_dir=outputs/x"), 360_000, 360_000, torch.device(device)))[1:]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(NO_CUDA, r"\(Torch not compiled with CUDA enabled\); use"), (OLD_DRIVER, r"too old \(found version 11040\)")],
+)
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str):
+    without_a_gpu(monkeypatch, error)
     assert pick_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match="device=cuda was asked for"):
+    with pytest.raises(UserError, match=f"device=cuda was asked for, but PyTorch finds no GPU here .*{said}"):
         pick_device("cuda")
+    told = introduced("cpu")
+    assert len(told) == (error is OLD_DRIVER) and introduced("cpu", "device=cpu") == []
+    assert all("device=auto is cpu: there is a GPU's driver, but" in line and "11040" in line for line in told)
+
+
+def test_a_gpu_that_others_fill_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch):
+    with_a_gpu(monkeypatch, free=2 * 2**30, reserved=3 * 2**30)
+    (said,) = introduced("cuda")
+    assert said.startswith("other processes hold 18.50 GiB of the GPU's 24.00 GiB, and 2.00 GiB are free")
+    with_a_gpu(monkeypatch, free=20 * 2**30, reserved=3 * 2**30)
+    assert introduced("cuda") == [], "its own half a GiB beside what it allocates"
+    with_a_gpu(monkeypatch, free=2 * 2**30)
+    monkeypatch.setenv("GRPO_GPU_SHARE", "0.5")
+    assert introduced("cuda") == [], "the other job of the sweep"
+
+
+def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatch):
+    with_a_gpu(monkeypatch, free=2**30, reserved=3 * 2**30)
+    settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
+    said = str(out_of_memory(settings, torch.OutOfMemoryError("CUDA out of memory")))
+    assert "of the GPU's 24.00 GiB other processes hold 19.50 GiB, and 1.00 GiB are free" in said
+    assert "train.micro_batch_tokens" in said and "could not be predicted" not in said
+
+
+def test_jobs_that_share_a_gpu_leave_room_for_what_cuda_takes_of_each(monkeypatch: pytest.MonkeyPatch):
+    asked = with_a_gpu(monkeypatch, free=0)
+    pick_device("cuda")
+    monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
+    pick_device("cuda")
+    assert asked == [1.0, 0.25 - 0.5 / 24]
+
+
+def test_blocks_that_grow_do_so_in_place_unless_a_person_says_how_it_is_to_be(monkeypatch: pytest.MonkeyPatch):
+    asked = with_a_gpu(monkeypatch, free=0)
+    expand_segments({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"})
+    assert asked == []
+    expand_segments({})
+    assert asked == ["expandable_segments:True"]
 
 
 def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_step(user_module: str):

@@ -104,17 +104,50 @@ def test_the_open_spans_are_told_to_whoever_shows_them(clock: Clock) -> None:
     assert told == [("step",), ("step", "rollout"), ("step",), ()]
 
 
-def test_a_gpu_is_waited_for_at_the_edges_of_a_span_and_nowhere_else(
+class Queue:
+    """A GPU's: it comes to marks when it has done what was queued before them."""
+
+    def __init__(self) -> None:
+        self.queued, self.waits = 0.0, 0
+
+    def event(self, enable_timing: bool) -> Mark:
+        return Mark(self)
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == torch.device("cuda:0")
+        self.waits += 1
+
+
+class Mark:
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.after, self.waits = queue, -1.0, -1
+
+    def record(self) -> None:
+        self.after, self.waits = self.queue.queued, self.queue.waits
+
+    def elapsed_time(self, end: Mark) -> float:
+        assert self.queue.waits > end.waits, "asked before the device has come to it"
+        return 1e3 * (end.after - self.after)
+
+
+def test_work_of_a_gpu_is_charged_to_the_span_that_queued_it_and_nobody_waits_but_take(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: list[object] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    queue = Queue()
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", queue.synchronize)
     meter = WallMeter("cuda:0", clock=clock)
-    with meter.span("rollout"):
-        assert len(waits) == 1
-    assert waits == [torch.device("cuda:0")] * 2
-    meter.take()
-    assert len(waits) == 2
+    with meter.span("step"):
+        for _ in range(3):
+            with meter.span("decode"):
+                queue.queued += 2.0
+        with meter.span("reward"):
+            pass
+        queue.queued += 0.5
+    clock.now += 100.0  # of the host, which does not count
+    assert queue.waits == 0
+    assert meter.take() == {"time/decode": 6.0, "time/reward": 0.0, "time/step": 6.5}
+    assert (meter.take(), queue.waits) == ({}, 1)
 
 
 def test_the_null_meter_measures_nothing() -> None:

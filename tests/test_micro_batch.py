@@ -103,3 +103,20 @@ def test_a_control_group_and_those_around_it_bound_what_is_free(
     assert list(memory._free_of_groups(tmp_path / "none", tmp_path)) == []
     (tmp_path / "own").write_text(line.replace("/a/b", "/elsewhere/in/a/container"))
     assert list(memory._free_of_groups(tmp_path / "own", tmp_path / "cgroup")) == [100000 - 3000 + 700]
+
+
+def test_a_run_on_a_gpu_is_told_before_it_begins_what_will_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(*WORDS, "n=16")
+    rules = tried_rules(settings)
+
+    def said(free: int, device: str = "cuda") -> list[str]:
+        lines: list[str] = []
+        monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
+        micro_batch.foresee(settings, rules, torch.device(device), lines.append)
+        return lines
+
+    (line,) = said(LITTLE)
+    assert "and 10.0 MiB of the GPU are free: train.micro_batch_tokens=auto makes them fit" in line
+    (line,) = said(2**20)
+    assert "model.lora.rank=16" in line and "auto makes" not in line
+    assert said(2**40) == said(LITTLE, "cpu") == []

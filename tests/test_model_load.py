@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import made
 import pytest
@@ -18,6 +19,7 @@ from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
 from small import make_engine, some_requests
 from small import small_model as made_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
@@ -49,6 +51,7 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
+from grpo_cli.model.packed import causal
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 from grpo_cli.tasks.arithmetic import final_answer
@@ -497,3 +500,27 @@ def replies_to(
         made = model.generate(**inputs, max_new_tokens=128, **how)[:, inputs["input_ids"].shape[1] :].tolist()
     end = tokenizer.eos_token_id
     return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in made]
+
+
+def test_random_weights_are_drawn_where_they_will_be():
+    """Billions of numbers of a GPU's model were drawn one by one on the CPU, and moved."""
+    before = torch.get_rng_state()
+    model = load_model(made.model(random_init=True), torch.device("meta"))
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_in_float32_a_gpu_is_given_a_key_head_for_each_query_head(monkeypatch: pytest.MonkeyPatch):
+    """It has no fused kernel for fewer, and would keep scores of tokens x tokens."""
+    asked: list[tuple[tuple[int, ...], bool]] = []
+
+    def attention(query: Any, key: Any, value: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
+        asked.append((tuple(key.shape), enable_gqa))
+        return query
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
+    for device, dtype in (("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        with FakeTensorMode():
+            query, key = (torch.empty(2, heads, 5, 16, device=device, dtype=dtype) for heads in (6, 3))
+            causal(query, key, key, 0.25)
+    assert asked == [((2, 6, 5, 16), False), ((2, 3, 5, 16), True), ((2, 3, 5, 16), True)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
     assert all(measured.values())
     assert measured == pytest.approx(predicted, rel=0.1)
     assert found["measured"]["peak"]["bytes"] == pytest.approx(sum(found["measured"]["peak"]["held_by"].values()))
-    assert all(name in shown for name in ("decode", "backward", "To lower it", "fits"))
+    assert all(name in shown for name in ("decode", "backward", "To lower it", "fits", "times the floor"))
+    roofline = found["roofline"]
+    assert roofline["rates"]["source"] == "measured here"
+    assert set(roofline["phases"]) == wanted - {"reward", "rest", "step"}
+    for name, floor in roofline["phases"].items():
+        assert floor["times_floor"] == pytest.approx(phases[name]["seconds_median"] / floor["floor_seconds"])
 
 
 def test_a_profile_steps_though_all_replies_of_full_length_earn_nothing():
@@ -103,6 +109,19 @@ def test_a_plan_for_a_gpu_has_its_precision_and_its_allocators_ways(monkeypatch:
     assert held["decode"]["activations"] > 0 and held["backward"]["activations"] > 0
     refused = grpo("profile", *SMALL, "profile.for_gpu=true").stderr
     assert "profile.for_gpu=true plans for a GPU" in refused and "profile.plan_only=true" in refused
+
+
+def test_a_gpu_that_is_named_says_what_it_has_and_how_fast():
+    words = ["model=smollm2_135m", "model.architecture.num_hidden_layers=1", "eval.every=0", "profile.plan_only=true"]
+    found, shown = profile(*words, "profile.for_gpu=l4")
+    assert found["device"] == "l4 of 22.35 GiB" and found["fit"]["room_bytes"] == 24 * 10**9
+    decode = found["roofline"]["phases"]["decode"]
+    assert decode["floor_seconds"] == pytest.approx(decode["bytes"] / 0.3e12) and decode["bound"] == "memory"
+    assert decode["times_floor"] is None and "NVIDIA L4" in shown
+    old, _ = profile(*words, "profile.for_gpu=t4", out="old")
+    assert old["settings"]["model"]["autocast"] == "none", "it has no bfloat16"
+    wrong = grpo("profile", *SMALL, "profile.for_gpu=rtx4091").stderr
+    assert "profile.for_gpu=rtx4091 must be true or false, or h200" in wrong and "did you mean rtx4090?" in wrong
 
 
 def test_what_cannot_be_profiled_is_refused_all_at_once():
@@ -337,6 +356,59 @@ def test_a_run_out_of_memory_names_phase_breakdown_and_keys(monkeypatch: pytest.
     assert "out of memory in forward (CUDA out of memory. Tried to allocate 20.00 GiB)" in result.stderr
     assert "train.micro_batch_tokens" in result.stderr and "optimizer" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_generation_that_ran_out_of_memory_is_gone_before_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    """Its keys and values were held by the error's traceback while the device was asked to give back what is free."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def full_memory(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=lambda text: alive.append(bool(made[-1]())))
+    make = engine._generation
+
+    def failing(requests: Any) -> Any:
+        generation = make(requests)
+        if not made:
+            generation._run = full_memory  # the engine's frames hold the generation, nobody else does
+        made.append(weakref.ref(generation))
+        return generation
+
+    monkeypatch.setattr(engine, "_generation", failing)
+    assert len(list(engine.generate(some_requests(1, 4)))) == 4
+    assert alive == [False]
+
+
+# As PyTorch 2.13 and CUDA say it: an allocation, a graph's instantiation, a kernel's stack, a handle, a convolution.
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory",
+)
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY)
+def test_every_text_of_an_allocation_that_failed_is_known(text: str):
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(ValueError(text))
+
+
+def test_what_fails_while_a_graph_is_recorded_is_told_by_what_came_before():
+    recording = "CUDA error: operation failed due to a previous error during capture"
+    for first, taken in ((torch.OutOfMemoryError("x"), True), (RuntimeError("shapes"), False)):
+        try:
+            try:
+                raise first
+            finally:
+                raise RuntimeError(recording)
+        except RuntimeError as error:
+            assert is_out_of_memory(error) == taken
+    assert not is_out_of_memory(RuntimeError(recording))
 
 
 def test_other_errors_are_not_taken_for_it():

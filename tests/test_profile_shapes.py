@@ -20,9 +20,11 @@ from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.recompute import recompute_layers
+from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
-from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total
+from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total, with_tokens
+from grpo_cli.profile.roofline import ModelSizes
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
 
@@ -313,3 +315,40 @@ def test_where_slots_are_refilled_they_stay_full_to_the_longest():
     assert [first.tolist(), last.tolist()] == [[1, 1], [299]]
     (only,) = course([1, 1], "aa", slots=2, **words).moments
     assert only.tolist() == [1, 1], "there is no second token, but there is an answer"
+
+
+def test_an_evaluation_is_predicted_with_the_rows_that_it_has_at_a_time():
+    few = plan(some_requests(prompts=2, n=100), 100, 4)
+    many = some_requests(prompts=50, n=10)
+    estimator = Estimator(fake_model(), optimizer=0, other=0)
+    held = [
+        estimator.predict(replace(few, evaluation=work_of(asked, 10, 30))).phases["eval"]["kv"]
+        for asked in (many[:200], many)
+    ]
+    assert held[1] < 1.3 * held[0], "200 rows each, though there are 500 rollouts"
+
+
+def test_a_model_s_sizes_are_those_of_its_layers():
+    # Two layers: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 64; a head of 24 x 32.
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    model = fake_model(num_hidden_layers=2, vocab_size=24, tie_word_embeddings=False, **sizes)
+    found = ModelSizes.of(model, "bfloat16", optimizer=7)
+    assert (found.products, found.head, found.adapters) == (2 * 9216, 768, 0)
+    assert (found.width, found.token_bytes) == (2 * 4 * 8, 2 * 2 * 2 * 8 * 2)
+    assert (found.rollout_bytes, found.optimizer_bytes) == (2 * (2 * 9216 + 768), 7)
+    assert found.read_bytes == model.weights == found.trained_bytes + sum(b.nbytes for b in model.model.buffers())
+
+
+def test_a_plan_names_the_one_key_that_makes_a_run_fit():
+    """As a model of 3 billion weights with adapters on 24 GB: rollouts fit, updates do so in smaller parts."""
+    estimator, given = Estimator(fake_model(), optimizer=0, other=0), plan(some_requests(2, 8), 8, 8, tokens=10_000)
+    at_most = estimator.predict(given)
+    room = (total(at_most.phases["decode"]) + total(at_most.phases["backward"])) // 2
+    largest = estimator.largest(given, room)
+    assert of_fit(at_most, room, largest, full()) == ("One key makes it fit: train.micro_batch_tokens=auto.",)
+    assert estimator.predict(with_tokens(given, largest["train.micro_batch_tokens"] or 0)).peak <= room < at_most.peak
+    assert of_fit(at_most, at_most.peak, largest, full()) == ()
+    (slots,) = of_fit(at_most, room, {"train.micro_batch_tokens": None, "sampler.slots": 3}, full())
+    assert slots == "One choice makes it fit: sampler=infinite sampler.slots=3."
+    (nothing,) = of_fit(at_most, 1000, dict.fromkeys(largest), full())
+    assert nothing.startswith("No one key") and "decode takes" in nothing and "backward takes" in nothing

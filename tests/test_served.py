@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small import small_model, vllm_engine
+from made import infinite
+from small import small_model, some_requests, vllm_engine
 
+import grpo_cli.engine.vllm as engine_module
 from grpo_cli.engine.admission import Work
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.served import Served
+from grpo_cli.engine.vllm import VllmEngine
+from grpo_cli.engine.vllm_process import guest
 from grpo_cli.errors import UserError
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
@@ -147,3 +152,108 @@ def test_without_vllm_the_choice_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh.*pip install grpo-cli 'vllm>=0"):
         vllm_engine(small_model())
+
+
+class FakeVllm:
+    """As much of vLLM as is told of memory: notes what it is started with and told to do, and by which runner."""
+
+    def __init__(self, notes: list[Any], v2: bool) -> None:
+        cache = SimpleNamespace(num_gpu_blocks=7)
+        config = SimpleNamespace(cache_config=cache, use_v2_model_runner=v2)
+        core = SimpleNamespace(shutdown=lambda: None)
+        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=core)
+        self.wake_up = lambda tags: notes.append(tags)
+        self.collective_rpc = lambda name, kwargs: notes.append(name)
+        self.reset_prefix_cache = lambda: True
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, notes: list[Any], v2: bool = True, **words: Any) -> VllmEngine:
+    """The engine as on a GPU of 100 GiB, of which so many are free when it starts."""
+    monkeypatch.setattr(engine_module, "require_vllm", lambda: None)
+    monkeypatch.setattr(engine_module, "head_sizes", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 100 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: notes.append("empty_cache"))
+    engine = vllm_engine(small_model(), warn=notes.append, **words)
+    engine._device, engine._sleeps = torch.device("cuda"), True
+
+    def started(folder: Any, kwargs: Any) -> Any:
+        notes.append(kwargs)
+        return FakeVllm(notes, v2)
+
+    monkeypatch.setattr(engine, "_started", started)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("free", "words", "share", "said"),
+    [
+        (80, {"memory": 0.4}, 0.4, False),
+        (30, {"memory": 0.4}, 0.295, True),  # half a GiB is left
+        (80, {"memory": 0.4, "sampler": infinite(kv_budget="1GiB")}, 0.795, False),
+        (30, {"memory": 0.4, "sampler": infinite(kv_budget="1GiB")}, 0.295, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+def test_vllm_is_told_to_take_what_is_free_where_the_policy_is_there_already(
+    monkeypatch: pytest.MonkeyPatch, free: int, words: dict[str, Any], share: float, said: bool
+):
+    """It does not start where its share of the whole card is not free, and by default asks for 0.92 of it."""
+    notes: list[Any] = []
+    engine = on_a_gpu(monkeypatch, free, notes, **words)
+    engine._build(some_requests(1, 2))
+    emptied, *warned, kwargs = notes
+    assert emptied == "empty_cache" and kwargs["gpu_memory_utilization"] == pytest.approx(share)
+    assert ("kv_cache_memory_bytes" in kwargs) == ("sampler" in words)
+    assert len(warned) == said
+    if said:
+        assert "engine.memory=0.4: 30.00 GiB of the GPU's 100.00 GiB are free, and other processes hold" in warned[0]
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+def test_the_policy_gives_back_what_it_keeps_before_vllm_wakes(monkeypatch: pytest.MonkeyPatch):
+    notes: list[Any] = []
+    engine = on_a_gpu(monkeypatch, 80, notes)
+    engine._wake(some_requests(1, 2))
+    notes.clear()
+    engine._asleep = engine._stale = True
+    engine._wake(some_requests(1, 2))
+    assert notes == ["empty_cache", ["weights"], "reload_weights", ["kv_cache"]]
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+@pytest.mark.parametrize("v2", [True, False])
+def test_the_runner_is_named(monkeypatch: pytest.MonkeyPatch, v2: bool):
+    notes: list[Any] = []
+    engine = on_a_gpu(monkeypatch, 80, notes, v2)
+    assert engine.facts()["model_runner"] is None
+    engine._build(some_requests(1, 2))
+    assert engine.facts()["model_runner"] == ("V2" if v2 else "V1")
+    assert any("older runner" in str(note) for note in notes) != v2
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type")
+def test_a_gpu_without_room_for_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "MARGIN", 2**30)
+    with pytest.raises(
+        UserError, match="engine=vllm cannot start: 0.0 MiB of the GPU's 100.00 GiB are free, and other"
+    ):
+        on_a_gpu(monkeypatch, 0, [])._build(some_requests(1, 2))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_that_grow_are_refused_where_vllm_sleeps(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(UserError, match=f"{name}=max.*True in the environment: vLLM sleeps by.*engine.sleep=false"):
+        vllm_engine(small_model(), sleep=True)
+
+
+def test_a_guest_leaves_the_random_states_of_gpus_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    """Dropout of adapters draws from them: with vLLM it would be another after its start than without."""
+    states, kept = [torch.tensor([1, 2])], list[Any]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", kept.extend)
+    with guest():
+        states[0] += 7
+    assert [state.tolist() for state in kept] == [[1, 2]]

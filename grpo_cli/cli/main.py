@@ -155,8 +155,10 @@ def _checked_profile(cfg: DictConfig) -> Any:
 
 
 def _profile(cfg: DictConfig) -> Any:
+    from grpo_cli.profile.roofline import fast_when_planned
+
     settings = _checked_profile(cfg)
-    settings = _decided(settings, settings.profile.for_gpu or None)
+    settings = _decided(settings, fast_when_planned(settings.profile.for_gpu))
     from hydra.core.hydra_config import HydraConfig
 
     from grpo_cli.cli.start import started
@@ -302,7 +304,9 @@ def _train(cfg: DictConfig) -> Any:
     if done is not None and done >= settings.train.steps:
         typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
         return None
-    settings = micro_batch.decided(settings, rules, experiment.pick_device(settings.device), _to_stderr)
+    device = experiment.pick_device(settings.device)
+    settings = micro_batch.decided(settings, rules, device, _to_stderr)
+    micro_batch.foresee(settings, rules, device, _to_stderr)
     with (
         started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
         _memory_explained(settings),

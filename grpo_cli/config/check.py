@@ -82,10 +82,12 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
             f"profile.lengths={profile.lengths} and profile.trace_file={shown(profile.trace_file)}: a recorded "
             "rollouts.jsonl goes with profile.lengths=trace, and with nothing else"
         )
-    if profile.for_gpu and not (profile.plan_only and profile.fit is not None):
+    named = isinstance(profile.for_gpu, str)
+    if profile.for_gpu and not (profile.plan_only and (named or profile.fit is not None)):
+        has = "" if named else ", and what it has, such as profile.fit=80GB (or name it, such as profile.for_gpu=h100)"
         yield (
-            "profile.for_gpu=true plans for a GPU that may not be here: add profile.plan_only=true, and what it has, "
-            "such as profile.fit=80GB"
+            f"profile.for_gpu={shown(profile.for_gpu)} plans for a GPU that may not be here: add "
+            f"profile.plan_only=true{has}"
         )
     if profile.fit is not None:
         yield from _size_problems("profile.fit", profile.fit)

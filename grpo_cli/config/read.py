@@ -70,7 +70,10 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         problems.append(f"{key}={shown(value)} must be a list")
     elif typing.get_origin(kind) is typing.Union:  # of a kind, and of words that stand for themselves
         other, words = typing.get_args(kind)
-        return value if value in typing.get_args(words) else _read(other, value, key, problems)
+        if isinstance(value, str) and value not in (known := typing.get_args(words)):
+            problems.append(f"{key}={value} must be {_NAMES[other]}, or {' or '.join(known)}{closest(value, known)}")
+            return None
+        return value if isinstance(value, str) else _read(other, value, key, problems)
     elif isinstance(kind, types.UnionType):
         return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):

@@ -25,6 +25,7 @@ from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_again
 from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.packed import causal
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,7 @@ class Decoder:
             values.append(v)
             if note_received:
                 received.append(_received(q, k, [len(ids) for ids in prompts], self.scale))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            return out.transpose(1, 2).reshape(count * width, -1)
+            return causal(q, k, v, self.scale).transpose(1, 2).reshape(count * width, -1)
 
         positions = torch.arange(width, device=self.device).repeat(count)
         hidden = self.blocks(ids.view(-1), positions, attend)

@@ -3,7 +3,6 @@ predictor has learned; the work is in `generation.py`."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.stop import stop_of
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
-from grpo_cli.memory import is_out_of_memory
+from grpo_cli.memory import give_back_cached, is_out_of_memory
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
@@ -49,6 +48,7 @@ class TorchEngine:
         scheduler: Scheduler,
         predictor: Predictor,
         sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
         *,
         cuda_graph: bool,
         packed_weights: bool,
@@ -71,7 +71,7 @@ class TorchEngine:
         self._cuda_graph = cuda_graph
         self._packed_weights = packed_weights
         self._eos = tuple(eos_token_ids)
-        self._sampler = Capped(sampler)
+        self._sampler = Capped(sampler, rollouts_per_step)
         self._scheduler = scheduler
         self._predictor = predictor
         self._sparsity = sparsity
@@ -92,6 +92,7 @@ class TorchEngine:
         left, parts = list(requests), list[EngineStats]()
         while left:
             ended: set[int] = set()
+            short = False
             try:
                 for index, rollout in self._serve(left):
                     ended.add(index)
@@ -99,6 +100,8 @@ class TorchEngine:
             except (MemoryError, RuntimeError) as error:
                 if not (is_out_of_memory(error) and self._sampler.halves):
                     raise
+                short = True
+            if short:  # not above: until the handler ends its traceback holds the generation, with keys and values
                 self._halve()
             parts.append(self._stats)
             left = [request for index, request in enumerate(left) if index not in ended]
@@ -130,9 +133,7 @@ class TorchEngine:
     def _halve(self) -> None:
         had = self._sampler.last
         now = self._sampler.halve()
-        gc.collect()
-        if self._decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_cached(self._decoder.device)
         self._warn(
             f"out of memory with {had} slots; the rollouts that are left are made with {now}, as are all from now on "
             f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"

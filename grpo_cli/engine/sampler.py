@@ -220,20 +220,27 @@ class Sampler(Protocol):
         """One that has so many slots."""
 
 
+# So many rollouts at a time are next to none for a GPU: an evaluation may take them whatever a step has.
+LEAST_AT_ONCE = 128
+
+
 class Capped:
     """A sampler and the most slots that have turned out to fit (`most`, None: nothing was ever too much).
 
-    `last` is what it answered last, 0 before.
+    One that takes all at once takes the `rollouts` of a step so, which a person has chosen (None: there are no steps);
+    of an evaluation, which may be of many more, as many at a time, the others as these end. `last` is what it answered
+    last, 0 before.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, rollouts: int | None = None) -> None:
         self._sampler = sampler
+        self._at_once = max(rollouts or 0, LEAST_AT_ONCE) if sampler.all_at_once else None
         self.most: int | None = None
         self.last = 0
 
     @property
     def refills(self) -> bool:
-        return self._sampler.refills
+        return self._sampler.refills or self._sampler.all_at_once
 
     @property
     def may_halve(self) -> bool:
@@ -251,6 +258,6 @@ class Capped:
 
     def fit(self, shape: KvShape) -> Room:
         """What to allocate, as the sampler's own `fit`."""
-        room = self._sampler.fit(shape, self.most)
+        room = self._sampler.fit(shape, _least(shape.requests, self.most, self._at_once))
         self.last = room.slots
         return room

@@ -8,10 +8,11 @@ batches and caches; which request enters when is decided here, by the scheduler'
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,18 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import KvShape, Sampler
 from grpo_cli.engine.served import Served
 from grpo_cli.engine.vllm_options import check_options
-from grpo_cli.engine.vllm_process import guest, head_sizes, require_vllm
+from grpo_cli.engine.vllm_process import OLD_RUNNER, guest, head_sizes, require_vllm, runner_of
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.formatting import gib, parse_bytes
 from grpo_cli.interfaces import Meter
+from grpo_cli.memory import asked_of_allocator, give_back_cached, held_by_others
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.types import EngineStats, Request, Rollout
+
+# Of what is free of a GPU, what is not promised to vLLM: it looks again when it has allocated something itself.
+MARGIN = 2**29
 
 
 class VllmEngine:
@@ -51,6 +56,7 @@ class VllmEngine:
         rollouts_per_step: int | None = None,
         seed: int = 0,
         meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
         *,
         memory: float,
         max_model_len: int | None,
@@ -59,7 +65,7 @@ class VllmEngine:
         sleep: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
-        self._span = (meter or NullMeter()).span
+        self._span, self._warn = (meter or NullMeter()).span, warn
         self._model, self._eos = model, tuple(eos_token_ids)
         self._sampler, self._scheduler, self._predictor = sampler, scheduler, predictor
         self._rollouts_per_step, self._seed = rollouts_per_step, seed
@@ -72,6 +78,11 @@ class VllmEngine:
         problems = [*self.refuses(scheduler, predictor, sparsity, memory, max_model_len)]
         if self._sleeps and not on_gpu:
             problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
+        if self._sleeps and (asked := asked_of_allocator(os.environ, "expandable_segments:True")):
+            problems.append(
+                f"{asked} in the environment: vLLM sleeps by an allocator of its own, which has no segments that grow; "
+                "unset it, or let vLLM keep its memory while weights are updated, engine.sleep=false"
+            )
         refuse(problems)
         require_vllm()
         check_options(self._options)
@@ -79,6 +90,7 @@ class VllmEngine:
         self._llm: Any = None
         self._slots = self._kv_bytes = self._block_bytes = 0
         self._stale, self._asleep, self._dead = True, False, ""
+        self._runner: str | None = None
         self._stats = EngineStats()
 
     @staticmethod
@@ -220,6 +232,8 @@ class VllmEngine:
         """Memory taken, weights those of the policy; returns the seconds that the weights took."""
         if self._llm is None:
             self._build(requests)
+        if self._asleep:
+            give_back_cached(self._device)
         with self._answering("cannot take up its memory and weights"):
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
@@ -266,14 +280,36 @@ class VllmEngine:
         if budget is not None:
             kwargs["kv_cache_memory_bytes"] = budget * block
             kwargs["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
-        else:
-            kwargs["gpu_memory_utilization"] = self._memory
+        if self._device.type == "cuda":
+            kwargs["gpu_memory_utilization"] = self._share(budget is not None)
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
             _only(self)
             self._llm = self._started(Path(folder), kwargs | {"dtype": str(dtype).removeprefix("torch.")})
+        self._runner = runner_of(self._llm)
+        if self._device.type == "cuda" and self._runner == OLD_RUNNER:
+            self._warn(
+                "vLLM runs this model by its older runner, which draws for one rollout after the other, each by its "
+                "own seed: slow with hundreds (VLLM_USE_V2_MODEL_RUNNER=1 in the environment asks for the other)"
+            )
         cache = self._llm.llm_engine.vllm_config.cache_config
         self._kv_bytes = cache.num_gpu_blocks * block
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
+
+    def _share(self, bounded: bool) -> float:
+        """Of the whole GPU, what vLLM is told to take. It refuses to start where so much is not free, also where it is
+        told the cache's size (`bounded`) and takes no notice of it otherwise."""
+        give_back_cached(self._device)
+        others, free, total = held_by_others(self._device)
+        most = (free - MARGIN) / total
+        found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"
+        if most <= 0:
+            raise UserError(f"engine=vllm cannot start: {found}; free some of it, or use engine=torch")
+        if not bounded and most < self._memory:
+            self._warn(
+                f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f} of it. The optimizer takes its "
+                "part in the first update: where nothing is left for it, lower engine.memory"
+            )
+        return most if bounded else min(most, self._memory)
 
     def close(self) -> None:
         """Let vLLM go; whoever asks for rollouts again waits for a new start."""
@@ -327,8 +363,9 @@ class VllmEngine:
         return self._stats
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine: vLLM's kernels depend on what else is in a batch."""
-        return {"invariant": False}
+        """What `summary.json` says of the engine: vLLM's kernels depend on what else is in a batch. `model_runner` is
+        vLLM's, None before it has started."""
+        return {"invariant": False, "model_runner": self._runner}
 
     def update_weights(self) -> None:
         """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ def guest() -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         with warnings.catch_warnings():
@@ -56,6 +58,8 @@ def guest() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+        if of_gpus:  # dropout of adapters draws from them
+            torch.cuda.set_rng_state_all(of_gpus)
 
 
 def head_sizes(device: torch.device) -> list[int] | None:
@@ -66,3 +70,11 @@ def head_sizes(device: torch.device) -> list[int] | None:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+OLD_RUNNER = "V1"
+
+
+def runner_of(llm: Any) -> str:
+    """Which of vLLM's two model runners drives the model: V1, or V2, which draws all rows in one kernel."""
+    return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER

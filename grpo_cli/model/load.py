@@ -36,6 +36,7 @@ from grpo_cli.model.checks import (
     check_supported,
     check_weights,
 )
+from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
 
@@ -64,13 +65,16 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
     if settings.random_init:
         config = model_config(settings)
         config.attention_dropout = 0.0
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+        with device:  # a GPU draws billions of numbers at once, a CPU one after the other
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
         source = _source(settings.path)
         config = _read_config(source, settings)
         config.attention_dropout = 0.0
         model = _read_weights(source, config, dtype, settings, device)
     check_supported(model)
+    if device.type == "cuda":
+        allow_packing(model)  # its attention in float32 is another there
     if settings.gradient_checkpointing:
         recompute_layers(model, settings.offload_activations)
     if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong

@@ -80,6 +80,21 @@ def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]
     return last_states(model, input_ids=input_ids[None], position_ids=positions[None], packed_layout=layout)[0]
 
 
+def causal(
+    query: Float[Tensor, "B HG T D"], key: Float[Tensor, "B H T D"], value: Float[Tensor, "B H T D"], scale: float
+) -> Float[Tensor, "B HG T D"]:
+    """Attention of rows to themselves, right padded. No fused kernel of a GPU takes fewer key heads than query heads in
+    float32; without one, scores of B x HG x T x T numbers would be kept."""
+    alone = _wants_a_head_each(query)
+    if alone:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=not alone)
+
+
+def _wants_a_head_each(query: Tensor) -> bool:
+    return query.device.type == "cuda" and query.dtype == torch.float32
+
+
 def _attention(
     module: Any,
     query: Float[Tensor, "B HG N D"],
@@ -91,6 +106,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: a GPU's flash kernel over the run, or part by part. That splits and joins
     once per layer: the backward of a slice is a whole tensor of zeros, that of a split is one concatenation."""
+    if packed_layout is None and attention_mask is None and _wants_a_head_each(query):
+        return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     sizes, scale = packed_layout.sizes, kwargs["scaling"]

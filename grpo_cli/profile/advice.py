@@ -9,6 +9,7 @@ from grpo_cli.config.instantiate import build_rules
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
+from grpo_cli.memory import held_by_others
 from grpo_cli.meter import spans_around
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
@@ -19,6 +20,11 @@ from grpo_cli.profile.shapes import KV, Sizes
 from grpo_cli.settings import RunSettings
 
 _ROLLOUTS = ("prefill", "decode")
+TOKENS = "train.micro_batch_tokens"
+# Where not even one sequence goes through.
+NOTHING_FITS = (
+    "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
+)
 
 _TIME: Mapping[str, str] = {
     "prefill": "lower train.prompts, or take shorter prompts",
@@ -63,6 +69,22 @@ def sentences(predicted: Prediction, measured: Measured | None, sampler: Sampler
     return of_time(measured), of_memory(measured.fullest, measured.memory, sampler)
 
 
+def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sampler: Sampler) -> tuple[str, ...]:
+    """Where rollouts of full length do not fit `room` bytes: the one key that makes them, or what each phase wants."""
+    if at_most.peak <= room:
+        return ()
+    if largest.get(TOKENS) is not None:
+        return (f"One key makes it fit: {TOKENS}=auto.",)
+    if largest.get("sampler.slots") is not None:
+        infinite = "sampler=infinite " if sampler.all_at_once else ""
+        return (f"One choice makes it fit: {infinite}sampler.slots={largest['sampler.slots']}.",)
+    lines = ["No one key makes it fit, since more than one phase has too little room:"]
+    for phase, sizes in at_most.phases.items():
+        if total(sizes) > room:
+            lines.append(f"  {phase} takes {gib(total(sizes))}: {memory_keys(dominating(sizes), phase, sampler)}")
+    return ("\n".join(lines),)
+
+
 def dominating(sizes: Sizes) -> str:
     """The kind that holds most, of those that a key can lower if there are any."""
     lowered = [kind for kind in KINDS if kind != OTHER and sizes.get(kind, 0)]
@@ -101,11 +123,15 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
         phase = "eval"
     said = " ".join(str(error).split())[:200]
     lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
+    device = experiment.pick_device(settings.device)
+    if device.type == "cuda":
+        others, free, whole = held_by_others(device)
+        lines.append(f"of the GPU's {gib(whole)} other processes hold {gib(others)}, and {gib(free)} are free")
     try:
         rules = build_rules(settings.parts, settings.n, settings.m)
         shapes = shapes_of(settings.model)
         sampler, step = step_of(settings, rules, has_dropout(shapes.model))
-        predicted = estimator_of(settings, shapes, experiment.pick_device(settings.device), 0).predict(step)
+        predicted = estimator_of(settings, shapes, device, 0).predict(step)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")
         return UserError("\n".join(lines))

@@ -17,17 +17,18 @@ from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import build_rules, make
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.formatting import gib, parse_bytes
 from grpo_cli.interfaces import AdvantageFn, Rules
+from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory import is_out_of_memory
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.profile import advice
+from grpo_cli.profile import advice, roofline
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.profile.from_settings import estimator_of, is_ours, not_predicted, process_alone, shapes_of, step_of
+from grpo_cli.profile.from_settings import estimator_of, not_predicted, process_alone, shapes_of, step_of
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
-from grpo_cli.settings import ProfileRunSettings
+from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
 from grpo_cli.types import Record
 
@@ -52,19 +53,27 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
-    predicted = estimator.predict(step)
+    dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
+    optimizer = state_bytes(shapes.trained, settings.optim, planned)
+    predicted, at_most = estimator.predict(step), estimator.predict(step.at_full_length())
+    largest = estimator.largest(step, room)
     findings = Findings(
         command=tuple(command),
         settings=dataclasses.asdict(settings),
         versions={"grpo_cli": __version__, "python": platform.python_version(), **versions("torch", "transformers")},
-        device=_named(device) if planned.type == device.type else f"a GPU of {settings.profile.fit}",
+        device=_named(device) if planned.type == device.type else _planned(settings.profile, room),
         threads=torch.get_num_threads(),
         measured=measured,
         predicted=predicted,
-        at_most=estimator.predict(step.at_full_length()),
+        at_most=at_most,
         room=room,
-        largest=estimator.largest(step, room),
-        advice=advice.sentences(predicted, measured, sampler),
+        largest=largest,
+        advice=(
+            *advice.sentences(predicted, measured, sampler),
+            *advice.of_fit(at_most, room, largest, sampler),
+        ),
+        rates=_rates(settings, device, dtype),
+        floors=roofline.floors(step, roofline.ModelSizes.of(shapes, dtype, optimizer), settings.train.epochs),
         not_predicted=not_predicted(settings),
     )
     write(findings, folder)
@@ -72,13 +81,25 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     return findings
 
 
+def _planned(profile: ProfileSettings, room: int) -> str:
+    kind = profile.for_gpu if isinstance(profile.for_gpu, str) else "a GPU"
+    return f"{kind} of {profile.fit or gib(room)}"
+
+
 def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
 
 
+def _rates(settings: ProfileRunSettings, device: torch.device, dtype: str) -> roofline.Rates | None:
+    word = settings.profile.for_gpu
+    if isinstance(word, str):
+        return roofline.published(word, dtype)
+    return None if settings.profile.plan_only else roofline.measured(device, dtype)
+
+
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
-    if wanted.lengths != "natural" and not is_ours(settings):
+    if wanted.lengths != "natural" and not experiment.is_ours(settings):
         raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
     trace = read_trace(wanted.trace_file, "profile.trace_file") if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
@@ -120,6 +141,8 @@ def _never_all_equal(rule: AdvantageFn, kept_rewards: torch.Tensor, group_reward
 def _room(settings: ProfileRunSettings, device: torch.device) -> int:
     if settings.profile.fit is not None:
         return parse_bytes(settings.profile.fit, "profile.fit")
+    if isinstance(settings.profile.for_gpu, str):
+        return int(roofline.KNOWN[settings.profile.for_gpu].memory)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda is planned for where there is no GPU: say what it has, as in profile.fit=80GB")
     if device.type == "cuda":

@@ -49,7 +49,7 @@ class StepShape:
 
 def most_tokens(step: StepShape) -> int:
     """Tokens that a step trains on: no pass can take more."""
-    return sum(row.prompt + row.completion for row in _rows(step.rollouts, step.m))
+    return sum(row.prompt + row.completion for row in rows_of(step.rollouts, step.m))
 
 
 def with_tokens(step: StepShape, count: int) -> StepShape:
@@ -101,11 +101,12 @@ class Estimator:
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         if step.engine is not None:
-            step = replace(step, engine=replace(step.engine, packed=step.engine.packed and self._on_cpu))
-            prefill, decode = model.rollouts(step.rollouts, step.engine)
+            count = len(step.rollouts.lengths)
+            engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
+            prefill, decode = model.rollouts(step.rollouts, engine)
             phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
-        every = _rows(step.rollouts, step.rollouts.n)
-        kept = _rows(step.rollouts, step.m)
+        every = rows_of(step.rollouts, step.rollouts.n)
+        kept = rows_of(step.rollouts, step.m)
         if step.passes.policy_over_all or step.passes.policy_over_kept:
             rows = every if step.passes.policy_over_all else kept
             phases["policy_logprobs"] = {**steady, **self._quiet(step, rows)}
@@ -113,7 +114,7 @@ class Estimator:
             phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
         phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept).items()}
         if step.evaluation is not None and step.engine is not None:
-            beginning, going_on = model.rollouts(step.evaluation, step.engine)
+            beginning, going_on = model.rollouts(step.evaluation, engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
         return Prediction(phases)
 
@@ -126,11 +127,11 @@ class Estimator:
         }
 
     def _quiet(self, step: StepShape, rows: Sequence[RowShape]) -> Sizes:
-        return self._model.quiet_pass(step.forward, max(_parts(step.forward, rows), key=step.forward.size))
+        return self._model.quiet_pass(step.forward, max(parts_of(step.forward, rows), key=step.forward.size))
 
     def _update(self, step: StepShape, kept: Sequence[RowShape]) -> dict[str, Sizes]:
         """The first micro-batch has no gradients beside it while it goes forward, all others have."""
-        first, *others = _parts(step.forward, kept[: -(-len(kept) // step.minibatches)])
+        first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
         passes = [self._model.train_pass(step.forward, first, False)]
         if others:
             passes.append(self._model.train_pass(step.forward, max(others, key=step.forward.size), True))
@@ -195,7 +196,7 @@ class Estimator:
         return good
 
 
-def _rows(work: Workload, take: int) -> list[RowShape]:
+def rows_of(work: Workload, take: int) -> list[RowShape]:
     """The first `take` rollouts of each prompt as rows of a batch."""
     return [
         RowShape(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
@@ -204,5 +205,5 @@ def _rows(work: Workload, take: int) -> list[RowShape]:
     ]
 
 
-def _parts(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
+def parts_of(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
     return [tuple(rows[i] for i in part) for part in forward.cut(rows)]

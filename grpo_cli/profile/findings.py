@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
+from grpo_cli.profile.roofline import Floor, Rates
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import PROFILE as FILE
@@ -23,7 +24,8 @@ SCHEMA = 1
 class Findings:
     """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
     that are all as long as may be, both but for what `not_predicted` says; `largest` are the largest values that then
-    fit `room` bytes (None: none does, 0: any does)."""
+    fit `room` bytes (None: none does, 0: any does). `floors` are the least that phases could take, at the `rates` of
+    the device (None: they are not known)."""
 
     command: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -36,6 +38,8 @@ class Findings:
     room: int
     largest: Mapping[str, int | None]
     advice: tuple[str, ...]
+    rates: Rates | None
+    floors: Mapping[str, Floor]
     not_predicted: tuple[str, ...] = ()
 
 
@@ -58,8 +62,34 @@ def document(findings: Findings) -> dict[str, Any]:
             "fits": findings.at_most.peak <= findings.room,
             "largest": dict(findings.largest),
         },
+        "roofline": _roofline(findings),
         "advice": list(findings.advice),
     }
+
+
+def _roofline(findings: Findings) -> dict[str, Any]:
+    rates = findings.rates
+    return {
+        "rates": None if rates is None else asdict(rates),
+        "phases": {
+            name: {
+                "bytes": floor.nbytes,
+                "operations": floor.operations,
+                "floor_seconds": None if rates is None else floor.seconds(rates),
+                "bound": None if rates is None else floor.bound(rates),
+                "times_floor": times_floor(findings, name),
+            }
+            for name, floor in findings.floors.items()
+        },
+    }
+
+
+def times_floor(findings: Findings, name: str) -> float | None:
+    """How many times its floor a phase took; None where one of them is not known."""
+    measured, rates = findings.measured, findings.rates
+    if rates is None or measured is None or name not in measured.phases:
+        return None
+    return measured.phases[name].median / findings.floors[name].seconds(rates)
 
 
 def _measured(measured: Measured) -> dict[str, Any]:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import hydra.utils
 import torch
 
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
-from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.sampler import Sampler
+from grpo_cli.experiment import is_ours
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
@@ -58,12 +57,6 @@ def process_alone(device: torch.device) -> int:
     del model, optimizer, ids, place
     gc.collect()
     return int(torch.cuda.memory_allocated(device))
-
-
-def is_ours(settings: RunSettings) -> bool:
-    """Whether rollouts are made by the engine whose shapes are known."""
-    kind = hydra.utils.get_object(str(settings.parts["engine"]["_target_"]))
-    return isinstance(kind, type) and issubclass(kind, TorchEngine)
 
 
 def not_predicted(settings: RunSettings) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from grpo_cli.config.decided import AUTO, as_begun
+from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
 from grpo_cli.interfaces import Rules
@@ -40,22 +41,45 @@ def decided(
         return _with(settings, begun["micro_batch_tokens"])
     other = process_alone(device)  # is there already, and so not in what is free
     room = int(_SHARE * free_bytes(device)) + other if room is None else room
-    shapes = shapes_of(settings.model)
-    sampler, step = step_of(_with(settings, 1), rules, has_dropout(shapes.model))
-    step = replace(step, engine=None, evaluation=None).at_full_length()
-    estimator, all_of_them = estimator_of(settings, shapes, device, other), most_tokens(step)
+    sampler, estimator, step = _updates(_with(settings, 1), rules, device, other)
+    all_of_them = most_tokens(step)
     found = estimator.micro_batch(with_tokens(step, all_of_them), room)
     if found is None:
         least = estimator.predict(step)
         parts = advice.breakdown(least.fullest, least.phases[least.fullest], sampler)
         raise UserError(
             f"train.micro_batch_tokens=auto: not one sequence fits. It takes at least {gib(least.peak)}, and "
-            f"{gib(room)} are free for it:\n" + "\n".join(parts) + "\n  sampling.max_new_tokens=<fewer>, or adapters, "
-            "which need next to no gradients and optimizer: model.lora.rank=16"
+            f"{gib(room)} are free for it:\n" + "\n".join(parts) + f"\n  {advice.NOTHING_FITS}"
         )
     count = found or all_of_them
     say(_said(count, found == 0, estimator, step, room))
     return _with(settings, count)
+
+
+def foresee(settings: RunSettings, rules: Rules, device: torch.device, say: Callable[[str], None]) -> None:
+    """Say before a run on a GPU that its updates will not fit what is free, and the key that makes them, where the
+    prediction knows. On a CPU memory is another, which swaps; and a run that goes on has gone before."""
+    if device.type != "cuda" or settings.resume is not None:
+        return
+    try:
+        _, estimator, step = _updates(settings, rules, device, 0)
+        peak, room = estimator.predict(step).peak, free_bytes(device)
+        least = peak if peak <= room else estimator.predict(with_tokens(step, 1)).peak
+    except (UserError, RuntimeError):
+        return  # a model that is no plain one: the run itself is asked
+    if peak > room:
+        fits = "train.micro_batch_tokens=auto makes them fit" if least <= _SHARE * room else advice.NOTHING_FITS
+        say(f"updates are expected to take {gib(peak)}, and {gib(room)} of the GPU are free: {fits}")
+
+
+def _updates(
+    settings: RunSettings, rules: Rules, device: torch.device, other: int
+) -> tuple[Sampler, Estimator, StepShape]:
+    """A step of rollouts of full length, but for how they are made."""
+    shapes = shapes_of(settings.model)
+    sampler, step = step_of(settings, rules, has_dropout(shapes.model))
+    step = replace(step, engine=None, evaluation=None).at_full_length()
+    return sampler, estimator_of(settings, shapes, device, other), step
 
 
 def _said(count: int, all_at_once: bool, estimator: Estimator, step: StepShape, room: int) -> str:

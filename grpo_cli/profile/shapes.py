@@ -22,7 +22,7 @@ from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense
 from grpo_cli.engine.fullest import fullest_moments, parked_bytes
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.sampler import Sampler
+from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.meter import NullMeter
@@ -39,12 +39,14 @@ KV = "kv"
 @dataclass(frozen=True)
 class EngineShape:
     """What decides how much a rollout engine allocates. `prefix` is how many tokens everyone makes before the rest is
-    ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone."""
+    ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone. `rollouts`
+    are those of a step, as which no evaluation takes more at once."""
 
     sampler: Sampler
     sparsity: Dense | Budget
     prefix: int
     packed: bool = False
+    rollouts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class ShapeModel:
         if offload:
             keep_inputs(self.model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back))
         self._autocast = autocast
-        self._bits = bits
+        self.bits = bits
         if bits is not None:
             for module in self._quantised():
                 module.__class__ = _Quantised
@@ -120,10 +122,10 @@ class ShapeModel:
         """Bytes of all weights and buffers, shared ones once."""
         held = [*self.model.parameters(), *self.model.buffers()]
         whole = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
-        if self._bits is None:
+        if self.bits is None:
             return whole
         quantised = [module.weight for module in self._quantised()]
-        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self._bits / 8) for w in quantised)
+        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self.bits / 8) for w in quantised)
 
     def _quantised(self) -> list[nn.Linear]:
         """What bitsandbytes quantises: linear layers, but for the head and the adapters."""
@@ -184,7 +186,7 @@ class ShapeModel:
             generation = Generation(
                 Decoder(self.model, packed=engine.packed),
                 (0,),
-                engine.sampler,
+                Capped(engine.sampler, engine.rollouts),
                 engine.sparsity,
                 requests,
                 capture=None,

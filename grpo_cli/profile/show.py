@@ -7,7 +7,7 @@ from rich.table import Table
 
 from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
-from grpo_cli.profile.findings import Findings, tokens_per_second
+from grpo_cli.profile.findings import Findings, times_floor, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured, Phase
 
 
@@ -17,6 +17,7 @@ def show(findings: Findings, console: Console) -> None:
         console.print(_phases(findings, findings.measured))
         console.print(_engine_line(findings.measured), highlight=False)
     console.print(_memory(findings))
+    console.print(_floors(findings))
     for line in findings.not_predicted:
         console.print(f"Not predicted: {line}.", highlight=False, markup=False)
     for line in _fit_lines(findings):
@@ -90,6 +91,26 @@ def _memory(findings: Findings) -> Table:
             if size != measured.memory[kind]:
                 row = (gib(size), gib(expected), _ratio(expected, size), gib(at_most.exact[kind]))
                 table.add_row(f"{kind}, elsewhere", *row)
+    return table
+
+
+def _floors(findings: Findings) -> Table:
+    """The least that each phase could take, and how far from it it is."""
+    rates = findings.rates
+    title = "the least that phases could take"
+    if rates is not None:
+        speed = f"{rates.bytes_per_second / 1e9:,.0f} GB/s, {rates.operations_per_second / 1e12:,.3g} TFLOP/s"
+        title += f", at {speed} ({rates.source})"
+    table = Table(title=title, title_justify="left")
+    timed = ["floor", "bound by", "times the floor"] if rates is not None else []
+    for column in ("phase", "GB moved", "TFLOP", *timed):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name, floor in findings.floors.items():
+        row = [name, f"{floor.nbytes / 1e9:,.3g}", f"{floor.operations / 1e12:,.3g}"]
+        if rates is not None:
+            far = times_floor(findings, name)
+            row += [f"{floor.seconds(rates):.3g} s", floor.bound(rates), "" if far is None else f"{far:,.1f}"]
+        table.add_row(*row)
     return table
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
 
+from grpo_cli.formatting import gib
+from grpo_cli.memory import SHARE, held_by_others
+from grpo_cli.processor import why_no_gpu
 from grpo_cli.settings import RunSettings
+
+# What PyTorch says where there is nothing to mend: a build without CUDA, no driver, no GPU or none that may be seen.
+_NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
 
 def introduction(settings: RunSettings, parameters: int, trained: int, device: torch.device) -> Iterator[str]:
@@ -26,6 +33,7 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
             f"sampler.slots={slots} is more than the {prompts * n} rollouts of a step (train.prompts={prompts} x "
             f"n={n}), so {prompts * n} slots are allocated"
         )
+    yield from _of_gpu(settings.device, device)
     if settings.model.adapted:
         yield f"{trained / 1e6:.3g} M of them are trained: adapters; the weights below stay as they are"
     if settings.model.without_files:
@@ -33,3 +41,16 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
             f"model.random_init=true: random weights of {settings.model.path}'s shape, from its preset; prompts and "
             "completions go by the embedded tokenizer (a token per byte), and completions end with its end"
         )
+
+
+def _of_gpu(asked: str, device: torch.device) -> Iterator[str]:
+    """That there is one that PyTorch cannot use, or that others have its memory; a sweep's jobs know of each other."""
+    if device.type == "cuda" and SHARE not in os.environ:
+        others, free, total = held_by_others(device)
+        if others > total / 10:
+            yield (
+                f"other processes hold {gib(others)} of the GPU's {gib(total)}, and {gib(free)} are free (nvidia-smi "
+                "names them): end them, or let updates go by what is free, train.micro_batch_tokens=auto"
+            )
+    elif device.type == "cpu" and asked == "auto" and not any(sign in (why := why_no_gpu()) for sign in _NO_GPU):
+        yield f"device=auto is cpu: there is a GPU's driver, but PyTorch finds no GPU that it can use ({why})"

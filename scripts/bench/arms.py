@@ -172,9 +172,10 @@ def _random_prompts(case: Case, shape: Shape) -> tuple[list[Prompt], tuple[int, 
     return [Prompt(f"random{i}", tokens, "") for i, tokens in enumerate(ids)], (NEVER,)
 
 
-def ours(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
-    """The engine of `grpo train <word>`, whose cache is made anew by every run."""
-    return _run_by(_engine(case, work.eos, word))
+def ours(*given: Any) -> Run:
+    """The engine of `grpo train <words>`, whose cache is made anew by every run."""
+    *words, case, work, _ = given
+    return _run_by(_engine(case, work.eos, *words))
 
 
 def under(policy: str, case: Case, work: Work, stack: ExitStack) -> Run:
@@ -355,6 +356,7 @@ ARMS: Mapping[str, Arm] = {
     "full": partial(ours, "sampler=full"),
     "micro": partial(ours, "sampler=micro"),
     "infinite": partial(ours, "sampler=infinite"),
+    "infinite-graph": partial(ours, "sampler=infinite", "engine.cuda_graph=true"),
     "budget": budgeted,
     "generate": partial(generate, False),
     "generate-slots": partial(generate, True),

@@ -6,8 +6,9 @@
     python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
     scripts/reproduce.sh infinite_sampling              # --case infinite_sampling: the memory of fewer slots
 
-Arms: `full`, `micro`, `infinite`; `generate` (everything in one padded batch) and `continuous` (continuous batching) of
-`transformers`; `vllm` where it is installed. The last three also as `<arm>-slots`, with only `slots` rows at a time.
+Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` (everything in one padded batch) and
+`continuous` (continuous batching) of `transformers`; `vllm` where it is installed. The last three also as
+`<arm>-slots`, with only `slots` rows at a time.
 
 The embedded model answers problems of the embedded task and ends where it ends. A model of random weights would never
 end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit) and forced on every arm alike.

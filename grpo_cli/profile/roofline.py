@@ -1,0 +1,244 @@
+"""The least that each phase could take: bytes that it has to move and operations that it has to do, over what the
+device moves and does at best. Counted from shapes; what a phase takes beyond is distance, not work.
+
+Products alone are operations (a multiplication and an addition are two). Padding, recomputed layers, casts and what
+lies between two kernels are no part of it. Weights that fit a processor's caches are read faster than memory is copied,
+so that the embedded model may be below its floor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_cli.engine.sampler import DEFAULT_SLOTS, LEAST_AT_ONCE, Sampler
+from grpo_cli.learner.forward import RowShape, ShapeOnly
+from grpo_cli.meter import WallMeter
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.profile.estimate import StepShape, parts_of, rows_of
+from grpo_cli.profile.shapes import ShapeModel, Workload
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device moves (reading and writing both count) and multiplies a second at best, and who says so."""
+
+    bytes_per_second: float
+    operations_per_second: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """As published: bytes of memory, bytes a second, and dense operations a second in bfloat16 with sums in float32
+    (None: it has none) and in float32 without tensor cores."""
+
+    memory: float
+    bandwidth: float
+    bfloat16: float | None
+    float32: float
+    source: str
+
+
+# By the words of `profile.for_gpu`. Where a datasheet gives tensor rates "with sparsity", half of them.
+KNOWN: Mapping[str, Gpu] = {
+    "h200": Gpu(141e9, 4.8e12, 989e12, 67e12, "NVIDIA H200 datasheet, SXM"),
+    "h100": Gpu(80e9, 3.35e12, 989e12, 67e12, "NVIDIA H100 datasheet, SXM"),
+    "a100_80gb": Gpu(80e9, 2.039e12, 312e12, 19.5e12, "NVIDIA A100 datasheet, SXM"),
+    "a100_40gb": Gpu(40e9, 1.555e12, 312e12, 19.5e12, "NVIDIA A100 datasheet, 40 GB"),
+    "l40s": Gpu(48e9, 0.864e12, 362e12, 91.6e12, "NVIDIA L40S datasheet"),
+    "l4": Gpu(24e9, 0.3e12, 121e12, 30.3e12, "NVIDIA L4 datasheet"),
+    "a10": Gpu(24e9, 0.6e12, 125e12, 31.2e12, "NVIDIA A10 datasheet"),
+    "t4": Gpu(16e9, 0.32e12, None, 8.1e12, "NVIDIA T4 datasheet"),
+    "rtx4090": Gpu(24e9, 1.008e12, 165.2e12, 82.6e12, "NVIDIA Ada GPU architecture whitepaper"),
+    "rtx3090": Gpu(24e9, 0.936e12, 71e12, 35.6e12, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+}
+
+
+def fast_when_planned(word: bool | str) -> bool | None:
+    """Whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None: nothing is planned for."""
+    return KNOWN[word].bfloat16 is not None if isinstance(word, str) else word or None
+
+
+def published(word: str, dtype: str) -> Rates:
+    gpu = KNOWN[word]
+    products = gpu.float32 if dtype == "float32" or gpu.bfloat16 is None else gpu.bfloat16
+    return Rates(gpu.bandwidth, products, gpu.source)
+
+
+def measured(device: torch.device, dtype: str) -> Rates:
+    """By copies of much memory and products of large matrices, each the best of five. Takes a second on a CPU."""
+    big, wide = (2**30, 8192) if device.type == "cuda" else (2**27, 1024)
+    source, target = (torch.zeros(big, dtype=torch.uint8, device=device) for _ in range(2))
+    left, right = (torch.ones(wide, wide, dtype=getattr(torch, dtype), device=device) for _ in range(2))
+    copied = 2 * big / _best(device, lambda: target.copy_(source))
+    return Rates(copied, 2 * wide**3 / _best(device, lambda: left @ right), "measured here")
+
+
+def _best(device: torch.device, run: Callable[[], Any]) -> float:
+    meter = WallMeter(device)
+    run()
+    seconds = []
+    for _ in range(5):
+        with meter.span("decode"):
+            run()
+        seconds.append(meter.take()["time/decode"])
+    return min(seconds)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes moved and operations done at the least."""
+
+    nbytes: int
+    operations: int
+
+    def seconds(self, rates: Rates) -> float:
+        return max(self.nbytes / rates.bytes_per_second, self.operations / rates.operations_per_second)
+
+    def bound(self, rates: Rates) -> str:
+        moving = self.nbytes / rates.bytes_per_second > self.operations / rates.operations_per_second
+        return "memory" if moving else "products"
+
+    def __add__(self, other: Floor) -> Floor:
+        return Floor(self.nbytes + other.nbytes, self.operations + other.operations)
+
+    def __mul__(self, times: int) -> Floor:
+        return Floor(times * self.nbytes, times * self.operations)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model decides how much is moved and multiplied."""
+
+    products: int  # weights that each token is multiplied by, head and adapters left out
+    adapters: int  # weights of adapters, if there are any: then nothing else is trained
+    head: int
+    width: int  # layers x query heads x their size: products of a query with a key, and of its share with a value
+    token_bytes: int  # keys and values of one token
+    read_bytes: int  # by a pass that trains or judges, of all weights
+    rollout_bytes: int  # by a step of rollouts
+    trained_bytes: int
+    optimizer_bytes: int
+
+    @classmethod
+    def of(cls, shapes: ShapeModel, dtype: str, optimizer: int) -> ModelSizes:
+        """Of a model whose rollouts multiply in `dtype`, and whose optimizer holds so many bytes."""
+        model, config = shapes.model, unwrapped(shapes.model).config
+        sizes = {name: m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        head = sum(size for name, size in sizes.items() if name.endswith("lm_head"))
+        adapters = sum(size for name, size in sizes.items() if "lora_" in name)
+        products, number = sum(sizes.values()) - head - adapters, _BYTES[dtype]
+        attention = unwrapped(model).model.layers[0].self_attn
+        layers, dim = config.num_hidden_layers, attention.head_dim
+        quantised = number if shapes.bits is None else shapes.bits / 8
+        return cls(
+            products,
+            adapters,
+            head,
+            layers * config.num_attention_heads * dim,
+            2 * layers * config.num_key_value_heads * dim * number,
+            shapes.weights,
+            int(products * quantised) + head * number,
+            sum(p.untyped_storage().nbytes() for p in shapes.trained),
+            optimizer,
+        )
+
+    def attention(self, tokens: int) -> int:
+        """Operations of a row with itself, causally."""
+        return 2 * self.width * tokens * (tokens + 1)
+
+
+def floors(step: StepShape, numbers: ModelSizes, epochs: int) -> dict[str, Floor]:
+    """By phase, as a prediction names them; of what is decided by shapes, so neither rewards nor what lies between."""
+    kept = rows_of(step.rollouts, step.m)
+    found: dict[str, Floor] = {}
+    if step.engine is not None:
+        asked = len(step.rollouts.lengths)
+        found["prefill"] = _prefill(step.rollouts, numbers)
+        found["decode"] = _decode(step.rollouts, _slots(step.engine.sampler, asked, asked), numbers)
+    if step.passes.policy_over_all or step.passes.policy_over_kept:
+        rows = rows_of(step.rollouts, step.rollouts.n) if step.passes.policy_over_all else kept
+        found["policy_logprobs"] = _Pass.over(rows, step.forward, 1, numbers).forward(numbers)
+    if step.passes.reference:
+        found["ref_logprobs"] = _Pass.over(kept, step.forward, 1, numbers).forward(numbers)
+    update = _Pass.over(kept, step.forward, step.minibatches, numbers)
+    found["forward"] = update.forward(numbers) * epochs
+    found["backward"] = update.backward(numbers) * epochs
+    moved = (
+        3 * numbers.trained_bytes + 2 * numbers.optimizer_bytes
+    )  # weights and state read and written, gradients read
+    found["optimizer"] = Floor(moved, 0) * (epochs * step.minibatches)
+    if step.evaluation is not None and step.engine is not None:
+        slots = _slots(step.engine.sampler, len(step.evaluation.lengths), len(step.rollouts.lengths))
+        found["eval"] = _prefill(step.evaluation, numbers) + _decode(step.evaluation, slots, numbers)
+    return found
+
+
+def _slots(sampler: Sampler, asked: int, of_a_step: int) -> int:
+    """Rows that may run at a time; where only `kv_budget` bounds them, all."""
+    if sampler.all_at_once:
+        return min(asked, max(of_a_step, LEAST_AT_ONCE))
+    return min(asked, sampler.slots or (asked if sampler.kv_budget is not None else DEFAULT_SLOTS))
+
+
+def _prefill(work: Workload, numbers: ModelSizes) -> Floor:
+    lengths = [len(prompt.token_ids) for prompt in work.prompts]
+    products = 2 * (numbers.products * sum(lengths) + numbers.head * len(lengths))
+    moved = numbers.rollout_bytes + sum(lengths) * numbers.token_bytes
+    return Floor(moved, products + sum(map(numbers.attention, lengths)))
+
+
+def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
+    """All tokens but each rollout's first. Weights are read once a step, and so is a prompt for all of its rollouts; of
+    steps there are no fewer than the longest rollout or the slots need."""
+    made = [length - 1 for length in work.lengths]
+    prompts = [len(prompt.token_ids) for prompt in work.prompts]
+    steps = max(max(made), -(-sum(made) // slots))
+    replies = sum(count * (count + 1) // 2 for count in made)  # keys of its own that each token looks at, added up
+    shared = sum(size * max(made[i * work.n : (i + 1) * work.n]) for i, size in enumerate(prompts))
+    looked_at = replies + sum(prompts[i // work.n] * count for i, count in enumerate(made))
+    moved = steps * numbers.rollout_bytes + (replies + shared + sum(made)) * numbers.token_bytes
+    return Floor(moved, 2 * (numbers.products + numbers.head) * sum(made) + 4 * numbers.width * looked_at)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Over rows: in how many micro-batches, each of which reads the weights; tokens that go through, those that are
+    asked for, and what attention does."""
+
+    parts: int
+    tokens: int
+    asked: int
+    attention: int
+
+    @classmethod
+    def over(cls, rows: Sequence[RowShape], way: ShapeOnly, minibatches: int, numbers: ModelSizes) -> _Pass:
+        size = -(-len(rows) // minibatches)
+        parts = [part for start in range(0, len(rows), size) for part in parts_of(way, rows[start : start + size])]
+        tokens = [min(way.size(part), sum(row.prompt + row.completion for row in part)) for part in parts]
+        attention = sum(numbers.attention(row.prompt + row.completion) for row in rows)
+        for part, through in zip(parts, tokens, strict=True):
+            if through < sum(row.prompt + row.completion for row in part):  # prompts go through once for all their rows
+                again = Counter((row.group, row.prompt) for row in part)
+                attention -= sum((count - 1) * numbers.attention(prompt) for (_, prompt), count in again.items())
+        return cls(len(parts), sum(tokens), sum(row.completion for row in rows), attention)
+
+    def forward(self, numbers: ModelSizes) -> Floor:
+        products = 2 * (self.tokens * (numbers.products + numbers.adapters) + self.asked * numbers.head)
+        return Floor(self.parts * numbers.read_bytes, products + self.attention)
+
+    def backward(self, numbers: ModelSizes) -> Floor:
+        """Products for the gradients of what went in, and of the weights that are trained."""
+        of_weights = self.tokens * numbers.adapters
+        if not numbers.adapters:
+            of_weights = self.tokens * numbers.products + self.asked * numbers.head
+        products = self.forward(numbers).operations - self.attention + 2 * of_weights
+        return Floor(self.parts * (numbers.read_bytes + numbers.trained_bytes), products + 2 * self.attention)

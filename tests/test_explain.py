@@ -135,7 +135,8 @@ def test_bases_are_offered_nowhere():
 def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     group = said("explain", "sampler").splitlines()
     assert group[1] == (
-        "  sampler=full      (the default) All rollouts of a step at once: fastest, and the most memory."
+        "  sampler=full      (the default) All rollouts of a step at once: fastest, and the most memory. An evaluation "
+        "has as many at a time, or 128 if that is more."
     )
     assert group[-1].startswith("They stand in conf/sampler/.")
     choice = said("explain", "sampler=infinite")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -458,14 +459,17 @@ def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyP
     import torch
 
     from grpo_cli.experiment import pick_device
+    from grpo_cli.memory import CONTEXT
 
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    card = SimpleNamespace(total_memory=8 * CONTEXT)  # of which each process's context takes an eighth
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
     assert pick_device("auto").type == pick_device("cuda").type == "cuda"
     assert pick_device("cpu").type == "cpu"
-    assert shares == [0.25, 0.25]
+    assert shares == [0.125, 0.125]
 
 
 def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_path: Path) -> None:

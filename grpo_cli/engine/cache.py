@@ -25,7 +25,7 @@ from grpo_cli.engine.padding import round_up
 # itself, is worth it. Products of half as many keys took as long each.
 PAGE_BYTES, PAGE_TOKENS = 256 * 1024, 32
 # The share by which a block that is too small grows beyond what is wanted.
-SLACK = 16
+SLACK = 8
 
 
 @dataclass(frozen=True)

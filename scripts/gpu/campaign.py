@@ -184,6 +184,7 @@ def update() -> Part:
         "m=4",
         "train.prompts=2",
         "model.lora.rank=4",
+        "train.micro_batch_tokens=256",
     )
     ways = {"padded": (), "no padding": ("train.padding_free=true",), "shared prefixes": ("train.shared_prefix=true",)}
     commands = tuple(Command(name, ("profile", *words, *way), 110, toy) for name, way in ways.items())

@@ -52,6 +52,14 @@ def test_it_is_all_of_a_step_or_the_most_that_fits(monkeypatch: pytest.MonkeyPat
     assert few < decided(monkeypatch, LITTLE, "model.gradient_checkpointing=true")[0]
 
 
+def test_a_task_of_ones_own_files_is_asked_for_its_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [json.dumps({"question": f"What is {i} and 1?", "answer": f"#### {i + 1}"}) for i in range(40)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    path = tmp_path / "sums.jsonl"
+    everything, _ = decided(monkeypatch, 2**40, "task=gsm8k", f"task.path={path}")
+    assert everything > 32 * 12
+
+
 def test_where_not_one_sequence_fits_it_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError) as refused:
         decided(monkeypatch, 0)

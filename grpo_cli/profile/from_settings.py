@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +114,9 @@ def step_of(
 def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload, Workload | None]:
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
     tokenizer = load_tokenizer(_without_weights(settings.model))
-    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20}
+    # What there is to warn of is said when the task is made for the run itself.
+    quiet: Callable[[str], None] = lambda line: None  # noqa: E731
+    offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": quiet}
     task = make("task", settings.parts["task"], offered)
     longest = settings.sampling.max_new_tokens
 

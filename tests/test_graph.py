@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Dense, Streaming
+from grpo_cli.engine.eviction import Dense, H2o, Rkv, Streaming
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
 from grpo_cli.engine.invariance import invariance_of
@@ -51,10 +53,16 @@ def padded(model: Any) -> Decoder:
 
 
 def served(
-    sampler: Any, capture: Any, requests: Any, scheduler: Any = None, park_at: int | None = None, model: Any = None
+    sampler: Any,
+    capture: Any,
+    requests: Any,
+    scheduler: Any = None,
+    park_at: int | None = None,
+    model: Any = None,
+    sparsity: Any = None,
 ) -> Any:
-    decoder = padded(model or small_model())
-    generation = Generation(decoder, (EOS,), sampler, Dense(), requests, capture, NeverStop(), NullMeter())
+    decoder, parts = padded(model or small_model()), (sampler, sparsity or Dense(), requests, capture)
+    generation = Generation(decoder, (EOS,), *parts, NeverStop(), NullMeter())
     rollouts = [r for _, r in generation.serve(Fifo(), park_at)] if park_at else []
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
 
@@ -65,6 +73,19 @@ def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
     requests, capture = some_requests(prompts=4, n=4, tokens=40), Again()
     assert served(sampler, capture, requests) == contents(make_engine(small_model()).generate(requests))
     assert capture.captured and capture.replayed > capture.captured
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("protect", [True, False])
+@pytest.mark.parametrize("policy", [Streaming, H2o, partial(Rkv, kernel=3, importance=0.3, threshold=0.5)])
+def test_rows_are_cut_down_between_captured_steps(policy: Any, protect: bool) -> None:
+    """What policies note is written in place by the capture; who is cut down, and how, is as in eager steps."""
+    requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
+    sparsity = policy(budget=10, buffer=4, window=3, sinks=1, protect_prompt=protect, per_head=True)
+    found = served(infinite(slots=5), capture, requests, sparsity=sparsity)
+    eager = make_engine(small_model(), sampler=infinite(slots=5), sparsity=sparsity)
+    assert found == contents(eager.generate(requests)) and eager.stats().details["engine/evictions"] > 10
+    assert capture.replayed > capture.captured > 0
 
 
 @pytest.mark.bits
@@ -112,11 +133,8 @@ def test_a_shape_is_captured_only_when_it_comes_back() -> None:
 
 def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
-    sparse = Streaming(budget=8, buffer=4, window=2, sinks=2, protect_prompt=True, per_head=True)
     with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
         make_engine(model, cuda_graph=True)
-    with pytest.raises(UserError, match="sparsity=dense"):
-        make_engine(model, cuda_graph=True, sparsity=sparse)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +196,7 @@ def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatc
     pieces = own_pieces(np.array([[0], [1]]), 16, torch.device("cpu"))
     rows = Rows(row, row, row, row, 16, pieces, pieces)
     capture = Again()
-    steps = FixedSteps(lambda rows, kv, watch: torch.full((2, 1), float(kv.tokens)), capture)
+    steps = FixedSteps(lambda rows, kv, watch: torch.full((2, 1), float(kv.tokens)), capture, nullcontext)
     for grown, tokens in enumerate((32, 96), start=1):
         kv.reserve(tokens)
         assert [steps(rows, kv, KeepAll())[0, 0].item() for _ in range(WORTH_CAPTURING)] == [tokens] * WORTH_CAPTURING

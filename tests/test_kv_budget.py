@@ -22,6 +22,7 @@ from grpo_cli.engine import cache
 from grpo_cli.engine.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense, Rkv, Streaming
+from grpo_cli.engine.generation import BEHIND
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.padding import round_up
@@ -305,14 +306,15 @@ def test_memory_is_not_left_idle_while_somebody_waits(scheduler: Any) -> None:
 
 
 @pytest.mark.bits
-def test_who_is_put_off_makes_the_same_tokens_again() -> None:
+@pytest.mark.parametrize("behind", [0, 1])
+def test_who_is_put_off_makes_the_same_tokens_again(behind: int) -> None:
     """Lengths that nobody can foresee: 23 short rollouts make place for 9 that all go on to the end."""
     requests = some_requests(prompts=4, n=8, tokens=96)
     limits = [4] * 23 + [96] * 9
     requests = [
         replace(r, sampling=replace(r.sampling, max_new_tokens=m)) for r, m in zip(requests, limits, strict=True)
     ]
-    with patch.multiple(cache, PAGE_BYTES=16 * TOKEN, PAGE_TOKENS=1):
+    with patch.multiple(cache, PAGE_BYTES=16 * TOKEN, PAGE_TOKENS=1), patch.dict(BEHIND, cpu=behind):
         parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,))
         wanted = contents(make_engine(MODEL, **parts).generate(requests))
         budget = 3 * least_budget(requests)

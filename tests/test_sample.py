@@ -59,7 +59,7 @@ def test_logits_of_less_than_float32_are_drawn_from_a_few_rows_at_a_time(monkeyp
     logits = torch.randn(70, 600, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16()
     words = [replace(Sampling.plain(128, temperature=t), top_p=p) for t in (1.0, 0.0, 0.7) for p in (1.0, 0.8)]
     drawing = table(*[words[row % 6] for row in range(80)])
-    rows, uniform = torch.arange(79, 9, -1), uniforms([5], 70)[0]
+    rows, uniform = torch.arange(79, 9, -1), torch.from_numpy(uniforms([5], 70)[0])
     expected = drawing.draw(logits.float(), uniform, rows)
     monkeypatch.setattr("grpo_cli.engine.sample._AT_ONCE", 8 * 600 + 599)
     seen: list[int] = []
@@ -138,8 +138,8 @@ def test_truncation_keeps_a_set_of_most_probable_tokens(values: list[float], top
 
 def test_a_request_s_numbers_are_its_own_and_uniform() -> None:
     seeds = [request.seed for request in some_requests(prompts=2, n=50)]
-    numbers = uniforms(seeds, 200)
-    assert torch.equal(uniforms(seeds[3:4], 100), numbers[3:4, :100])
+    numbers = torch.from_numpy(uniforms(seeds, 200))
+    assert torch.equal(torch.from_numpy(uniforms(seeds[3:4], 100)), numbers[3:4, :100])
     assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
     counts = torch.histc(numbers.float(), bins=10, min=0.0, max=1.0)
     # 20,000 draws, 2,000 a bin, standard deviation 42: within five of them

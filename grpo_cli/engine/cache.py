@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.crossing import send
 from grpo_cli.engine.padding import round_up
 
 # A page of all layers has at least so many bytes, and so many tokens: what is looked up by itself, and is a product by
@@ -221,7 +222,7 @@ class KvArena:
                 for block in self.blocks:
                     view = self._view(block, region, used, left)
                     at = (holes, movers) if left else (used - 1 - holes, used - 1 - movers)
-                    target, source = (torch.from_numpy(index).to(self._device) for index in at)
+                    target, source = send(self._device, *at)
                     view[target] = view[source]
 
     def copy(self, source: int, target: int) -> None:
@@ -292,10 +293,9 @@ class KvArena:
         assert self.layout.by_token, "a page has its tokens one after the other"
         return self._all_views()[4:][2 * prompts], self._all_views()[4:][2 * prompts + 1]
 
-    def prompt_pages(self, entries: Sequence[int], tokens: int) -> Int[Tensor, "R K"]:
-        """Where the pages of so many tokens of each entry stand in `prompt_keys`."""
-        some = self.prompts.pages[list(entries), : -(-tokens // self.prompts.tokens)]
-        return torch.from_numpy(self.prompt_place(some)).to(self._device)
+    def prompt_pages(self, entries: Sequence[int], tokens: int) -> np.ndarray:
+        """Where the pages of so many tokens of each entry stand in `prompt_keys`, [R, K]."""
+        return self.prompt_place(self.prompts.pages[list(entries), : -(-tokens // self.prompts.tokens)])
 
     def prompt_place(self, pages: np.ndarray) -> np.ndarray:
         """Where pages of prompts stand in `prompt_keys`."""
@@ -318,7 +318,7 @@ class KvArena:
 
     def read(self, slot: int, tokens: int) -> tuple[Tensor, Tensor]:
         """A copy of a row's first `tokens` entries: two tensors [layers, heads, tokens, dim]."""
-        pages = torch.from_numpy(self.rows.pages[slot, : self.rows.count[slot]]).to(self._device)
+        (pages,) = send(self._device, self.rows.pages[slot, : self.rows.count[slot]])
 
         def of(views: Sequence[Tensor]) -> Tensor:
             return torch.stack([view[pages].transpose(0, 1).flatten(1, 2)[:, :tokens] for view in views])
@@ -342,7 +342,7 @@ class KvArena:
     def _put(self, views: Sequence[Tensor], places: np.ndarray, tokens: Float[Tensor, "L P H n D"]) -> None:
         """Write runs of tokens into their pages ([P, pages of each], -1 where there is none)."""
         size, width = views[0].shape[2], places.shape[1]
-        which, at = (torch.from_numpy(i).to(self._device) for i in (np.flatnonzero(places >= 0), places[places >= 0]))
+        which, at = send(self._device, np.flatnonzero(places >= 0), places[places >= 0])
         for view, some in zip(views, tokens, strict=True):
             whole = F.pad(some[:, :, : width * size], (0, 0, 0, max(0, width * size - some.shape[2])))
             cut = whole.unflatten(2, (width, size)).transpose(1, 2).flatten(0, 1)

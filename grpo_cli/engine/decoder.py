@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
 from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.compiled import Compiled, Functions
+from grpo_cli.engine.crossing import send
 from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers
@@ -218,8 +220,9 @@ class Decoder:
         tile = self.padding.prompt_tile
         width = round_up(max(len(ids) for ids in prompts), tile)
         assert all(round_up(len(ids), tile) == width for ids in prompts), "one width per prefill"
-        ids = torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts], device=self.device)
         count = len(prompts)
+        padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
+        ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         received: list[Tensor] = []
@@ -235,7 +238,6 @@ class Decoder:
 
         positions = torch.arange(width, device=self.device).repeat(count)
         hidden = self.blocks(ids.view(-1), positions, attend)
-        last = torch.tensor([row * width + len(p) - 1 for row, p in enumerate(prompts)], device=self.device)
         return Prefilled(
             torch.stack(keys),
             torch.stack(values),

@@ -62,7 +62,7 @@ class TorchEngine:
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
         if cuda_graph:
-            _check_graph(unwrapped(model), self._decoder.device, sparsity)
+            _check_graph(unwrapped(model), self._decoder.device)
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
@@ -246,12 +246,7 @@ class TorchEngine:
             )
 
 
-def _check_graph(model: Any, device: torch.device, sparsity: Dense | Budget) -> None:
-    if isinstance(sparsity, Budget):
-        raise UserError(
-            "engine.cuda_graph=true replays a recorded step, and an eviction policy must look at every step: use "
-            "sparsity=dense, or leave engine.cuda_graph out"
-        )
+def _check_graph(model: Any, device: torch.device) -> None:
     reason = ""
     if getattr(model, "is_loaded_in_8bit", False):
         reason = "model.quantize=8bit looks for outliers"

@@ -79,7 +79,7 @@ def _prefill(generation: Generation, grown_to: Callable[[Sequence[Tensor]], None
             pool.hold(name, prompts[name], done.logits.new_zeros(done.logits.shape[1]))
     del done
     first = torch.zeros(slots.count, dtype=torch.long)
-    slots.record(first, pool.logits([pool.entry(some[0])]).expand(slots.count, -1), torch.zeros(1, dtype=torch.long))
+    slots.draw(first, pool.logits([pool.entry(some[0])]).expand(slots.count, -1), first.double())
     return len(names)
 
 
@@ -97,7 +97,7 @@ def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
     prompt = prompt_side(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
     width = kv.rows.tokens if max(pages) > 1 else min(kv.rows.tokens, round_up(int(max(ages)), TILE))
     hidden = generation.decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
-    slots.record(first, generation.decoder.logits(hidden), torch.zeros(1, dtype=torch.long))
+    slots.draw(first, generation.decoder.logits(hidden), first.double())
     for slot in range(rows):
         kv.rows.drop(slot)
     kv.close()

@@ -2,7 +2,10 @@
 
 admit     whom the scheduler chooses enters a free slot; its prompt is prefilled if nobody did it before
 run       one batched forward pass, one drawn token per running row
-settle    rows that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
+settle    sequences that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
+
+A GPU is given the next step before the host looks at what the last one drew, so that it never waits for the host. A row
+that has ended meanwhile computes one token more, which is dropped.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
+from grpo_cli.engine.crossing import send
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense, watches
 from grpo_cli.engine.forecast import Crowd, Forecast
@@ -30,11 +33,14 @@ from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.stop import NeverStop, StopStrings
+from grpo_cli.engine.transcripts import Drawn, Transcripts
 from grpo_cli.interfaces import Meter
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
+# By device: how many steps are launched before one is looked at.
+BEHIND = {"cuda": 1}
 
 
 class Generation:
@@ -66,11 +72,16 @@ class Generation:
         )
         self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
+        self._requests, self._sequences = requests, tuple(self.waiting)
+        self._transcripts = Transcripts([request.sampling.max_new_tokens for request in requests], eos_token_ids)
+        self._drawn: list[Drawn] = []  # and not looked at yet
+        self._behind = BEHIND.get(decoder.device.type, 0)
         self.details: dict[str, float] = {}
         self._fixed = fixed
-        self._step: Step = decoder.step if capture is None else FixedSteps(decoder.step, capture)
+        self._step: Step = decoder.step
+        if capture is not None:
+            self._step = FixedSteps(decoder.step, capture, self.slots.keeper.repeated)
         self.refills = sampler.refills
-        self._eos = torch.tensor(eos_token_ids, dtype=torch.long, device=decoder.device)
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
@@ -90,11 +101,11 @@ class Generation:
             self.kv.set_aside = self.kv.parked
         line = Line(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
-        while line or self.slots.running:
-            done = self._admit(line)
+        while line or self.slots.running or self._drawn:
+            done = self._look(0) if self._admit(line) and not self._behind else []
             if not done:
                 with self._span("decode"):
-                    done = self._run(line, park_at)
+                    done = self._run(line, park_at) if self.slots.running else self._look(0)
             yield from self._settle(done)
 
     def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
@@ -105,18 +116,19 @@ class Generation:
         expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
         return max(1, min(self.slots.count, int(room / expected)))
 
-    def _admit(self, line: Line) -> list[int]:
+    def _admit(self, line: Line) -> bool:
+        """Whether somebody has entered, and drawn a first token."""
         free = self.slots.free()
         if not line or not free or (self.slots.running and not self.refills):
-            return []
+            return False
         crowd = None
         if self.sizes.room.budget is not None:
             crowd = self._crowd()
             if self.slots.running and (self._forecast.full or not crowd.fits):
-                return []
+                return False
         entering = line.leave(self._running_views(), free, self._may_begin(crowd))
         if not entering:
-            return []
+            return False
         slots, sequences = zip(*entering, strict=True)
         return self._enter(list(slots), list(sequences))
 
@@ -165,8 +177,9 @@ class Generation:
         return bool(idle)
 
     @torch.inference_mode()
-    def _enter(self, slots: list[int], sequences: list[Sequence]) -> list[int]:
-        """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step."""
+    def _enter(self, slots: list[int], sequences: list[Sequence]) -> bool:
+        """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step.
+        Whether there is any."""
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
         pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
         had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
@@ -179,12 +192,11 @@ class Generation:
         self.kv.parked -= parked
         self.kv.set_aside -= parked
         self._most_rows = max(self._most_rows, self.slots.running)
-        if not fresh:
-            return []
-        rows, entries = zip(*fresh, strict=True)
-        index = torch.tensor(rows, device=self._eos.device)
-        ended = self.slots.record(index, self.prompts.logits(entries), self._eos)
-        return self._ended([rows[row] for row in _true(ended)], rows)
+        if fresh:
+            rows, entries = zip(*fresh, strict=True)
+            self._drawn.append(self.slots.begin(rows, self.prompts.logits(entries)))
+            self._leave_full_slots()
+        return bool(fresh)
 
     def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
         """Run the prompts that nobody has run yet, those of one padded width together."""
@@ -209,33 +221,58 @@ class Generation:
         self._prefilled += sum(len(ids) for ids in prompts)
 
     @torch.inference_mode()
-    def _run(self, line: Line, park_at: int | None) -> list[int]:
-        """One token for every running row. The one look at the device is the list of rows that ended."""
-        self._let_grow(line)
+    def _run(self, line: Line, park_at: int | None) -> list[Sequence]:
+        """One token for every running row; returns who is known to have ended."""
+        if not self._let_grow(line):
+            return self._look(0)  # there may be room then
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
-        hidden = self._step(self.slots.rows(running, self.prompts), self.kv, self.slots.keeper)[:running]
+        rows, uniform = self.slots.rows(running, self.prompts)
+        hidden = self._step(rows, self.kv, self.slots.keeper)[:running]
         self.slots.advance(running)
-        ended = self.slots.record(slice(0, running), self.decoder.logits(hidden), self._eos)
+        self._drawn.append(self.slots.go_on(self.decoder.logits(hidden), uniform))
         self._steps += 1
         self._row_steps += running
-        done = self._ended(_true(ended), range(running))
-        if park_at is not None:
-            self._park([slot for slot in self.slots.that_made(park_at) if slot not in done], hidden)
+        parking = [] if park_at is None else self.slots.that_made(park_at)
+        done = self._look(0 if parking else self._behind)
+        over = {sequence.slot for sequence in done}
+        self._park([slot for slot in parking if slot not in over], hidden)
+        self._leave_full_slots()
         return done
 
-    def _let_grow(self, line: Line) -> None:
+    def _leave_full_slots(self) -> None:
+        """Whoever has drawn all its tokens needs no slot until they are looked at."""
+        for slot in self.slots.at_their_limit() if self._behind else ():
+            self.slots.release(slot)
+
+    def _look(self, behind: int) -> list[Sequence]:
+        """Write down what has been drawn, but for the last so many steps; returns who ended with that."""
+        ready, self._drawn = self._drawn[: len(self._drawn) - behind], self._drawn[len(self._drawn) - behind :]
+        found = list[int]()
+        for drawn in ready:
+            new, ended = self._transcripts.note(drawn)
+            self._row_steps -= len(drawn.sequences) - len(new)
+            hits = self._stop.hits(self._transcripts, new, self._requests)
+            self._transcripts.end(hits)
+            self._stopped.update(hits)
+            found += sorted({*ended, *hits}, key=new.index) if hits else ended
+        return [self._sequences[index] for index in found]
+
+    def _let_grow(self, line: Line) -> bool:
         """A page more for every row that is about to need one. Where there is none left, the youngest begins anew later
-        and makes the same tokens again, which are counted."""
+        and makes the same tokens again, which are counted; but not as long as somebody may have ended: then False."""
         if self._fixed:
-            return
+            return True
         while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
             if not self._forget_idle_prompts():
+                if self._drawn:
+                    return False
                 self._restart(line)
         for slot in lacking:
             self.kv.rows.take(slot, 1)
         held = self.slots.held(self.slots.taken()) + self.slots.running + self.prompts.held_keys
         self._most_held = max(self._most_held, held * self.sizes.slots.layout.bytes_per_token + self.kv.parked)
+        return True
 
     def _restart(self, line: Line) -> None:
         taken = self.slots.taken()
@@ -249,36 +286,29 @@ class Generation:
         self._forecast.full = True
         line.give_back(sequence)
 
-    def _ended(self, done: list[int], rows: Seq[int]) -> list[int]:
-        """Those of `rows` that ended with the token just drawn: `done`, and those that a stop string ends."""
-        hits = self._stop.hits(self.slots, rows)
-        self._stopped.update(s.index for row in hits if (s := self.slots.sequences[row]) is not None)
-        return sorted({*done, *hits}) if hits else done
-
     def _park(self, slots: Seq[int], hidden: Tensor) -> None:
         if not slots:
             return
-        states = hidden[slots].float().cpu()
-        for slot, parked, state in zip(slots, self.slots.park(slots), states, strict=True):
-            sequence = self.slots.sequences[slot]
-            assert sequence is not None, "a running row has a sequence"
+        (index,) = send(hidden.device, np.array(slots))
+        states = hidden[index].float().cpu()
+        sequences = [s for slot in slots if (s := self.slots.sequences[slot]) is not None]
+        last = [self._transcripts.tail(sequence.index, 1)[0] for sequence in sequences]
+        for slot, sequence, parked, state in zip(slots, sequences, self.slots.park(slots, last), states, strict=True):
             sequence.parked, sequence.hidden = parked, state
             self.slots.release(slot)
             self.kv.parked += parked.nbytes
             self.kv.note_peak()
             self.waiting.append(sequence)
 
-    def _settle(self, done: Seq[int]) -> Iterator[tuple[Sequence, Rollout]]:
-        if not done:
-            return
-        kept = self.slots.kept_kv(done)
-        for slot, (token_ids, logprobs), kept_kv in zip(done, self.slots.read(done), kept, strict=True):
-            sequence = self.slots.sequences[slot]
-            assert sequence is not None, "a row that ended has a sequence"
-            self.slots.release(slot)
+    def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
+        for sequence in done:
+            if sequence.slot >= 0:
+                self.slots.release(sequence.slot)
             self._leave_prompt(sequence.request.prompt.id)
+            token_ids, logprobs = self._transcripts.of(sequence.index)
             self._generated += len(token_ids)
             self._forecast.ended(len(token_ids))
+            kept_kv = self._transcripts.kept(sequence.index)
             yield sequence, Rollout(sequence.request, token_ids, logprobs, self._finish(sequence, token_ids), kept_kv)
 
     def _finish(self, sequence: Sequence, token_ids: Seq[int]) -> Finish:
@@ -330,8 +360,3 @@ class Generation:
             whole = self.sizes.kv.slot_bytes * self.slots.count
             details["engine/kv_saving_allocated"] = 1 - (whole + beside) / (self.sizes.dense_bytes + beside)
         return details
-
-
-def _true(flags: Bool[Tensor, "R"]) -> list[int]:
-    """Where they are true. Looked for on the host: on a GPU, to ask how many there are would be a second wait."""
-    return np.flatnonzero(flags.cpu().numpy()).tolist()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -31,11 +32,12 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 class FixedSteps:
     """Runs steps of fixed shape through `step`, and captures the shapes that come up often.
 
-    Belongs to one generation: what is captured holds the addresses of its slots and prompts.
+    Belongs to one generation: what is captured holds the addresses of its slots and prompts. Capturing runs a step that
+    is then run once more, within `repeated`, which undoes what may be done once only.
     """
 
-    def __init__(self, step: Step, capture: Capture) -> None:
-        self._step, self._capture = step, capture
+    def __init__(self, step: Step, capture: Capture, repeated: Callable[[], AbstractContextManager[None]]) -> None:
+        self._step, self._capture, self._repeated = step, capture, repeated
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._captured: dict[tuple[Any, ...], tuple[Rows, Callable[[], Tensor]]] = {}
 
@@ -54,10 +56,10 @@ class FixedSteps:
             if self._seen[shape] < WORTH_CAPTURING:
                 return self._step(rows, kv, watch)
             own = _copied(rows)
-            self._captured[shape] = own, self._capture(lambda: self._step(own, kv, watch))
+            with self._repeated():
+                self._captured[shape] = own, self._capture(lambda: self._step(own, kv, watch))
         own, replay = self._captured[shape]
-        for mine, given in zip(_tensors(own), _tensors(rows), strict=True):
-            mine.copy_(given)
+        torch._foreach_copy_(_tensors(own), _tensors(rows))
         return replay()
 
 
@@ -97,7 +99,8 @@ class CudaGraphs:
                 run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads may go on meanwhile: what they ask of the device is no part of this.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
 
         def replay() -> Tensor:

@@ -10,6 +10,7 @@ A keeper reads and moves keys. The slots say which rows hold how much, and note 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena, KvLayout
+from grpo_cli.engine.crossing import send
 from grpo_cli.engine.eviction import Budget, Candidates, Dense
 
 
@@ -74,11 +76,17 @@ class KeepAll:
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
         pass
 
+    def repeated(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def due(self, tally: Tally) -> Sequence[Due]:
         return ()
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Int[Tensor, "R"]:
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> None:
         raise AssertionError("nothing is ever due")
+
+    def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
+        return ()
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
         pass
@@ -147,6 +155,14 @@ class Keeper:
         for note in self._watches:
             note.see(layer, queries, weights)
 
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Steps meanwhile are run once more afterwards, and noted then."""
+        before = None if self._received is None else self._received.store.clone()
+        yield
+        if self._received is not None and before is not None:
+            self._received.store.copy_(before)
+
     def due(self, tally: Tally) -> Iterator[Due]:
         """The rows that must be cut down before the next key comes.
 
@@ -166,18 +182,12 @@ class Keeper:
             some = rows[(shapes == (own, prompt)).all(axis=1)]
             yield Due(some, own, prompt, sinks[some], policy.budget)
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Int[Tensor, "R"]:
-        """Cut the rows down; `requests` and `entries` are theirs, in the same order.
-
-        Returns how many prompt keys there are now in each slot, in the layer and head that has fewest.
-        """
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> None:
+        """Cut the rows down; `requests` and `entries` are theirs, in the same order."""
         self._evictions += len(due.rows)
-        device, prompt_kept = kv.device, list[Tensor]()
-        for start in range(0, len(due.rows), self._rows_at_once):
-            part = slice(start, start + self._rows_at_once)
-            rows, sinks = torch.from_numpy(due.rows[part]).to(device), torch.from_numpy(due.sinks[part]).to(device)
-            pages = torch.from_numpy(kv.rows.pages[due.rows[part], 0]).to(device)
-            of_prompt = kv.prompt_pages(entries[part], due.prompt)
+        told = (due.rows, due.sinks, kv.rows.pages[due.rows, 0], kv.prompt_pages(entries, due.prompt))
+        parts = zip(*(one.split(self._rows_at_once) for one in send(kv.device, *told)), strict=True)
+        for place, (rows, sinks, pages, of_prompt) in enumerate(parts):
             candidates = Candidates(
                 keys=_candidates(due, kv.row_keys, pages, kv.prompt_keys, of_prompt),
                 window=self._policy.window,
@@ -191,12 +201,16 @@ class Keeper:
             _write(kv.row_values, pages, values, kept)
             if self._received is not None and candidates.received is not None:
                 self._received.keep(rows, candidates.received.gather(-1, kept))
-            prompt_kept.append(
-                torch.zeros_like(rows) if self._prompt_kept is None else self._prompt_kept.keep(rows, due, kept)
-            )
+            if self._prompt_kept is not None:
+                self._prompt_kept.keep(rows, due, kept)
             if self._policy.observer is not None:
-                self._policy.observer.evicted(requests[part], due.prompt, kept)
-        return torch.cat(prompt_kept)
+                first = place * self._rows_at_once
+                self._policy.observer.evicted(requests[first : first + len(rows)], due.prompt, kept)
+
+    def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
+        """Where prompt keys can be evicted: how many are left of those that each of the first `rows` slots has, in the
+        layer and head that has fewest. Of a row that sees its prompt in the pool it says nothing."""
+        return () if self._prompt_kept is None else (self._prompt_kept.store[:, :rows].amin((0, 2)),)
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
         """A step is about to add a key to each row; `prompt_keys` lie in the pool, each prompt once."""
@@ -269,13 +283,11 @@ class _PromptKept:
     def nbytes(self) -> int:
         return self.store.nbytes
 
-    def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> Int[Tensor, "R"]:
-        """The fewest of each row's layers and heads, after `kept` was chosen among what was due."""
+    def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> None:
+        """After `kept` was chosen among what was due."""
         # While its prompt is looked at in the pool, a row has none of it in its slot.
         candidates = due.prompt or self.store[:, rows][..., None]
-        left = (kept < candidates).sum(-1)
-        self.store[:, rows] = left
-        return left.amin((0, 2))
+        self.store[:, rows] = (kept < candidates).sum(-1)
 
 
 class _Queries:

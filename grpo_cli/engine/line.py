@@ -75,5 +75,4 @@ def _view(sequence: Sequence) -> Waiting:
 
 
 def _running(slot: int, sequence: Sequence) -> Running:
-    made = 0 if sequence.parked is None else len(sequence.parked.token_ids)
-    return Running(sequence.index, slot, made, sequence.predicted)
+    return Running(sequence.index, slot, sequence.made, sequence.predicted)

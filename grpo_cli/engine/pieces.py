@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from grpo_cli.engine.crossing import send
 from grpo_cli.engine.padding import round_up
 
 
@@ -186,4 +187,4 @@ def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., P
 
 
 def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    return [torch.from_numpy(table).to(device) for table in tables]
+    return send(device, *tables)

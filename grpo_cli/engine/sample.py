@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_cli.engine.crossing import send
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -23,8 +24,8 @@ BLOCK = 256
 _AT_ONCE = 1 << 19
 
 
-def uniforms(seeds: Sequence[int], count: int) -> Float[Tensor, "R {count}"]:
-    """Numbers in [0, 1), float64, on the CPU: row i holds the first `count` of the stream of 64-bit seed i.
+def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
+    """Numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
 
     SplitMix64 (Steele, Lea and Flood 2014): number t of a stream is a hash of `seed + t * golden ratio`, so all of all
     rows are made at once, in any order. 53 bits of each are used.
@@ -33,42 +34,39 @@ def uniforms(seeds: Sequence[int], count: int) -> Float[Tensor, "R {count}"]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state = state ^ (state >> np.uint64(31))
-    return torch.from_numpy((state >> np.uint64(11)) * 2.0**-53)
+    return (state >> np.uint64(11)) * 2.0**-53
 
 
 class SamplingTable:
     """The sampling settings of each slot as tensors, and as much as the host must know to skip what no row asks for."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._words: list[Sampling | None] = [None] * slots
-        self.temperature = torch.ones(slots, device=device)
-        self.top_p = torch.ones(slots, device=device)
-        self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
-        self._summarise()
+        self._device = device
+        # Temperature, top_p and top_k of each slot; of one that nobody has had, temperature is no number.
+        self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
+        self._tell()
 
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
         """Set the rows at `slots`; costs nothing when nothing changes."""
-        if all(self._words[slot] == new for slot, new in zip(slots, settings, strict=True)):
-            return
-        for slot, new in zip(slots, settings, strict=True):
-            self._words[slot] = new
-        index = torch.tensor(slots, device=self.temperature.device)
-        self.temperature[index] = torch.tensor([one.temperature for one in settings], device=index.device)
-        self.top_p[index] = torch.tensor([one.top_p for one in settings], device=index.device)
-        self.top_k[index] = torch.tensor([one.top_k for one in settings], device=index.device)
-        self._summarise()
+        self._set(slots, np.array([(one.temperature, one.top_p, one.top_k) for one in settings]).T)
 
     def move(self, source: int, target: int) -> None:
-        words = self._words[source]
-        assert words is not None, "only a slot that is taken is moved"
-        self.put([target], [words])
+        self._set([target], self._words[:, [source]])
 
-    def _summarise(self) -> None:
-        words = [words for words in self._words if words is not None]
-        self.any_tempered = any(w.temperature != 1.0 for w in words)
-        self.any_greedy = any(w.temperature == 0.0 for w in words)
-        self.all_greedy = self.any_greedy and all(w.temperature == 0.0 for w in words)
-        self.any_truncated = any(w.truncated for w in words)
+    def _set(self, slots: Sequence[int], words: np.ndarray) -> None:
+        if not np.array_equal(self._words[:, slots], words):
+            self._words[:, slots] = words
+            self._tell()
+
+    def _tell(self) -> None:
+        """All of it anew, in one copy."""
+        temperature, top_p, top_k = send(self._device, *self._words)
+        self.temperature, self.top_p, self.top_k = temperature.float(), top_p.float(), top_k.long()
+        temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
+        self.any_tempered = bool((temperatures != 1.0).any())
+        self.any_greedy = bool((temperatures == 0.0).any())
+        self.all_greedy = self.any_greedy and bool((temperatures == 0.0).all())
+        self.any_truncated = bool(((top_ps < 1.0) | (top_ks > 0)).any())
 
     def draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
@@ -80,7 +78,7 @@ class SamplingTable:
         few = max(1, _AT_ONCE // logits.shape[1])
         if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
             return self._draw(logits.float(), uniform, rows)
-        places = torch.arange(len(self._words))[rows].split(few)
+        places = torch.arange(self._words.shape[1])[rows].split(few)
         parts = [
             self._draw(x.float(), u, r) for x, u, r in zip(logits.split(few), uniform.split(few), places, strict=True)
         ]

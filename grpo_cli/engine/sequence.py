@@ -15,11 +15,9 @@ class Parked:
 
     keys: Tensor  # [layers, heads, tokens, dim]
     values: Tensor
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    made: int  # tokens
+    last: int  # the latest of them
     sees_prompt: bool  # whether it still attends to its prompt in the pool
-    kept: int  # most response keys held before an eviction so far
-    prompt_kept: int  # fewest prompt keys among those above, over layers and heads
     notes: tuple[Tensor, ...]  # the keeper's
 
     @property
@@ -29,11 +27,13 @@ class Parked:
 
 @dataclass
 class Sequence:
-    """`index` is the place in the list of requests; `entry` the prompt's place in the pool while it is held."""
+    """`index` is the place in the list of requests; `entry` the prompt's place in the pool while it is held, `slot` its
+    own while it has one (-1: none)."""
 
     index: int
     request: Request
     entry: int = -1
+    slot: int = -1
     parked: Parked | None = None
     predicted: float | None = None
     hidden: Tensor | None = None  # the policy's last hidden state after the predictor's prefix
@@ -46,4 +46,4 @@ class Sequence:
     @property
     def made(self) -> int:
         """Tokens that it comes with."""
-        return 0 if self.parked is None else len(self.parked.token_ids)
+        return 0 if self.parked is None else self.parked.made

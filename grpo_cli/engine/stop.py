@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from grpo_cli.engine.slots import Slots
+from grpo_cli.engine.transcripts import Transcripts
+from grpo_cli.types import Request
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -17,27 +18,25 @@ Decode = Callable[[Sequence[int]], str]
 class NeverStop:
     """No request has a stop string: nothing is looked at."""
 
-    def hits(self, slots: Slots, rows: Sequence[int]) -> list[int]:
+    def hits(self, transcripts: Transcripts, sequences: Sequence[int], requests: Sequence[Request]) -> list[int]:
         return []
 
 
 class StopStrings:
-    """Looks for each request's own strings. One look at the device per step, and a short text decoded per row."""
+    """Looks for each request's own strings: a short text is decoded per row and step, of tokens that are here."""
 
     def __init__(self, longest: int, decode: Decode) -> None:
         # A token is at least a byte, so these many hold the longest string; a decoder may drop the first one's space.
         self._tokens = longest + 1
         self._decode = decode
 
-    def hits(self, slots: Slots, rows: Sequence[int]) -> list[int]:
-        """Those of `rows`, which have just drawn a token, whose text now ends their rollout."""
+    def hits(self, transcripts: Transcripts, sequences: Sequence[int], requests: Sequence[Request]) -> list[int]:
+        """Those of `sequences`, each of which has a new token, whose text now ends their rollout."""
         found = []
-        for row, tail in zip(rows, slots.tails(rows, self._tokens), strict=True):
-            sequence = slots.sequences[row]
-            assert sequence is not None, "a row that drew a token has a sequence"
-            text = self._decode(tail)
-            if any(string in text for string in sequence.request.sampling.stop):
-                found.append(row)
+        for sequence in sequences:
+            text = self._decode(transcripts.tail(sequence, self._tokens))
+            if any(string in text for string in requests[sequence].sampling.stop):
+                found.append(sequence)
         return found
 
 

@@ -1,0 +1,192 @@
+"""Rollouts on a GPU that is not there: nothing of another device or type meets, and how often the host has to wait.
+
+The numbers are what a change may not make worse. The host reads what a step has drawn once the next one is launched:
+that is the one wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+import torch
+from fake_cuda import CUDA, Watched, gpu, model_of
+from made import full, infinite
+from small import some_requests
+
+from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
+from grpo_cli.engine.generation import Generation
+from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.stop import NeverStop, StopStrings
+from grpo_cli.meter import NullMeter
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.profile.shapes import _unmoved
+from grpo_cli.types import EngineStats, Request
+
+SMALL: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=600, hidden_size=64, intermediate_size=96)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What each turn of the engine took, from one step's end to the next one's, and the steps' number."""
+
+    waits: list[int]
+    kernels: list[int]
+    casts: int
+    stats: EngineStats
+    lengths: list[int]
+
+
+def again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A capture, as far as a graph can be had."""
+    return run
+
+
+def trial(
+    watched: Watched,
+    model: Any,
+    requests: Sequence[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    sampler: Any = None,
+    sparsity: Dense | Budget | None = None,
+    fixed: bool = False,
+    stop: Any = None,
+    park_at: int | None = None,
+) -> Trial:
+    marks = list[tuple[int, int]]()
+    run = Generation._run
+
+    def marked(self: Generation, *given: Any) -> Any:
+        done = run(self, *given)
+        marks.append((len(watched.waits), len(watched.kernels)))
+        return done
+
+    monkeypatch.setattr(Generation, "_run", marked)
+    parts = (sampler or full(), sparsity or Dense(), requests, again if fixed else None, stop or NeverStop())
+    generation = Generation(
+        watched.decoder(model), (1,), *parts, NullMeter(), prefix=0 if park_at is None else park_at - 1
+    )
+    cast = watched.casts
+    found = [] if park_at is None else [rollout for _, rollout in generation.serve(Fifo(), park_at)]
+    found += [rollout for _, rollout in generation.serve(Fifo())]
+    waits, kernels = zip(*marks, strict=True)
+    taken = ([after - before for before, after in pairwise(of)] for of in (waits, kernels))
+    return Trial(*taken, watched.casts - cast, generation.stats(), [len(rollout.token_ids) for rollout in found])
+
+
+def adapted(model: Any) -> Any:
+    lora = made.lora(rank=4, targets=("q_proj", "v_proj", "down_proj"))
+    with _unmoved(), CUDA:
+        return with_adapters(model, replace(made.model(), lora=lora)).eval()
+
+
+@pytest.mark.parametrize(("adapters", "fixed"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32", "autocast"])
+def test_a_steady_step_waits_once_and_casts_no_weight(
+    precision: str, adapters: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = some_requests(prompts=2, n=2, tokens=7)
+    with gpu(monkeypatch) as watched:
+        model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)
+        model = adapted(model) if adapters else model
+        with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
+            found = trial(watched, model, requests, monkeypatch, fixed=fixed)
+    assert found.lengths == [7, 7, 7, 7]
+    # Of six steps the first finds the first tokens, and each later one what the one before it has drawn; the
+    # device has been given the next step, of more than 60 kernels, before.
+    assert found.waits == [1, 1, 1, 1, 1] and found.casts == 0
+    assert len(watched.ahead) == 7 and min(watched.ahead[:-1]) > 60
+
+
+def test_rows_that_end_and_rows_that_enter_cost_one_wait_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts' rows of 3 to 6 tokens in three slots: their ends, the holes, the second prompt's prefill."""
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place % 4))
+        for place, request in enumerate(some_requests(prompts=2, n=4))
+    ]
+    with gpu(monkeypatch) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3))
+    assert sorted(found.lengths) == [3, 3, 4, 4, 5, 5, 6, 6]
+    # In five turns somebody enters, and first tokens are read too.
+    assert found.waits == [1, 2, 2, 2, 2, 1, 2, 1, 1, 1, 1]
+
+
+def test_a_row_whose_end_is_not_known_yet_computes_one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(time: int, rows: int) -> np.ndarray:
+        return np.where(np.arange(rows) == (0 if time == 3 else -1), 1, 5)  # the first row ends with its fourth
+
+    requests = some_requests(prompts=1, n=3, tokens=8)
+    with gpu(monkeypatch, drawn) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch)
+    assert found.lengths == [4, 8, 8] and found.waits == [1] * 6
+    # Seven steps; of the row that ended three count.
+    assert found.stats.decode_steps == 7 and found.stats.details["engine/rows_mean"] == (3 + 7 + 7) / 7
+
+
+EVICTION: dict[str, Any] = dict(budget=4, buffer=2, window=2, sinks=1)
+POLICIES = {
+    Streaming: {},
+    H2o: {},
+    SnapKv: {"kernel": 3},
+    Rkv: {"kernel": 3, "importance": 0.3, "threshold": 0.5},
+}
+
+
+@pytest.mark.parametrize(("protect", "fixed"), [(True, False), (False, True)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_evictions_wait_for_nothing(
+    policy: type[Budget], protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rows are cut down in a step: here all six, three at a time, in every other one."""
+    requests = some_requests(prompts=2, n=3, tokens=9)
+    sparsity = policy(**EVICTION, **POLICIES[policy], protect_prompt=protect, per_head=True)
+    with gpu(monkeypatch) as watched:
+        model = model_of(watched, **SMALL | {"num_hidden_layers": 2})
+        found = trial(watched, model, requests, monkeypatch, sparsity=sparsity, fixed=fixed)
+    assert found.lengths == [9] * 6 and found.waits == [1] * 7
+    assert found.stats.details["engine/evictions"] >= 6
+
+
+def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = some_requests(prompts=1, n=3, tokens=8, stop=("b",))
+    with gpu(monkeypatch, lambda time, rows: np.full(rows, 6 if time == 4 else 5)) as watched:
+        stop = StopStrings(1, lambda tokens: "".join("ab"[token == 6] for token in tokens))
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, stop=stop)
+    assert found.lengths == [5, 5, 5] and found.waits == [1] * 4
+
+
+def test_other_words_of_sampling_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [dict(temperature=0.0), dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5)]
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place, **words[place % 4]))
+        for place, request in enumerate(some_requests(prompts=1, n=5))
+    ]
+    with gpu(monkeypatch) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3))
+    assert sorted(found.lengths) == [3, 4, 5, 6, 7] and max(found.waits) == 2
+
+
+def test_who_makes_a_prefix_first_waits_twice_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what the last step has drawn, and for the states that lengths are predicted from."""
+    requests = some_requests(prompts=2, n=2, tokens=9)
+    with gpu(monkeypatch) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, sampler=infinite(slots=3), park_at=4)
+    assert found.lengths == [9] * 4 and max(found.waits) == 3
+
+
+def test_kernels_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-1.7B, 64 rows of 4 prompts: of each layer, and of all else with the head and the drawing."""
+    requests = some_requests(prompts=4, n=16, tokens=5)
+    taken = []
+    for layers in (1, 2):
+        with gpu(monkeypatch) as watched:
+            model = model_of(watched, num_hidden_layers=layers)
+            taken.append(trial(watched, model, requests, monkeypatch).kernels[-1])
+    assert (taken[1] - taken[0], 2 * taken[0] - taken[1]) == (71, 66)

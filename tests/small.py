@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,14 @@ from transformers import PreTrainedModel
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.stop import NeverStop
 from grpo_cli.engine.vllm import VllmEngine
+from grpo_cli.engine.workspace import Workspace
+from grpo_cli.meter import NullMeter
 from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
@@ -79,6 +83,16 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
     defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
+
+
+def make_generation(
+    decoder: Decoder, requests: Sequence[Request], stop: Any = None, prefix: int = 0, **parts: Any
+) -> Generation:
+    """All at once with everything off, but for what is given."""
+    found: dict[str, Any] = dict(eos=(EOS,), sampler=full(), sparsity=Dense(), capture=None) | parts
+    of_space = (found["sampler"], found["sparsity"], requests, found["capture"], prefix)
+    others = (found["eos"], requests, stop or NeverStop(), NullMeter(), found["sampler"].refills)
+    return Generation(Workspace.of(decoder, *of_space), *others)
 
 
 def vllm_engine(model: Any, **parts: Any) -> VllmEngine:

@@ -4,44 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import made
 import numpy as np
 import pytest
 import torch
 from made import full, infinite, micro, prefix_head
-from small import EOS, VOCABULARY, contents, make_engine, small_model, some_requests
+from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense, H2o, Rkv, Streaming
-from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.graph import WORTH_CAPTURING, FixedSteps
+from grpo_cli.engine.graph import WORTH_CAPTURING, FixedTurns, Turned
 from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.keeper import KeepAll
 from grpo_cli.engine.pieces import own_pieces
 from grpo_cli.engine.schedule import Fifo, Lpt
-from grpo_cli.engine.stop import NeverStop
+from grpo_cli.engine.workspace import Workspace
 from grpo_cli.errors import UserError
-from grpo_cli.meter import NullMeter
+from grpo_cli.model.adapters import with_adapters
 
 
 class Again:
-    """A capture that, like a graph, repeats a function that it was given once, and overwrites one result."""
+    """A capture that, like a graph, repeats a function that it was given once, and overwrites its results."""
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        result = run().clone()
+    def __call__(self, run: Callable[[], Turned]) -> Callable[[], Turned]:
+        hidden, tokens, logprobs = (result.clone() for result in run())
         self.captured += 1
 
-        def replay() -> torch.Tensor:
+        def replay() -> Turned:
             self.replayed += 1
-            return result.copy_(run())
+            for mine, its in zip((hidden, tokens, logprobs), run(), strict=True):
+                mine.copy_(its)
+            return hidden, tokens, logprobs
 
         return replay
 
@@ -61,8 +63,8 @@ def served(
     model: Any = None,
     sparsity: Any = None,
 ) -> Any:
-    decoder, parts = padded(model or small_model()), (sampler, sparsity or Dense(), requests, capture)
-    generation = Generation(decoder, (EOS,), *parts, NeverStop(), NullMeter())
+    parts = dict(sampler=sampler, sparsity=sparsity or Dense(), capture=capture)
+    generation = make_generation(padded(model or small_model()), requests, **parts)
     rollouts = [r for _, r in generation.serve(Fifo(), park_at)] if park_at else []
     return contents([*rollouts, *(r for _, r in generation.serve(scheduler or Fifo()))])
 
@@ -93,7 +95,7 @@ def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
     decoder, capture = padded(small_model()), Again()
-    generation = Generation(decoder, never, full(), Dense(), requests, capture, NeverStop(), NullMeter())
+    generation = make_generation(decoder, requests, eos=never, capture=capture)
     assert generation.slots.capacity == 96
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
@@ -104,7 +106,7 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
     # Two slots of as many keys as their rollouts make; the third goes on beside a slot that is full to the last.
     decoder, never = padded(small_model()), (VOCABULARY,)
     requests = some_requests(prompts=1, n=3, tokens=decoder.padding.slot_tile + 1)
-    generation = Generation(decoder, never, infinite(slots=2), Dense(), requests, Again(), NeverStop(), NullMeter())
+    generation = make_generation(decoder, requests, eos=never, sampler=infinite(slots=2), capture=Again())
     assert generation.slots.capacity == decoder.padding.slot_tile
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
@@ -173,8 +175,8 @@ class Asked(TorchDispatchMode):
 def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
     asked = Asked()
 
-    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        def watched() -> torch.Tensor:
+    def capture(run: Callable[[], Turned]) -> Callable[[], Turned]:
+        def watched() -> Turned:
             # In inference mode `item` goes by without being dispatched.
             with torch.inference_mode(False), torch.no_grad(), asked:
                 return run()
@@ -196,11 +198,52 @@ def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatc
     pieces = own_pieces(np.array([[0], [1]]), 16, torch.device("cpu"))
     rows = Rows(row, row, row, row, 16, pieces, pieces)
     capture = Again()
-    steps = FixedSteps(lambda rows, kv, watch: torch.full((2, 1), float(kv.tokens)), capture, nullcontext)
+    turned = (row[:, None].float(), row, row.float())
+    turns = FixedTurns(lambda *_: (turned[0] + kv.tokens, *turned[1:]), capture, nullcontext, lambda: kv.tokens)
     for grown, tokens in enumerate((32, 96), start=1):
         kv.reserve(tokens)
-        assert [steps(rows, kv, KeepAll())[0, 0].item() for _ in range(WORTH_CAPTURING)] == [tokens] * WORTH_CAPTURING
-        assert capture.captured == steps.captured == grown
+        hidden = [turns(rows, row.double())[0][0, 0].item() for _ in range(WORTH_CAPTURING)]
+        assert hidden == [tokens] * WORTH_CAPTURING and capture.captured == turns.captured == grown
+
+
+@pytest.mark.parametrize("protect", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+def test_what_is_captured_serves_later_rollouts_by_later_weights(precision: str, protect: bool) -> None:
+    """Nothing is captured in the last call; under autocast adapters go anew into the copies that are there."""
+    model = with_adapters(small_model(), replace(made.model(), lora=made.lora(rank=4)))
+    sparsity = H2o(budget=10, buffer=4, window=3, sinks=1, protect_prompt=protect, per_head=True)
+    parts, seeds, captured = dict(sampler=infinite(slots=5), sparsity=sparsity), (0, 7, 7), []
+    kept, capture = make_engine(model, **parts), Again()
+    kept._capture = capture
+    for call, seed in enumerate(seeds):
+        torch.manual_seed(call)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.3)
+        requests, new = some_requests(prompts=3, n=4, tokens=40, seed=seed), make_engine(model, **parts)
+        new._capture = Again()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            assert contents(kept.generate(requests)) == contents(new.generate(requests))
+        mine, its = kept.stats(), new.stats()
+        assert mine.decode_steps == its.decode_steps and mine.generated_tokens == its.generated_tokens
+        assert mine.details["engine/evictions"] == its.details["engine/evictions"] > 0
+        captured.append(capture.captured)
+    assert 0 < captured[0] <= captured[1] == captured[2]
+
+
+def test_a_workspace_serves_who_fits_into_it() -> None:
+    engine = make_engine(small_model(), sampler=infinite(slots=4))
+    engine._capture = Again()
+
+    def used(**words: Any) -> Workspace:
+        list(engine.generate(some_requests(**dict(prompts=3, n=4, tokens=40) | words)))
+        assert engine._kept._workspace is not None
+        return engine._kept._workspace
+
+    first = used()
+    assert used(n=6).kv is first.kv and used(prompts=2).kv is first.kv
+    more = used(tokens=90)
+    assert more.kv is not first.kv and used().kv is not more.kv  # slots of other sizes
 
 
 @pytest.mark.gpu

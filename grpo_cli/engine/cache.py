@@ -210,6 +210,15 @@ class KvArena:
             self._grow(grown(self.tokens, wanted, self.reach()))
         return True
 
+    def clear(self) -> None:
+        """Nobody has a page, but for rows that have theirs for good, and nothing is left of what was written."""
+        for entry in range(len(self.prompts.pages)):
+            self.prompts.drop(entry)
+        for block in self.blocks:
+            block.zero_()
+        self.parked = self.peak = 0
+        self.note_peak()
+
     def note_peak(self, beside: int = 0) -> None:
         self.peak = max(self.peak, self.nbytes + self.parked + beside)
 

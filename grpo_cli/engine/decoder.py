@@ -25,7 +25,7 @@ from grpo_cli.engine.compiled import Compiled, Functions
 from grpo_cli.engine.crossing import send
 from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
-from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers
+from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers, overwrite
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 
@@ -111,6 +111,7 @@ class Decoder:
         self.context: int = config.max_position_embeddings
         self.padding = padding or unpadded(self.group, self.dim)
         self._packed = packed
+        self._weights: AsTheyAre | Copies = AsTheyAre()  # what blocks and head were made with
         self._flash = False
         self._functions = self._to_compile = EAGER
 
@@ -140,7 +141,8 @@ class Decoder:
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
             if not all(block.is_plain for block in blocks):  # modules
-                blocks = [Block.of(layer, Copies(self.layout().dtype, packed=False)) for layer in self._layers]
+                other._weights = Copies(self.layout().dtype, packed=False)
+                blocks = [Block.of(layer, other._weights) for layer in self._layers]
             if all(block.is_plain for block in blocks):
                 other._blocks_of_model, other._functions = blocks, self._to_compile
         return other
@@ -175,10 +177,21 @@ class Decoder:
         dtype, packed = self.layout().dtype, self.packs
         if not packed and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
             return self
-        other, copies = copy(self), Copies(dtype, packed)
+        other = copy(self)
+        other._weights = copies = Copies(dtype, packed)
         other._blocks_of_model = [Block.of(layer, copies) for layer in self._layers]
         other._head = copies.of(self._head)
         return other
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as they are now into the copies that were made of them, each where it is and a layer at a
+        time. Packed copies cannot be written anew."""
+        assert not isinstance(self._weights, Copies) or not self._weights.packed, "who packs makes copies anew"
+        for layer, block in zip(self._layers, self._blocks_of_model, strict=True):
+            overwrite(block, Block.of(layer, self._weights))
+        if not isinstance(self._head, nn.Module):
+            overwrite(self._head, self._weights.of(self._modules[-1]))
 
     def of_one_block(self) -> Decoder:
         """The same, but of the first block only."""

@@ -21,6 +21,7 @@ from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.sequence import Sequence
 from grpo_cli.engine.sizes import Sizes
 from grpo_cli.engine.stop import stop_of
+from grpo_cli.engine.workspace import Kept, Workspace
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
 from grpo_cli.memory import give_back_cached, is_out_of_memory
@@ -68,7 +69,8 @@ class TorchEngine:
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
                 "layers takes two more small products in every step; with model.quantize=none they take none in float32"
             )
-        self._cuda_graph = cuda_graph
+        self._capture = CudaGraphs() if cuda_graph else None
+        self._kept = Kept()
         self._packed_weights = packed_weights
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler, rollouts_per_step)
@@ -162,25 +164,27 @@ class TorchEngine:
             if predicting:
                 generation.details |= self._learn(served)
             generation.details |= self._scheduler.details
+            if self._capture is not None:
+                self._kept.put(generation.workspace)
         finally:
             self._stats = generation.stats()
 
     def _generation(self, requests: Seq[Request]) -> Generation:
+        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
+        workspace = self._workspace(requests)
+        self._say_what_has_no_room(workspace.sizes)
+        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills)
+
+    def _workspace(self, requests: Seq[Request]) -> Workspace:
+        """The last one where graphs are of it and it serves, else a new one."""
         # A prefix is only worth waiting for when somebody orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
-        generation = Generation(
-            self._decoder,
-            self._eos,
-            self._sampler,
-            self._sparsity,
-            requests,
-            capture=CudaGraphs() if self._cuda_graph else None,
-            stop=stop_of({request.sampling.stop for request in requests}, self._decode),
-            meter=self._meter,
-            prefix=prefix,
-        )
-        self._say_what_has_no_room(generation.sizes)
-        return generation
+
+        def sizes_of(decoder: Decoder) -> Sizes:
+            return Sizes.of(decoder, self._sampler, self._sparsity, requests, prefix, one_page=True)
+
+        parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture, prefix)
+        return self._kept.take(self._decoder, sizes_of) or Workspace.of(*parts)
 
     def _say_what_has_no_room(self, sizes: Sizes) -> None:
         enough = sizes.room.probes_with

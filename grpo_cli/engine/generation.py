@@ -19,21 +19,15 @@ import torch
 from torch import Tensor
 
 from grpo_cli.engine.crossing import send
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense, watches
 from grpo_cli.engine.forecast import Crowd, Forecast
-from grpo_cli.engine.graph import Capture, FixedSteps, Step
 from grpo_cli.engine.interfaces import Running, Scheduler
-from grpo_cli.engine.keeper import keeper_of
 from grpo_cli.engine.line import Line
 from grpo_cli.engine.padding import round_up
 from grpo_cli.engine.prompts import PromptPool
-from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.sequence import Sequence
-from grpo_cli.engine.sizes import Sizes
-from grpo_cli.engine.slots import Slots
 from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.engine.transcripts import Drawn, Transcripts
+from grpo_cli.engine.workspace import Workspace
 from grpo_cli.interfaces import Meter
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
@@ -46,48 +40,35 @@ BEHIND = {"cuda": 1}
 class Generation:
     """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
 
-    With `capture`, decode steps are of fixed shape and captured by it (see `graph.py`). `prefix` is that of `Sizes`.
+    It runs in a `workspace` that was made for them. With `refills`, who waits takes the place of who has ended.
     `details` are named numbers to go with the cost.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        workspace: Workspace,
         eos_token_ids: Seq[int],
-        sampler: Sampler | Capped,
-        sparsity: Dense | Budget,
         requests: Seq[Request],
-        capture: Capture | None,
         stop: StopStrings | NeverStop,
         meter: Meter,
-        prefix: int = 0,
+        refills: bool,
     ) -> None:
-        self.decoder = decoder = decoder.in_its_precision().for_steps(watched=watches(sparsity))
-        fixed = capture is not None
-        self.sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
-        shape = self.sizes.slots
-        self.kv = self.sizes.arena(fixed)
-        self.slots = Slots(
-            shape, decoder.padding, self.sizes.max_new_tokens, keeper_of(sparsity, shape), self.kv, fixed
-        )
+        self.workspace, self.refills = workspace, refills
+        self.decoder, self.sizes = workspace.decoder, workspace.sizes
+        self.kv, self.slots, self._turn, self._fixed = workspace.kv, workspace.slots, workspace.turn, workspace.fixed
         self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._requests, self._sequences = requests, tuple(self.waiting)
         self._transcripts = Transcripts([request.sampling.max_new_tokens for request in requests], eos_token_ids)
         self._drawn: list[Drawn] = []  # and not looked at yet
-        self._behind = BEHIND.get(decoder.device.type, 0)
+        self._behind = BEHIND.get(self.decoder.device.type, 0)
         self.details: dict[str, float] = {}
-        self._fixed = fixed
-        self._step: Step = decoder.step
-        if capture is not None:
-            self._step = FixedSteps(decoder.step, capture, self.slots.keeper.repeated)
-        self.refills = sampler.refills
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
         self._span = meter.span
         self._unfinished = Counter(request.prompt.id for request in requests)
-        self._forecast = Forecast(prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
+        self._forecast = Forecast(self.sizes.prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
         self._restarts = self._restarted_tokens = self._most_rows = self._most_held = 0
         self._steps = self._row_steps = self._generated = self._prefilled = 0
 
@@ -227,10 +208,9 @@ class Generation:
             return self._look(0)  # there may be room then
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
-        rows, uniform = self.slots.rows(running, self.prompts)
-        hidden = self._step(rows, self.kv, self.slots.keeper)[:running]
+        hidden, tokens, logprobs = self._turn(*self.slots.rows(running, self.prompts))
         self.slots.advance(running)
-        self._drawn.append(self.slots.go_on(self.decoder.logits(hidden), uniform))
+        self._drawn.append(self.slots.go_on(running, tokens, logprobs))
         self._steps += 1
         self._row_steps += running
         parking = [] if park_at is None else self.slots.that_made(park_at)

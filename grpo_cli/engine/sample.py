@@ -44,6 +44,18 @@ class SamplingTable:
         self._device = device
         # Temperature, top_p and top_k of each slot; of one that nobody has had, temperature is no number.
         self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
+        self.temperature, self.top_p = torch.ones(2, slots, device=device)
+        self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
+        self._tell()
+
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """What of it `draw` has to do."""
+        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
+
+    def clear(self) -> None:
+        """Nobody has had any slot."""
+        self._words[:] = [[np.nan], [1.0], [0.0]]
         self._tell()
 
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
@@ -59,9 +71,9 @@ class SamplingTable:
             self._tell()
 
     def _tell(self) -> None:
-        """All of it anew, in one copy."""
-        temperature, top_p, top_k = send(self._device, *self._words)
-        self.temperature, self.top_p, self.top_k = temperature.float(), top_p.float(), top_k.long()
+        """All of it anew, in one copy and to the same addresses."""
+        for own, told in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
+            own.copy_(told)
         temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
         self.any_tempered = bool((temperatures != 1.0).any())
         self.any_greedy = bool((temperatures == 0.0).any())

@@ -34,7 +34,7 @@ Index = slice | Int[Tensor, "R"]  # slots, as the device is told
 class Slots:
     """Slots of a shape, with room for `max_new_tokens` tokens each; their keys and values lie in `kv`.
 
-    With `fixed`, each has one page for good, and steps are over all of them, in shapes that seldom change (`graph.py`).
+    With `fixed`, each has one page for good, and turns are over all of them, in shapes that seldom change (`graph.py`).
     """
 
     def __init__(
@@ -61,6 +61,17 @@ class Slots:
         self._of_prompts: tuple[object, Pieces | Runs] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
+
+    def clear(self) -> None:
+        """Nobody has a slot; pages are the arena's to clear."""
+        self.sequences, self.running = [None] * self.count, 0
+        self._sampling.clear()
+        self.keeper.clear()
+
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """What drawing depends on, besides what it is given."""
+        return self._sampling.asked
 
     @property
     def count(self) -> int:
@@ -111,11 +122,10 @@ class Slots:
         index, uniform = send(self._last.device, rows, self._uniforms[rows, 0])
         return self._drawn(rows, self.draw(index, logits, uniform), ())
 
-    def go_on(self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Drawn:
-        """Draw the next token of the first slots, which have advanced; `uniform` came with their rows."""
-        running = len(logits)
+    def go_on(self, running: int, tokens: Int[Tensor, "R"], logprobs: Float[Tensor, "R"]) -> Drawn:
+        """What a turn has drawn for the first slots, which have advanced."""
         kept = self.keeper.prompt_kept(running)
-        return self._drawn(np.arange(running), self.draw(slice(0, running), logits, uniform), kept)
+        return self._drawn(np.arange(running), (tokens[:running], logprobs[:running]), kept)
 
     def draw(
         self, rows: Index, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]
@@ -163,7 +173,7 @@ class Slots:
 
     def rows(self, running: int, prompts: PromptPool) -> tuple[Rows, Float[Tensor, "R"]]:
         """What the decoder reads for a step over the first `running` slots, or all of them where shapes are fixed, and
-        the numbers by which `running` tokens are drawn after it."""
+        the numbers by which their next tokens are drawn."""
         count = min(self.count, bucket(running)) if self._fixed else running
         own, of_prompts = self._pieces(running, count, prompts)
         held, page = self._held[:running], self.kv.rows.tokens
@@ -175,11 +185,11 @@ class Slots:
         )
         if self._fixed:
             width = min(_power_of_two(width), page)
-        first = np.arange(running)
-        # A slot that stopped when it was full has no room left; what it writes is not read.
+        first, made = np.arange(count), self._generated[:count]
+        # A slot that stopped when it was full has no room left; what it writes and draws is not read.
         lengths = np.minimum(self._held[:count], self.capacity - 1)
-        told = [self._prompt[:count] + self._generated[:count] - 1, lengths]
-        told.append(self._uniforms[first, self._generated[:running]])
+        told = [self._prompt[:count] + made - 1, lengths]
+        told.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
         if several:
             told.append(self.kv.rows.pages[first, lengths // page])
         positions, lengths_there, uniform, *write_to = send(self._last.device, *told)

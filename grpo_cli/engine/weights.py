@@ -8,7 +8,7 @@ apart in a sum with the weight. Their dropout is of updates only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -176,6 +176,22 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
     ):
         return None
     return [Adapter(down[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in dataclasses and tuples; of modules none."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return tensors_of([getattr(value, field.name) for field in fields(value)]) if is_dataclass(value) else []
+
+
+def overwrite(old: Any, new: Any) -> None:
+    """Put the numbers of `new`, which was made as `old` was, in the place of those of `old`."""
+    for mine, its in zip(tensors_of(old), tensors_of(new), strict=True):
+        if mine is not its:
+            mine.copy_(its)
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:

@@ -24,6 +24,7 @@ from grpo_cli.engine.fullest import fullest_moments, parked_bytes
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.sampler import Capped, Sampler
 from grpo_cli.engine.stop import NeverStop
+from grpo_cli.engine.workspace import Workspace
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
@@ -183,17 +184,9 @@ class ShapeModel:
         sampling = Sampling.plain(work.max_new_tokens)
         requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
         with self._watched(training=False) as allocations, self._precision():
-            generation = Generation(
-                Decoder(self.model, packed=engine.packed),
-                (0,),
-                Capped(engine.sampler, engine.rollouts),
-                engine.sparsity,
-                requests,
-                capture=None,
-                stop=NeverStop(),
-                meter=NullMeter(),
-                prefix=engine.prefix,
-            )
+            decoder, sampler = Decoder(self.model, packed=engine.packed), Capped(engine.sampler, engine.rollouts)
+            workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
+            generation = Generation(workspace, (0,), requests, NeverStop(), NullMeter(), sampler.refills)
 
             def grown(blocks: Sequence[Tensor]) -> None:
                 for block in blocks:

@@ -25,7 +25,17 @@ from grpo_cli.engine.compiled import Compiled, Functions
 from grpo_cli.engine.crossing import send
 from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
-from grpo_cli.engine.weights import AsTheyAre, Copies, Product, Products, can_pack, is_plain, linear_layers, overwrite
+from grpo_cli.engine.weights import (
+    AsTheyAre,
+    Copies,
+    Product,
+    Products,
+    can_pack,
+    is_plain,
+    linear_layers,
+    overwrite,
+    tensors_of,
+)
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 
@@ -182,6 +192,16 @@ class Decoder:
         other._blocks_of_model = [Block.of(layer, copies) for layer in self._layers]
         other._head = copies.of(self._head)
         return other
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the copies of weights; packed ones are not counted."""
+        of_model = {weight.untyped_storage()._cdata for weight in self._modules.parameters()}
+        held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_of(self._held())}
+        return sum(size for storage, size in held.items() if storage not in of_model)
+
+    def _held(self) -> list[Any]:
+        return [*self._blocks_of_model, self._head]
 
     @torch.no_grad()
     def refresh(self) -> None:

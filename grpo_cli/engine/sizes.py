@@ -82,6 +82,12 @@ class Sizes:
         return kv
 
     @property
+    def fixed_bytes(self) -> int:
+        """Of keys and values, where each slot and each prompt has its room for good."""
+        shape = self.slots
+        return shape.layout.bytes_per_token * (shape.slots * shape.capacity + self.kv.prompts * shape.prompt_width)
+
+    @property
     def dense_bytes(self) -> int:
         """What as many slots would take without eviction, each at its longest."""
         return self.slots.layout.bytes_per_token * self.slots.slots * self.dense_capacity

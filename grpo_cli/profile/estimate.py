@@ -61,6 +61,10 @@ def total(sizes: Sizes) -> int:
     return sum(sizes.values())
 
 
+def _both(sizes: Sizes, others: Sizes) -> Sizes:
+    return {kind: sizes.get(kind, 0) + others.get(kind, 0) for kind in {**sizes, **others}}
+
+
 def _full(work: Workload) -> Workload:
     return replace(work, lengths=(work.max_new_tokens,) * (len(work.prompts) * work.n))
 
@@ -100,11 +104,14 @@ class Estimator:
         """Each phase at its fullest, with all that lies there meanwhile."""
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
+        stays: Sizes = {}
         if step.engine is not None:
             count = len(step.rollouts.lengths)
             engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
             prefill, decode = model.rollouts(step.rollouts, engine)
-            phases = {"prefill": {**steady, **prefill}, "decode": {**steady, **decode}}
+            stays = model.stays(step.rollouts, engine)
+            slots = {KV: stays[KV]} if stays else {}
+            phases = {"prefill": {**steady, **prefill, **slots}, "decode": {**steady, **decode, **slots}}
         every = rows_of(step.rollouts, step.rollouts.n)
         kept = rows_of(step.rollouts, step.m)
         if step.passes.policy_over_all or step.passes.policy_over_kept:
@@ -113,6 +120,8 @@ class Estimator:
         if step.passes.reference:
             phases["ref_logprobs"] = {**steady, **self._quiet(step, kept)}
         phases |= {phase: {**steady, **sizes} for phase, sizes in self._update(step, kept).items()}
+        for phase in phases.keys() - {"prefill", "decode"}:
+            phases[phase] = _both(phases[phase], stays)
         if step.evaluation is not None and step.engine is not None:
             beginning, going_on = model.rollouts(step.evaluation, engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}

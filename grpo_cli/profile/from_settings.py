@@ -69,7 +69,7 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
             "eval are not predicted, and what fits is said of the update alone"
         )
     if settings.parts["engine"].get("cuda_graph"):
-        notes.append("engine.cuda_graph=true: what captured graphs keep is not predicted; decode and eval take more")
+        notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "
@@ -93,10 +93,12 @@ def step_of(
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
+    graphs = bool(settings.parts["engine"].get("cuda_graph"))
+    engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, graphs=graphs)
     step = StepShape(
         rollouts=rollouts,
         m=settings.m,
-        engine=EngineShape(built["sampler"], built["sparsity"], prefix, packed) if is_ours(settings) else None,
+        engine=engine if is_ours(settings) else None,
         evaluation=evaluation,
         forward=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense
+from grpo_cli.engine.eviction import Budget, Dense, watches
 from grpo_cli.engine.fullest import fullest_moments, parked_bytes
 from grpo_cli.engine.generation import Generation
 from grpo_cli.engine.sampler import Capped, Sampler
+from grpo_cli.engine.sizes import Sizes as EngineSizes
 from grpo_cli.engine.stop import NeverStop
 from grpo_cli.engine.workspace import Workspace
 from grpo_cli.learner.forward import RowShape, ShapeOnly
@@ -41,13 +42,15 @@ KV = "kv"
 class EngineShape:
     """What decides how much a rollout engine allocates. `prefix` is how many tokens everyone makes before the rest is
     ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone. `rollouts`
-    are those of a step, as which no evaluation takes more at once."""
+    are those of a step, as which no evaluation takes more at once. With `graphs`, where they are made stays for the
+    next step."""
 
     sampler: Sampler
     sparsity: Dense | Budget
     prefix: int
     packed: bool = False
     rollouts: int | None = None
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Workload:
     n: int
     max_new_tokens: int
     lengths: tuple[int, ...]
+
+    @property
+    def requests(self) -> list[Request]:
+        sampling = Sampling.plain(self.max_new_tokens)
+        return [Request(prompt, i, 0, sampling) for prompt in self.prompts for i in range(self.n)]
 
     @property
     def tokens(self) -> int:
@@ -117,6 +125,7 @@ class ShapeModel:
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
+        self.stays = lru_cache(maxsize=None)(self._stays)
 
     @property
     def weights(self) -> int:
@@ -181,8 +190,7 @@ class ShapeModel:
 
     def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
-        sampling = Sampling.plain(work.max_new_tokens)
-        requests = [Request(prompt, i, 0, sampling) for prompt in work.prompts for i in range(work.n)]
+        requests = work.requests
         with self._watched(training=False) as allocations, self._precision():
             decoder, sampler = Decoder(self.model, packed=engine.packed), Capped(engine.sampler, engine.rollouts)
             workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
@@ -200,6 +208,16 @@ class ShapeModel:
         prefill, decode = (max(sizes, key=lambda one: sum(one.values())) for sizes in found.values())
         decode = {**decode, KV: generation.kv.peak}
         return _with(prefill, parked), _with(decode, parked)
+
+    def _stays(self, work: Workload, engine: EngineShape) -> Sizes:
+        """What lies there between two calls of `generate`: with graphs all slots, and the copies of weights."""
+        if not engine.graphs:
+            return {}
+        with self._watched(training=False), self._precision():
+            decoder = Decoder(self.model).in_its_precision().for_steps(watches(engine.sparsity))
+            sampler, others = Capped(engine.sampler, engine.rollouts), (engine.sparsity, work.requests, engine.prefix)
+            sizes = EngineSizes.of(decoder, sampler, *others, one_page=True)
+            return {KV: sizes.fixed_bytes, ACTIVATIONS: decoder.copied_bytes}
 
 
 @contextmanager

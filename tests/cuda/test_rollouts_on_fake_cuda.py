@@ -22,7 +22,7 @@ from small import make_generation, some_requests
 
 from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
 from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.graph import Turned
+from grpo_cli.engine.graph import FixedTurns, Turned
 from grpo_cli.engine.schedule import Fifo
 from grpo_cli.engine.stop import StopStrings
 from grpo_cli.model.adapters import with_adapters
@@ -151,6 +151,26 @@ def test_evictions_wait_for_nothing(
         found = trial(watched, model, requests, monkeypatch, sparsity=sparsity, fixed=fixed)
     assert found.lengths == [9] * 6 and found.waits == [1] * 7
     assert found.stats.details["engine/evictions"] >= 6
+
+
+def test_a_shape_depends_on_the_number_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 rows of 4 prompts, which end one after the other, in two pages and one: 40, 32 and 16 at a time."""
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place))
+        for place, request in enumerate(some_requests(prompts=4, n=10))
+    ]
+    made = list[Any]()
+    shapes = FixedTurns.__call__
+
+    def noted(self: FixedTurns, *given: Any) -> Any:
+        made.append(self)
+        return shapes(self, *given)
+
+    monkeypatch.setattr(FixedTurns, "__call__", noted)
+    with gpu(monkeypatch) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=True)
+    assert sorted(found.lengths) == list(range(3, 43)) and found.waits == [1] * 40
+    assert len(made[0]._seen) == 3
 
 
 def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

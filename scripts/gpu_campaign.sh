@@ -12,8 +12,9 @@
 # 5 update    forward and backward against their floor: padded, without padding, with shared prefixes
 # 6 learn     the embedded model learns as on a CPU, and memory does not grow
 #
-# Python is $PYTHON, else .venv's, else python3; it needs torch, transformers and peft, and hydra-core, omegaconf and
-# beartype, nothing else (there is no logger but jsonl in it). Ends with 1 where a criterion is missed.
+# Python is $PYTHON, else .venv's, else python3; it needs torch, transformers and peft, and hydra-core, omegaconf, jaxtyping
+# and psutil, for the tests of part 1 pytest, hypothesis and beartype too (and no wandb: the logger is jsonl). Ends with 1
+# where a criterion is missed.
 set -euo pipefail
 [[ ${1:---help} == --help || $1 == -h ]] && exec sed -n '2,/^set/{s/^# \{0,1\}//p}' "$0"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -14,9 +14,10 @@ from small import contents, make_engine, small_model, some_requests
 from test_casts import made
 from test_graph import Again, served
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_cli.engine import compiled as compiling
 from grpo_cli.engine.decoder import Decoder
+from grpo_cli.model import compiling
 
 
 class Counting:
@@ -67,6 +68,15 @@ def test_what_is_compiled_can_be_recorded(compiler: Counting, monkeypatch: pytes
     assert {name: words[0] for name, words in served(full(), capture, requests, model=model).items()} == plain
     # 16, 32 and 36 rows: two halves for each.
     assert compiler.compiled == 2 * 3 + 1
+
+
+def test_where_every_operation_is_watched_nothing_is_compiled(compiler: Counting) -> None:
+    """As a profile does, and PyTorch's compiler refuses to."""
+    model, requests = small_model(), some_requests(prompts=1, n=4, tokens=8)
+    plain = tokens(make_engine(model).generate(requests))
+    with FlopCounterMode(display=False):
+        assert tokens(make_engine(model, compile=True).generate(requests)) == plain
+    assert not compiler.compiled
 
 
 @pytest.mark.parametrize("adapted", [False, True])

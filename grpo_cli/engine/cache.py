@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.crossing import send
 from grpo_cli.engine.padding import round_up
+from grpo_cli.model.crossing import send
 
 # A page of all layers has at least so many bytes, and so many tokens: what is looked up by itself, and is a product by
 # itself, is worth it. Products of half as many keys took as long each.

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
 from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.compiled import Compiled, Functions
-from grpo_cli.engine.crossing import send
 from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.engine.weights import (
@@ -37,6 +36,7 @@ from grpo_cli.engine.weights import (
     tensors_of,
 )
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.crossing import send
 from grpo_cli.model.packed import causal
 
 

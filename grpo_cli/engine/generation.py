@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.crossing import send
 from grpo_cli.engine.forecast import Crowd, Forecast
 from grpo_cli.engine.interfaces import Running, Scheduler
 from grpo_cli.engine.line import Line
@@ -29,6 +28,7 @@ from grpo_cli.engine.stop import NeverStop, StopStrings
 from grpo_cli.engine.transcripts import Drawn, Transcripts
 from grpo_cli.engine.workspace import Workspace
 from grpo_cli.interfaces import Meter
+from grpo_cli.model.crossing import send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 # Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.

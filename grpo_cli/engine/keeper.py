@@ -20,8 +20,8 @@ from torch import Tensor
 
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena, KvLayout
-from grpo_cli.engine.crossing import send
 from grpo_cli.engine.eviction import Budget, Candidates, Dense
+from grpo_cli.model.crossing import send
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from grpo_cli.engine.crossing import send
 from grpo_cli.engine.padding import round_up
+from grpo_cli.model.crossing import send
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.engine.crossing import send
+from grpo_cli.model.crossing import send
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

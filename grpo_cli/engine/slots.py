@@ -19,7 +19,6 @@ from torch import Tensor
 from grpo_cli.engine.attention import Rows
 from grpo_cli.engine.cache import KvArena
 from grpo_cli.engine.compiled import bucket
-from grpo_cli.engine.crossing import Fetched, send
 from grpo_cli.engine.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.padding import Padding, round_up
 from grpo_cli.engine.pieces import Pieces, Runs, sides
@@ -27,6 +26,7 @@ from grpo_cli.engine.prompts import PromptPool
 from grpo_cli.engine.sample import SamplingTable, uniforms
 from grpo_cli.engine.sequence import Parked, Sequence
 from grpo_cli.engine.transcripts import Drawn
+from grpo_cli.model.crossing import Fetched, send
 
 Index = slice | Int[Tensor, "R"]  # slots, as the device is told
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_cli.engine.crossing import Fetched
+from grpo_cli.model.crossing import Fetched
 
 
 @dataclass(frozen=True)

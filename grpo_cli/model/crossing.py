@@ -6,6 +6,8 @@ a CPU both are views of the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -47,3 +49,12 @@ class Fetched:
             row if column.dtype == torch.float32 else row.view(np.int32)
             for row, column in zip(self._host.numpy(), self._columns, strict=True)
         ]
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Floating-point numbers of one device, on the host: moved all together, so that it waits once."""
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    together = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()
+    parts = together.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,52 @@
+"""torch.compile where it can be had: what cannot be compiled runs as it was, which is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+BACKEND = "inductor"
+# More than there are shapes of a function; PyTorch gives up at 8.
+MOST_SHAPES = 32
+
+
+class Compiler:
+    """Functions compiled, until one of them cannot be: then all are as they were. `what` are they called, and `key` is
+    the setting that does without. Where every operation is watched, which compiled ones are not, none is either."""
+
+    def __init__(self, what: str, key: str, warn: Callable[[str], None]) -> None:
+        self._what, self._key, self._warn, self._failed = what, key, warn, False
+
+    def compiled(
+        self, function: Callable[..., Any], dynamic: bool | None, otherwise: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """`function`, or, where that cannot be, `otherwise`, by default `function` as it is. `dynamic` as
+        torch.compile has it."""
+        from torch._dynamo import config
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        config.recompile_limit = max(config.recompile_limit, MOST_SHAPES)
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=BACKEND)
+        plain = otherwise or function
+
+        def run(*operands: Any) -> Any:
+            if not self._failed and not is_in_torch_dispatch_mode(include_infra_modes=False):
+                try:
+                    return compiled(*operands)
+                except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                    self._fall_back(error)
+            return plain(*operands)
+
+        return run
+
+    def _fall_back(self, error: Exception) -> None:
+        self._failed = True
+        cause = getattr(error, "inner_exception", error)
+        reason = next(iter(str(cause).strip().splitlines()), "no reason given")
+        self._warn(
+            f"{self._what} are not compiled, and so slower, since that failed ({type(cause).__name__}: {reason}). To "
+            f"begin without: {self._key}=false"
+        )

@@ -100,6 +100,7 @@ class TrainSettings:
     keep_checkpoints: int
     padding_free: bool
     shared_prefix: bool
+    compile: bool | None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Step:
         self._span = parts.meter.span
         model, train = parts.bench.model, settings.train
         self.learner = Learner(
-            model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter
+            model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
         self._prompts = PromptOrder(parts.bench.task.prompts("train"), train.prompts, settings.seed)
         # With one update per round, and without dropout, the learner's own forward pass gives the old policy's

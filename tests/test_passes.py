@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -23,7 +22,7 @@ from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.meter import NullMeter
-from grpo_cli.model import packed, varlen
+from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
 from grpo_cli.model.varlen import Flash, Spans
 from grpo_cli.settings import Sampling
@@ -147,18 +146,6 @@ def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
         ):
             assert Flash.takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
         assert not Flash.takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
-
-
-def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared() -> None:
-    """Shapes alone: a tree of two branches and a plain sequence through PyTorch's own operators, and back. (Autograd
-    itself wants a driver.)"""
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
-    with FakeTensorMode(), torch.no_grad():
-        q, k, v = (torch.empty(30, heads, 64, device="cuda:0", dtype=torch.bfloat16) for heads in (6, 2, 2))
-        layout = packed.Layout([Tree(6, (9, 5)), Tree(10)], q.device)
-        out = varlen._Attention.forward(ctx, q, k, v, layout.own, layout.trunks, 0.125, Flash())
-        gradients = varlen._Attention.backward(ctx, out)
-    assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
 
 
 def test_rows_of_a_group_may_lie_anywhere() -> None:

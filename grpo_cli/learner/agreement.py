@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import LossFn
+from grpo_cli.learner.batch import to_device
 from grpo_cli.learner.forward import Forward, prompt_groups, row_shapes
 from grpo_cli.types import Batch, Totals
 
@@ -50,26 +51,31 @@ def require_agreement(
     totals: Totals,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Raises UserError, with the numbers, unless both give the same to rounding for `batch`: a few rows, on the device.
+    """Raises UserError, with the numbers, unless both give the same to rounding for `batch`: a few rows.
 
     Without dropout, and on-policy: by an old policy of other roundings a narrow clip would tell the two apart.
     Advantages are set to +1 and -0.5, since real ones may all be 0 and hide a difference.
     """
     model.eval()
-    signs = torch.where(torch.arange(len(batch), device=batch.input_ids.device) % 2 == 0, 1.0, -0.5)
+    signs = torch.where(torch.arange(len(batch)) % 2 == 0, 1.0, -0.5)
     batch = replace(batch, advantages=signs, policy_logprobs=None)
     expected, found = (_outcome(forward, model, loss, batch, totals, autocast()) for forward in (plain, other))
     whole = all(weight.dtype == torch.float32 for weight in model.parameters())
     with autocast():
-        exact = whole and not torch.is_autocast_enabled(batch.input_ids.device.type)
-    _compare(expected, found, batch.response_mask, _ROUNDING[torch.float32 if exact else torch.bfloat16])
+        exact = whole and not torch.is_autocast_enabled(expected.logprobs.device.type)
+    _compare(
+        expected,
+        found,
+        batch.response_mask.to(expected.loss.device),
+        _ROUNDING[torch.float32 if exact else torch.bfloat16],
+    )
 
 
 def _outcome(forward: Forward, model: Any, loss: LossFn, batch: Batch, totals: Totals, autocast: Any) -> Outcome:
     """Log-probabilities, loss and gradients of a micro-batch; the model's gradients are empty before and after."""
     with autocast:
         logprobs = forward.logprobs(model, batch)
-    value = loss(logprobs, batch, totals).loss
+    value = loss(logprobs, to_device(batch, logprobs.device), totals).loss
     value.backward()
     samples = []
     for weight in model.parameters():

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import micro_batch_rows, micro_batches
-from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at, token_logprobs
+from grpo_cli.learner.logprobs import PLAIN, ByRow, chosen_logprobs, logprobs_at, token_logprobs
+from grpo_cli.model.anatomy import place_of
+from grpo_cli.model.crossing import send
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.settings import TrainSettings
 from grpo_cli.types import Batch
@@ -40,7 +42,7 @@ class Forward(Protocol):
         """The rows of each micro-batch."""
 
     def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
-        """As `logprobs.token_logprobs`."""
+        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is."""
 
 
 @runtime_checkable
@@ -63,22 +65,22 @@ class ShapeOnly(Forward, Protocol):
         """The computation of a micro-batch of these lengths, all of whose tokens are token 0."""
 
 
-def make_forward(train: TrainSettings, temperature: float) -> Padded | PaddingFree:
+def make_forward(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded | PaddingFree:
     """What `train` asks for. UserError if it leaves open how much goes through at once."""
-    plain = make_padded(train, temperature)
+    plain = make_padded(train, temperature, by_row)
     if train.shared_prefix or train.padding_free:
-        return PaddingFree(plain.tokens, plain.chunk, temperature, train.shared_prefix)
+        return PaddingFree(plain.tokens, plain.chunk, temperature, train.shared_prefix, by_row)
     return plain
 
 
-def make_padded(train: TrainSettings, temperature: float) -> Padded:
+def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded:
     """The same in the plain way."""
     if train.micro_batch_tokens == "auto":
         raise UserError(
             "train.micro_batch_tokens=auto is decided by the command line, before anything is built: give a number, or "
             "the settings that grpo_cli.profile.micro_batch.decided makes of these"
         )
-    return Padded(train.micro_batch_tokens, train.logprob_chunk, temperature)
+    return Padded(train.micro_batch_tokens, train.logprob_chunk, temperature, by_row)
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,12 @@ class Padded:
     tokens: int
     chunk: int
     temperature: float
+    by_row: ByRow = PLAIN
 
     def prepare(self, model: Any) -> None:
-        """Any model will do as it is."""
+        """On a GPU transformers would look whether positions are those of packed rows, and wait for what it sees."""
+        if place_of(model).type == "cuda":
+            allow_packing(model)
 
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         return micro_batches(batch, self.tokens)
@@ -107,7 +112,7 @@ class Padded:
         return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk)
 
     def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
-        return token_logprobs(model, part.input_ids, part.response_mask, self.temperature, self.chunk)
+        return token_logprobs(model, part.input_ids, part.response_mask, self.temperature, self.chunk, self.by_row)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class PaddingFree:
     chunk: int
     temperature: float
     share: bool
+    by_row: ByRow = PLAIN
 
     def prepare(self, model: Any) -> None:
         allow_packing(model)
@@ -155,15 +161,15 @@ class PaddingFree:
         return chosen_logprobs(model, packed_hidden(model, ids, trees)[places], places, self.temperature, self.chunk)
 
     def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
-        device = part.input_ids.device
-        packed = pack(part, self.share)
-        rows, columns, predicting, targets = (
-            x.to(device) for x in (packed.rows, packed.columns, packed.predicting, packed.targets)
+        device, packed = place_of(model), pack(part, self.share)
+        tables = part.input_ids[packed.rows, packed.columns], packed.rows, packed.columns
+        targeted = [table[packed.targets] for table in tables]
+        ids, predicting, labels, *places = send(
+            device, *(table.numpy() for table in (tables[0], packed.predicting, *targeted))
         )
-        ids = part.input_ids[rows, columns]
         states = packed_hidden(model, ids, packed.trees)[predicting]
-        chosen = chosen_logprobs(model, states, ids[targets], self.temperature, self.chunk)
-        return torch.zeros(part.input_ids.shape, device=device).index_put((rows[targets], columns[targets]), chosen)
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row)
+        return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
 
 
 @dataclass(frozen=True)
@@ -212,9 +218,8 @@ def row_shapes(batch: Batch, share: bool) -> list[RowShape]:
     lengths = zip((batch.lengths - completions).tolist(), completions.tolist(), strict=True)
     if not share:
         return [RowShape(prompt, completion) for prompt, completion in lengths]
-    ids = batch.input_ids.cpu()
     return [
-        RowShape(prompt, completion, tuple(ids[row, :prompt].tolist()))
+        RowShape(prompt, completion, tuple(batch.input_ids[row, :prompt].tolist()))
         for row, (prompt, completion) in enumerate(lengths)
     ]
 

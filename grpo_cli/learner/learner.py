@@ -5,7 +5,7 @@ It knows nothing of prompts, rewards or rollouts. The model and the optimizer ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +18,11 @@ from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded
+from grpo_cli.learner.logprobs import PLAIN, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
 from grpo_cli.memory import give_back_freed
 from grpo_cli.model.anatomy import has_dropout
+from grpo_cli.model.crossing import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.types import Batch
 
@@ -53,22 +55,25 @@ class Learner:
         train: TrainSettings,
         optim: OptimSettings,
         meter: Meter,
+        warn: Callable[[str], None] = print,
     ) -> None:
         self._model = model
         self._loss = loss
         self._train = train
         self._optim = optim
         self._max_new_tokens = sampling.max_new_tokens
-        self._plain = make_padded(train, sampling.temperature)
-        self._forward: Forward = make_forward(train, sampling.temperature)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        compiles = self._device.type == "cuda" if train.compile is None else train.compile
+        by_row = compiled_by_row(warn) if compiles else PLAIN
+        self._plain = make_padded(train, sampling.temperature, by_row)
+        self._forward: Forward = make_forward(train, sampling.temperature, by_row)
         self._forward.prepare(model)
         self._compared = self._forward == self._plain
         self._span = meter.span
         self._autocast_word = model_settings.autocast
         self.drops = has_dropout(model)  # so that the passes of `update` are not those of `logprobs`
         self.updates = 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._device = self._parameters[0].device
         self._optimizer = make_optimizer(self._parameters, optim)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -80,14 +85,11 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
-        result = torch.zeros(batch.input_ids.shape)
         self._forward.prepare(model)
+        parts = self._forward.micro_batches(batch)
         with self.autocast():
-            for rows in self._forward.micro_batches(batch):
-                part = to_device(rows_of(batch, rows), self._device)
-                values = self._forward.logprobs(model, part)
-                result[rows, : values.shape[1]] = values.cpu()
-        return result
+            values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
+        return _in_place(batch, parts, fetched(values))
 
     def update(self, batch: Batch, step: int) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
@@ -96,33 +98,34 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
         if not self._compared:
-            some = to_device(rows_of(batch, rows_to_compare(batch, self._plain.tokens)), self._device)
+            some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
             require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
             self._compared = True
-        logprobs = torch.zeros(batch.input_ids.shape)
         sums: dict[str, Tensor] = {}
+        logprobs = list[Tensor]()
         with self._training():
-            for rows in self._forward.micro_batches(batch):
-                part = to_device(rows_of(batch, rows), self._device)
+            for rows in (parts := self._forward.micro_batches(batch)):
+                part = rows_of(batch, rows)
                 with self._span("forward"), self.autocast():
                     values = self._forward.logprobs(self._model, part)
-                output = self._loss(values, part, divisors)
+                output = self._loss(values, to_device(part, self._device), divisors)
                 with self._span("backward"):
                     output.loss.backward()
-                logprobs[rows, : values.shape[1]] = values.detach().cpu()
+                logprobs.append(values.detach())
                 for name, share in {"loss/total": output.loss.detach(), **output.metrics}.items():
                     sums[name] = sums[name] + share if name in sums else share
-        metrics = {name: float(value) for name, value in sums.items()}
         with self._span("optimizer"):
+            sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
+            found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
+            metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
             fault, moved = self._move(metrics, step)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed()
-        return Update(metrics, logprobs, fault, moved)
+        return Update(metrics, _in_place(batch, parts, found[: len(parts)]), fault, moved)
 
     def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:
         """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
-        weight decay would move the weights. Notes the gradient's norm and the rate in `metrics`."""
-        metrics["optim/grad_norm"] = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm))
+        weight decay would move the weights. Notes the rate in `metrics`."""
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is not None:
             return fault, False
@@ -139,7 +142,8 @@ class Learner:
 
     def _has_gradient(self) -> bool:
         """The squares of small numbers, and so their norm, may be 0 where they are not."""
-        return any(p.grad is not None and bool(p.grad.any()) for p in self._parameters)
+        found = [p.grad.any() for p in self._parameters if p.grad is not None]
+        return bool(found) and bool(torch.stack(found).any())
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -155,6 +159,14 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state(self._optimizer, state)
+
+
+def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "B T"]:
+    """What was computed of the rows of each part, in the rows' own order."""
+    result = torch.zeros(batch.input_ids.shape)
+    for rows, some in zip(parts, values, strict=True):
+        result[rows, : some.shape[1]] = some
+    return result
 
 
 def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:

@@ -2,12 +2,13 @@
 
 Only the positions that predict a response token reach the head, `chunk` of them at a time; in the backward pass each
 chunk's logits are made again, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
-precision in place of several times `B * T * V`, forward and backward, and a few rows in float32.
+precision in place of several times `B * T * V`, forward and backward, and a few rows in float32 (compiled: none).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,62 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_cli.model.anatomy import head
+from grpo_cli.model.anatomy import head, place_of
+from grpo_cli.model.compiling import Compiler
+from grpo_cli.model.crossing import send
 from grpo_cli.model.lean import last_states
 
 _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that are in float32 at one time; a GPU wants few large calls
+
+
+@dataclass(frozen=True)
+class ByRow:
+    """What is done with the logits of each row: log p of its token; and, given that and the row's factor, the gradient
+    of factor * temperature * log p, which is written over them."""
+
+    chosen: Callable[[Tensor, Tensor, float], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+
+
+def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
+    chosen = logits.new_empty(ids.shape, dtype=torch.float32)
+    for some, which, out in _few_rows(logits, ids, chosen):
+        out.copy_(_log_softmax(some, temperature).gather(1, which[:, None])[:, 0])
+    return chosen
+
+
+def _slope_in_parts(logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float) -> None:
+    for some, which, factor in _few_rows(logits, ids, factors):
+        slope = _log_softmax(some, temperature).exp_().mul_(-factor[:, None])
+        some.copy_(slope.scatter_add_(1, which[:, None], factor[:, None]))
+
+
+PLAIN = ByRow(_chosen_in_parts, _slope_in_parts)
+
+
+def compiled_by_row(warn: Callable[[str], None]) -> ByRow:
+    """The same to float32's rounding in one or two passes over the logits, where that can be compiled. The first number
+    of rows, most often the full chunk, is compiled for by itself, then all others at once, and a single row."""
+    compiler = Compiler("log-probabilities in updates", "train.compile", warn)
+    chosen = compiler.compiled(_chosen_at_once, None, PLAIN.chosen)
+    written = compiler.compiled(_slope_at_once, None, PLAIN.slope)  # which asks for nothing in the place of `sums`
+
+    def slope(logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float) -> None:
+        # Read out here: a pass that also looked at other places of the logits could not write over them.
+        sums = logits.gather(1, ids[:, None])[:, 0].float() / temperature - chosen
+        written(logits, ids, sums, factors, temperature)
+
+    return ByRow(chosen, slope)
+
+
+def _chosen_at_once(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, ids[:, None])[:, 0]
+
+
+def _slope_at_once(logits: Tensor, ids: Tensor, sums: Tensor, factors: Tensor, temperature: float) -> None:
+    """`sums` are those of which the softmax is made, as logarithms."""
+    own = torch.arange(logits.shape[1], device=logits.device) == ids[:, None]
+    logits.copy_((own.float() - (logits.float() / temperature - sums[:, None]).exp()) * factors[:, None])
 
 
 def token_logprobs(
@@ -27,14 +80,17 @@ def token_logprobs(
     response_mask: Bool[Tensor, "B T"],
     temperature: float,
     chunk: int,
+    by_row: ByRow = PLAIN,
 ) -> Float[Tensor, "B T"]:
     """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`.
 
-    Rows are right-padded, so the causal mask alone hides the padding and none other is built.
+    What is given lies on the host, so that it is known there how many tokens there are; the result is where the model
+    is. Rows are right-padded, so the causal mask alone hides the padding and none other is built.
     """
-    rows, columns = response_mask.nonzero(as_tuple=True)
-    chosen = logprobs_at(model, input_ids, rows, columns, temperature, chunk)
-    return torch.zeros(input_ids.shape, device=input_ids.device).index_put((rows, columns), chosen)
+    device, places = place_of(model), response_mask.nonzero(as_tuple=True)
+    ids, rows, columns = send(device, *(x.numpy() for x in (input_ids, *places)))
+    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row)
+    return torch.zeros(input_ids.shape, device=device).index_put((rows, columns), chosen)
 
 
 def logprobs_at(
@@ -44,31 +100,38 @@ def logprobs_at(
     columns: Int[Tensor, "N"],
     temperature: float,
     chunk: int,
+    by_row: ByRow = PLAIN,
 ) -> Float[Tensor, "N"]:
     """The same for the tokens at these places only, none of them in the first column."""
     hidden = last_states(model, input_ids=input_ids)
-    return chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk)
+    return chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk, by_row)
 
 
 def chosen_logprobs(
-    model: Any, states: Float[Tensor, "N H"], labels: Int[Tensor, "N"], temperature: float, chunk: int
+    model: Any,
+    states: Float[Tensor, "N H"],
+    labels: Int[Tensor, "N"],
+    temperature: float,
+    chunk: int,
+    by_row: ByRow = PLAIN,
 ) -> Float[Tensor, "N"]:
     """log p(label) under the head, given the state that predicts it; `chunk` of them at a time."""
     to_logits = head(model)
     parts = []
     for some_states, ids in zip(states.split(chunk), labels.split(chunk), strict=True):
+        given = to_logits, some_states, ids, temperature, by_row
         if torch.is_grad_enabled():
-            part = checkpoint(
-                _chosen, to_logits, some_states, ids, temperature, use_reentrant=False, preserve_rng_state=False
-            )
+            part = checkpoint(_chosen, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            part = _chosen(to_logits, some_states, ids, temperature)
+            part = _chosen(*given)
         parts.append(part)
     return torch.cat(parts) if parts else states.new_zeros(0)
 
 
-def _chosen(to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float) -> Tensor:
-    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature)
+def _chosen(
+    to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float, by_row: ByRow
+) -> Tensor:
+    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature, by_row)
     return chosen
 
 
@@ -77,21 +140,19 @@ class _Chosen(torch.autograd.Function):
     nothing else may hold them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Tensor:
-        ctx.save_for_backward(logits, ids)
-        ctx.temperature = temperature
-        chosen = logits.new_empty(ids.shape, dtype=torch.float32)
-        for some, which, out in _few_rows(logits, ids, chosen):
-            out.copy_(_log_softmax(some, temperature).gather(1, which[:, None])[:, 0])
+    def forward(
+        ctx: Any, logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float, by_row: ByRow
+    ) -> Tensor:
+        chosen = by_row.chosen(logits.detach(), ids, temperature)
+        ctx.save_for_backward(logits, ids, chosen)
+        ctx.temperature, ctx.by_row = temperature, by_row
         return chosen
 
     @staticmethod
-    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None]:
-        logits, ids = ctx.saved_tensors
-        for some, which, factor in _few_rows(logits, ids, gradient / ctx.temperature):
-            slope = _log_softmax(some, ctx.temperature).exp_().mul_(-factor[:, None])
-            some.copy_(slope.scatter_add_(1, which[:, None], factor[:, None]))
-        return logits, None, None
+    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None]:
+        logits, ids, chosen = ctx.saved_tensors
+        ctx.by_row.slope(logits.detach(), ids, chosen, gradient / ctx.temperature, ctx.temperature)
+        return logits, None, None, None
 
 
 def _few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

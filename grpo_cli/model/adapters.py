@@ -119,6 +119,9 @@ class AdapterOff:
     def get_base_model(self) -> AdapterOff:
         return self
 
+    def parameters(self) -> Iterator[Any]:
+        yield from self.adapted.parameters()
+
     @property
     def model(self) -> Any:
         return _Half(self.adapted, self.adapted.get_base_model().model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -22,6 +23,12 @@ def backbone(model: Any) -> Any:
 def head(model: Any) -> Any:
     """Hidden states to logits."""
     return unwrapped(model).lm_head
+
+
+def place_of(model: Any) -> torch.device:
+    """Where its computation takes place."""
+    place: torch.device = next(model.parameters()).device
+    return place
 
 
 def has_dropout(model: Any) -> bool:

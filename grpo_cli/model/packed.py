@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.crossing import send
 from grpo_cli.model.lean import last_states
 from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
 
@@ -59,10 +61,11 @@ def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
     split = [(tree, start) for tree, start in zip(trees, starts, strict=False) if tree.branches]
     if not split:
         return None
-    branches = torch.cat([torch.arange(start + tree.trunk, start + len(tree)) for tree, start in split])
-    trunks = torch.cat([torch.arange(start, start + tree.trunk) for tree, start in split])
+    branches = np.concatenate([np.arange(start + tree.trunk, start + len(tree)) for tree, start in split])
+    trunks = np.concatenate([np.arange(start, start + tree.trunk) for tree, start in split])
     sizes = [sum(tree.branches) for tree, _ in split], [tree.trunk for tree, _ in split]
-    return Trunks(branches.to(device), trunks.to(device), Spans.of(*sizes, False, device))
+    places, of = send(device, branches, trunks)
+    return Trunks(places, of, Spans.of(*sizes, False, device))
 
 
 def allow_packing(model: Any) -> None:
@@ -75,8 +78,8 @@ def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]
     assert sum(len(tree) for tree in trees) == len(input_ids), "the trees cover the run"
     layout = Layout(trees, input_ids.device)
     starts = [start for tree in trees for start in (0, *[tree.trunk] * len(tree.branches))]
-    spans = [torch.arange(start, start + size) for start, size in zip(starts, layout.sizes, strict=True)]
-    positions = torch.cat(spans).to(input_ids.device)
+    spans = [np.arange(start, start + size) for start, size in zip(starts, layout.sizes, strict=True)]
+    (positions,) = send(input_ids.device, np.concatenate(spans))
     return last_states(model, input_ids=input_ids[None], position_ids=positions[None], packed_layout=layout)[0]
 
 

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from grpo_cli.model.crossing import send
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Spans:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], causal: bool, device: torch.device) -> Spans:
-        q, k = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in (queries, keys))
-        return cls(q, k, max(queries), max(keys), causal)
+        q, k = send(device, *(np.array([0, *accumulate(sizes)]) for sizes in (queries, keys)))
+        return cls(q.int(), k.int(), max(queries), max(keys), causal)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_cli.engine.compiled import Functions
@@ -34,8 +34,9 @@ class Watched(TorchDispatchMode):
     """Counts, by the name of the operation. `waits` has also what waits for an event; `kernels` has none of what is
     launched by compiled regions, which are counted by themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode, host: bool) -> None:
         super().__init__()
+        self._fake, self._host = fake, host
         self.kernels: list[str] = []
         self.waits: list[str] = []
         self.casts = 0
@@ -49,16 +50,22 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
+        leaves = tree_leaves((args, kwargs))
+        if self._host and not any(isinstance(leaf, FakeTensor) or _names_gpu(leaf) for leaf in leaves):
+            with unset_fake_temporarily():
+                out = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
+            self._pinned += [out] if name == "_pin_memory" else []
+            return out
         if func not in self._one:
             with self:  # in inference mode what is made of others comes whole
                 parts = func.decompose(*args, **kwargs) if name not in FUSED else NotImplemented
             if parts is not NotImplemented:
                 return parts
             self._one.add(func)
-        out = args[0].clone() if name == "_pin_memory" else func(*args, **kwargs)
+        out = args[0].clone() if name == "_pin_memory" else self._done(func, args, kwargs)
         if name == "_pin_memory" or kwargs.get("pin_memory"):
             self._pinned.append(out)
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, FakeTensor)]
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._waits(name, given, out, args, kwargs):
             self.waits.append(name)
         changed = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
@@ -68,6 +75,19 @@ class Watched(TorchDispatchMode):
         if name == "_to_copy" and _memory(given[0]) in self.weights and out.dtype != given[0].dtype:
             self.casts += 1
         return out
+
+    def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As fake tensors have it; where the host has memory, what comes there is 1."""
+        if not self._host:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        faked = tree_map_only(_on_host, self._fake.from_tensor, (args, kwargs))
+        out = func(*faked[0], **faked[1])
+        if func is not torch.ops.aten._to_copy.default or out.device.type != "cpu":
+            return out
+        with unset_fake_temporarily():
+            return torch.ones(out.shape, dtype=out.dtype)
 
     def decoder(self, model: Any) -> Decoder:
         """As on a GPU by default: the halves of its layers and what joins answers are compiled."""
@@ -103,6 +123,14 @@ class Watched(TorchDispatchMode):
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
+def _on_host(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor)
+
+
+def _names_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.device) and leaf.type == "cuda"
+
+
 def _on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
@@ -112,9 +140,13 @@ def _memory(tensor: Any) -> int:
 
 
 @contextmanager
-def gpu(monkeypatch: pytest.MonkeyPatch, drawn: Callable[[int, int], np.ndarray] | None = None) -> Iterator[Watched]:
-    """A GPU. `drawn` says which tokens are fetched: of the how many-th time, and of how many rows (else token 5)."""
-    watched, fake = Watched(), FakeTensorMode()
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, drawn: Callable[[int, int], np.ndarray] | None = None, host: bool = False
+) -> Iterator[Watched]:
+    """A GPU. `drawn` says which tokens are fetched: of the how many-th time, and of how many rows (else token 5).
+    `host`: what lies on the host has memory, and what is computed there is."""
+    fake = FakeTensorMode()
+    watched = Watched(fake, host)
 
     class Event:
         def record(self) -> None:
@@ -133,7 +165,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, drawn: Callable[[int, int], np.ndarray]
         return found
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(FakeTensor, "numpy", values, raising=False)
+    if not host:
+        monkeypatch.setattr(FakeTensor, "numpy", values, raising=False)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)

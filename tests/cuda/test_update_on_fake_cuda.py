@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import made
 import pytest
@@ -10,9 +12,13 @@ import torch
 from fake_cuda import CUDA, gpu, model_of
 from test_rollouts_on_fake_cuda import SMALL, adapted
 
-from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
+from grpo_cli.learner.learner import Learner
+from grpo_cli.learner.logprobs import PLAIN, _Chosen, chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
-from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.meter import NullMeter
+from grpo_cli.model import varlen
+from grpo_cli.model.packed import Layout, Tree, allow_packing, packed_hidden
+from grpo_cli.settings import Sampling
 from grpo_cli.types import Batch, Totals
 
 
@@ -47,3 +53,62 @@ def test_an_update_mixes_no_devices_and_no_types(
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
     assert all(state["exp_avg"].device.type == "cuda" for state in optimizer.state.values())
+
+
+def some_batch() -> Batch:
+    """Two rollouts of three tokens of each of two prompts of four."""
+    ids = torch.arange(4)[:, None] // 2 + torch.arange(7)
+    mask, ones = torch.arange(7).expand(4, 7) >= 4, torch.ones(4, 7)
+    return Batch(ids, mask, mask, mask.float(), ones, None, None, torch.ones(4), torch.full((4,), 7))
+
+
+@pytest.mark.parametrize("tokens", [7, 28])
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+@pytest.mark.parametrize("way", ["", "padding_free", "shared_prefix"])
+def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
+    way: str, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro-batches and one: for all that was found, the gradient's norm with it, and for whether the weights are
+    finite. What other passes find is waited for once."""
+    batch = some_batch()
+    with gpu(monkeypatch, host=True) as watched:
+        model = model_of(watched, torch.bfloat16 if autocast == "none" else torch.float32, **SMALL)
+
+        def backward(loss: Any) -> None:
+            for weight in model.parameters():
+                weight.grad = torch.zeros_like(weight)
+
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
+        train = made.train(micro_batch_tokens=tokens, **({way: True} if way else {}))
+        parts = made.model("", autocast=autocast), Sampling.plain(3), train, made.optim(), NullMeter(), pytest.fail
+        learner = Learner(model, made.loss(), *parts)
+        learner._compared = True  # which is done once
+        watched.waits.clear()
+        assert learner.logprobs(model, batch).shape == (4, 7)
+        assert watched.waits == ["_to_copy"]
+        for _ in range(2):
+            watched.waits.clear()
+            assert learner.update(batch, 0).moved
+            assert watched.waits == ["_to_copy", "_local_scalar_dense"]
+
+
+def test_a_gradient_takes_the_place_of_its_logits_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+    with gpu(monkeypatch) as watched, torch.no_grad():
+        logits, ids = torch.empty(8, 600, device=CUDA, dtype=torch.bfloat16), torch.zeros(8, device=CUDA).long()
+        chosen = _Chosen.forward(ctx, logits, ids, 0.7, PLAIN)
+        assert _Chosen.backward(ctx, chosen)[0] is logits and chosen.dtype == torch.float32
+    assert not watched.waits
+
+
+def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of two branches and a plain sequence through PyTorch's own operators, and back, without a wait. (Autograd
+    itself wants a driver.)"""
+    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
+    with gpu(monkeypatch) as watched, torch.no_grad():
+        q, k, v = (torch.empty(30, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (6, 2, 2))
+        layout = Layout([Tree(6, (9, 5)), Tree(10)], q.device)
+        out = varlen._Attention.forward(ctx, q, k, v, layout.own, layout.trunks, 0.125, varlen.Flash())
+        gradients = varlen._Attention.backward(ctx, out)
+    assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
+    assert not watched.waits

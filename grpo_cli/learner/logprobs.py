@@ -8,7 +8,7 @@ precision in place of several times `B * T * V`, forward and backward, and a few
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ class ByRow:
     """What is done with the logits of each row: log p of its token; and, given that and the row's factor, the gradient
     of factor * temperature * log p, which is written over them."""
 
-    chosen: Callable[[Tensor, Tensor, float], Tensor]
-    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float], None]
+    # Not shown: addresses, which differ from one process to another.
+    chosen: Callable[[Tensor, Tensor, float], Tensor] = field(repr=False)
+    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float], None] = field(repr=False)
 
 
 def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:

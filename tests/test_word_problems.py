@@ -1,0 +1,118 @@
+"""Word problems: their stories, their splits and their judge."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import made
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_hf import make_tokenizer
+from words import rollout_of
+
+from grpo_cli.errors import UserError
+from grpo_cli.tasks.generated import is_held_out
+from grpo_cli.tasks.word_problems import Story, WordProblems, draw_story
+from grpo_cli.types import Finish
+
+TOKENIZER = make_tokenizer()
+
+
+def task(seed: int = 0, **changes: Any) -> WordProblems:
+    return made.task("word_problems", TOKENIZER, seed, **{"use_chat_template": False} | changes)
+
+
+def question(token_ids: tuple[int, ...]) -> str:
+    return TOKENIZER.decode(list(token_ids)).removeprefix("Question: ").removesuffix("\nAnswer:")
+
+
+def by_words(text: str) -> int:
+    """The oracle: sentence by sentence, by what it says."""
+    first, *others = re.findall(r"[^.?]*[0-9][^.?]*\.", text)
+    numbers = [int(number) for number in re.findall("[0-9]+", first)]
+    value = numbers[0] * (numbers[1] if len(numbers) == 2 else 1)
+    for sentence in others:
+        (number,) = re.findall("[0-9]+", sentence)
+        gains = re.search("gets|A friend gives|puts|adds|get on|arrive", sentence)
+        value += int(number) if gains else -int(number)
+    return value
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
+def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
+    rng = Random(seed)
+    story = draw_story(rng, steps, 12, 9, groups)
+    told = story.told(rng)
+    assert by_words(told) == story.answer > 0 and eval(str(story)) == story.answer  # noqa: S307 (our own digits)
+    assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
+
+
+def test_stories_by_hand() -> None:
+    assert Story(1, 12, (7, -5)).answer == 14 and Story(3, 4, (-2,)).answer == 10
+    rng = Random(0)
+    told = {Story(2, 3, (4,)).told(rng) for _ in range(300)}
+    asked = "How many birds are in the trees now?"
+    assert f"In each of 2 trees there are 3 birds. Then 4 more birds arrive. {asked}" in told
+
+
+def test_no_sum_of_one_split_is_in_the_other() -> None:
+    one, other = task(seed=1).prompts("train"), task(seed=2).prompts("train")
+    trained = [(prompt.answer, question(prompt.token_ids)) for prompt in (*one[:300], *other[:300])]
+    sums = {
+        str(Story(1, int(a), (int(b) if int(answer) > int(a) else -int(b),)))
+        for answer, text in trained
+        for a, b in [re.findall("[0-9]+", text)]
+    }
+    assert len(sums) > 50 and not any(map(is_held_out, sums))
+    texts = [question(prompt.token_ids) for prompt in task(seed=5).prompts("eval")]
+    assert len(set(texts)) == 400 and texts == [question(p.token_ids) for p in task(seed=6).prompts("eval")]
+    assert one[0] != other[0] and one[7] == task(seed=1).prompts("train")[7]
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("19", 1.0),
+        ("Mia has 12 + 7 = 19 shells now.", 1.0),
+        ("12 and 7 are 19. The answer is 19.0", 1.0),
+        ("19 shells, not 12", 0.0),
+        ("nineteen", 0.0),
+        ("", 0.0),
+        ("190", 0.0),
+    ],
+)
+def test_the_final_number_counts(reply: str, right: float) -> None:
+    prompt = replace(task(eval_problems=1).prompts("eval")[0], answer="19")
+    rollout = rollout_of(prompt, reply, TOKENIZER)
+    assert task(eval_problems=1).reward(prompt, rollout).parts == {"correct": right, "ended": 1.0}
+    cut = replace(rollout, finish=Finish.LENGTH)
+    assert task(eval_problems=1).reward(prompt, cut).total == right
+    assert task(eval_problems=1, must_end=True).reward(prompt, cut).parts == {"correct": 0.0, "ended": 0.0}
+    assert task(eval_problems=1, must_end=True).reward(prompt, rollout).total == right
+
+
+def test_levels_and_what_is_asked_besides() -> None:
+    hard = task(min_steps=2, max_steps=3, groups=True, instruction="Give the number.", eval_problems=20)
+    texts = [question(prompt.token_ids) for prompt in hard.prompts("eval")]
+    assert [len(re.findall("[0-9]+", text)) for text in texts] == [4, 5] * 10
+    assert all(text.endswith("? Give the number.") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"min_steps": 3, "max_steps": 2}, "task.min_steps=3 and task.max_steps=2 must satisfy 1 <= min <= max <= 8"),
+        ({"max_start": 1}, "task.max_start=1 must be between 2 and 9999"),
+        ({"max_change": 10_000}, "task.max_change=10000 must be between 2 and 9999"),
+        ({"eval_problems": 0}, "task.eval_problems=0 must be at least 1"),
+        ({"max_start": 3, "max_change": 2, "eval_problems": 400}, "there are no more of 1 steps with numbers up to 3"),
+        ({"template": "Q:"}, "has no place for the question"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        task(**changes)

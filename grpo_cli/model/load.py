@@ -196,6 +196,10 @@ def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     tokenizer.save_pretrained(folder)
 
 
+# Folders that presets name, which are no ids of the hub.
+MADE_BY = {"models/smollm2": "scripts/get_smollm2.sh"}
+
+
 def _is_here(path: str) -> bool:
     return path == TINY or Path(path).expanduser().is_dir()
 
@@ -216,6 +220,8 @@ def _source(path: str) -> Path | str:
                 f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
             )
         return folder
+    if path in MADE_BY:
+        raise UserError(f"model.path={path} is no folder here: {MADE_BY[path]} makes it, or say where it is")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
     if looks_local:
         raise UserError(

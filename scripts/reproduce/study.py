@@ -86,6 +86,16 @@ def study_parser(description: str | None, steps: int | None) -> argparse.Argumen
     return made
 
 
+def folder(args: argparse.Namespace, name: str) -> Path:
+    """Of the study of this name."""
+    return (args.out or Path(f"outputs/reproduce_{name}{'_quick' * args.quick}")).resolve()
+
+
+def is_there(run: Run, out: Path) -> bool:
+    """Whether it is complete. SystemExit where another one is in its place."""
+    return _is_there(Job(0, out / run.name, run.words, run.name))
+
+
 def conduct(
     args: argparse.Namespace,
     name: str,
@@ -95,7 +105,7 @@ def conduct(
     """Train what is missing, then report; that the figures cannot be drawn is found out before anything is trained."""
     if not plots.can_draw():
         raise SystemExit("the figures need matplotlib: pip install 'grpo-cli[plot]', or use scripts/reproduce.sh")
-    out = (args.out or Path(f"outputs/reproduce_{name}{'_quick' * args.quick}")).resolve()
+    out = folder(args, name)
     run_all("train", {run.name: run.words for run in runs}, out, args)
     report(args, out, runs)
 
@@ -126,8 +136,10 @@ def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: a
         return [sys.executable, "-P", "-m", "grpo_cli", command, *job.overrides, *folder]
 
     threads = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
+    own = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": own}  # for the rules of studies
     board = Board()
-    pool = Pool([place | threads for place in places(args.jobs, [], os.environ)], command_of, command, board)
+    pool = Pool([place | threads for place in places(args.jobs, [], environment)], command_of, command, board)
     board.start()
     try:
         pool.run(left)

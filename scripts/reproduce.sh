@@ -8,7 +8,8 @@
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #
 #     scripts/reproduce.sh pods_real           where right answers are rare when training begins
-#     scripts/reproduce.sh infinite_real       replies of GSM8K (--data FILE)
+#     scripts/reproduce.sh infinite_real       replies to GSM8K (--data FILE)
+#     scripts/reproduce.sh sparse_rl_real      how far evicted caches lead a sampler from its policy (--data FILE)
 #
 # Further arguments are the study's (--help lists them; --quick is a small size): scripts/reproduce.sh pods --seeds 0
 set -euo pipefail
@@ -16,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_sampling) ensure_venv && exec python scripts/bench/rollout.py --case infinite_sampling "${@:2}" ;;
-pods | sparse_rl | pods_real | infinite_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
+pods | sparse_rl | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: infinite_sampling, pods, sparse_rl, pods_real or infinite_real" >&2 && exit 2 ;;
+*) echo "error: name a study: infinite_sampling, pods, sparse_rl, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

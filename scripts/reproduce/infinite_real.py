@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import smollm2
-from common import Check, clocked, document, finish, in_a_process, parsed, parser, positive, settings_of, show, write
+from common import Check, clocked, document, finish, parsed, parser, positive, settings_of, show, write
 
 from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.padding import round_up
@@ -149,27 +148,16 @@ def measure(one: Measured, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_measured(one: Measured, args: argparse.Namespace, out: Path) -> None:
-    """Measure an arm in a process of its own, unless it is there; what it was asked with is kept beside it."""
-    file = out / one.file
+    """Measure an arm, unless it is there."""
     given = {"model": str(args.model), "data": str(args.data), "tokens": args.tokens, "seed": args.seed}
-    said = {"tokens": args.tokens, "seed": args.seed, "data": args.data.name}
-    if file.is_file():
-        if json.loads(file.read_text())["asked"] != said:
-            raise SystemExit(f"{file} was measured with other settings: give another --out, or remove it")
-        return
+    asked = {"tokens": args.tokens, "seed": args.seed, "data": args.data.name}
     traced = out / Measured(one.n, TRACED).file
-    if one.arm != TRACED:
+    if one.arm != TRACED and not (out / one.file).is_file():
         found = json.loads(traced.read_text())
         lengths = traced.with_suffix(".jsonl")
         lengths.write_text("".join(json.dumps(row) + "\n" for row in found["trace"]))
         given |= {"trace": str(lengths), "prompt_tokens": max(call["prompt_tokens"] for call in found["calls"])}
-    print(f"{one.n} rollouts a prompt: {one.arm}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        words = (str(one.n), one.arm, json.dumps(given))
-        found, reason = in_a_process(__file__, *words, threads=1, folder=Path(scratch))
-    if found is None:
-        raise SystemExit(f"{one.arm}, n={one.n}: {reason}; go on with the same command")
-    write(file, {"asked": said, **found})
+    smollm2.measured(__file__, out / one.file, asked, str(one.n), one.arm, json.dumps(given))
 
 
 def figures(one: Measured, out: Path) -> dict[str, float]:
@@ -235,8 +223,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args.arms = list(dict.fromkeys([TRACED, *args.arms]))
     planned = [Measured(n, arm) for arm in args.arms for n in args.n]
     smollm2.check_model(args.model)
-    if not args.data.is_file():
-        raise SystemExit(f"{args.data} is no file: give --data, GSM8K's train.jsonl (openai/grade-school-math)")
+    smollm2.check_data(args.data)
     left = [one for one in planned if not (out / one.file).is_file()]
     smollm2.say(len(left), sum(one.seconds for one in left) / args.jobs)
     first = [one for one in planned if one.arm == TRACED]

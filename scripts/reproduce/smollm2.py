@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-from common import ROOT
+from common import ROOT, in_a_process, write
 
 GIB = 2**30
 # Weights in float32 with AdamW's two moments and the tokenizer: what training goes on from.
@@ -40,3 +44,23 @@ def check_disk(out: Path, runs: int, at_once: int) -> None:
 
 def say(count: int, seconds: float) -> None:
     print(f"{count} to be done, about {max(1, round(seconds / 60))} minutes", flush=True)
+
+
+def measured(script: str, file: Path, asked: Mapping[str, Any], *words: str) -> None:
+    """What `script --child <words>` measures in a process of its own, with one thread, goes into `file` with what it
+    was asked with; unless it is there. SystemExit where that was asked with something else, or nothing comes of it."""
+    if file.is_file():
+        if json.loads(file.read_text(encoding="utf-8"))["asked"] != asked:
+            raise SystemExit(f"{file} was measured with other settings: give another --out, or remove it")
+        return
+    print(f"measuring {file.parent.name}/{file.stem}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        found, reason = in_a_process(script, *words, threads=1, folder=Path(scratch))
+    if found is None:
+        raise SystemExit(f"{file.stem}: {reason}; go on with the same command")
+    write(file, {"asked": asked, **found})
+
+
+def check_data(file: Path) -> None:
+    if not file.is_file():
+        raise SystemExit(f"{file} is no file: give --data, GSM8K's train.jsonl (openai/grade-school-math)")

@@ -80,13 +80,14 @@ def planned(args: argparse.Namespace) -> list[Run]:
     return study.in_turns([[run(policy, arm, seed) for policy, arm in arms] for seed in args.seeds])
 
 
-def evaluate_all(runs: Sequence[Run], args: argparse.Namespace, out: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Held-out accuracy of each run's policy, by the run and by the sparsity that it is evaluated under."""
-    caches = ("dense", *args.policies)
+def evaluate_all(
+    runs: Sequence[Run], args: argparse.Namespace, out: Path, caches: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Held-out accuracy of each run's policy, by the run and by the cache that it is evaluated in (words by name)."""
     words = {
         f"evaluations/{run.name}/{cache}": (
             *(word.lstrip("+") for word in overrides({"checkpoint": str(out / run.name)})),
-            *(f"eval.problems={args.eval_problems}", "eval.k=4", *sparsity_words(cache, args)),
+            *(f"eval.problems={args.eval_problems}", "eval.k=4", *caches[cache]),
         )
         for run in runs
         for cache in caches
@@ -164,7 +165,8 @@ def plot_mismatch(path: Path, rows: Mapping[str, Mapping[int, Rows]]) -> None:
 def report(args: argparse.Namespace, out: Path, runs: Sequence[Run]) -> None:
     """Tables to the screen; tables, figures and JSON to `out`."""
     arms = by_arm(runs)
-    evaluations = evaluate_all(runs, args, out)
+    caches = {cache: sparsity_words(cache, args) for cache in ("dense", *args.policies)}
+    evaluations = evaluate_all(runs, args, out, caches)
     rows = {arm: {run.seed: study.read_rows(run, out) for run in of_arm} for arm, of_arm in arms.items()}
     found = {arm: {seed: of_run(of_seed) for seed, of_seed in seeds.items()} for arm, seeds in rows.items()}
     text = f"{results_table(found)}\n\n{robustness_table(arms, evaluations, ('dense', *args.policies))}"

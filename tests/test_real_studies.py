@@ -13,6 +13,8 @@ import pods_real
 import pytest
 import release_rule
 import smollm2
+import sparse_rl_real
+import study
 from test_downsample import scored
 
 from grpo_cli.config.check import check
@@ -73,7 +75,7 @@ def test_a_study_is_refused_before_anything_is_done(
         pods_real.main(["--model", str(tmp_path / "nowhere")])
     monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 9 * 2**30})())
     with pytest.raises(
-        SystemExit, match="18 runs leave a checkpoint of 1.5 GiB each, .* 31 GiB, and .* has 9 GiB free"
+        SystemExit, match="12 runs leave a checkpoint of 1.5 GiB each, .* 22 GiB, and .* has 9 GiB free"
     ):
         pods_real.main(["--model", str(model), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="is no file: give --data"):
@@ -120,3 +122,36 @@ def test_slots_at_the_limit_reserve_what_the_model_needs_for_them(model: Path) -
     assert infinite_real.reserved_bytes(one, given, 100) == 46_080 * (16 * 512 + 4 * 128)
     words = infinite_real.words_of(infinite_real.Measured(64, "infinite fptas oracle"), given)
     assert {"scheduler=fptas", "predictor=oracle", "++sampler.slots=16"} <= set(words)
+
+
+def test_the_study_of_eviction_plans_its_caches_and_its_training(model: Path) -> None:
+    args = sparse_rl_real.options(
+        ["--model", str(model), "--data", "t.jsonl", "--policies", "h2o", "rkv", "--steps", "9"]
+    )
+    caches = [cache.name for cache in sparse_rl_real.caches_of(args)]
+    assert caches == ["dense", "h2o_64", "h2o_128", "h2o_256", "rkv_64", "rkv_128", "rkv_256"]
+    assert [cache.name for cache in sparse_rl_real.rooms_of(args)] == ["dense", "h2o_64", "rkv_64"]
+    runs = {run.arm: settings_of(*run.words) for run in sparse_rl_real.trained(args)}
+    for settings in runs.values():
+        check(settings)
+        assert (settings.train.steps, settings.n, settings.m, settings.optim.lr) == (9, 16, 16, 4e-5)
+    assert "Dense" in runs["dense"].parts["sparsity"]["_target_"]
+    sparse = [runs[arm].parts for arm in ("sparse", "sparse_rl")]
+    assert [(parts["sparsity"]["budget"], parts["correction"]["rejection"]) for parts in sparse] == [
+        (8, "none"),
+        (8, "veto"),
+    ]
+    assert list(sparse_rl_real.evaluated(args)) == ["dense", "h2o_4", "h2o_8", "h2o_16", "rkv_4", "rkv_8", "rkv_16"]
+
+
+def test_half_of_the_keys_is_asked_for_most_of_the_accuracy() -> None:
+    def run(arm: str) -> study.Run:
+        return study.Run("s", arm, 0, ())
+
+    def found(**accuracy: float) -> dict[str, dict[str, float]]:
+        return {name: {study.ACCURACY: value, "eval/length_mean": 24.0} for name, value in accuracy.items()}
+
+    # 8 + 4 keys are half of 24; 16 + 4 are more. The corrected run is not asked.
+    tried = {"s/dense/seed0": found(dense=0.8, rkv_4=0.5, rkv_8=0.78, rkv_16=0.8), "s/sparse/seed0": found(dense=0.1)}
+    (wanted,) = sparse_rl_real._wanted([run("dense"), run("sparse")], tried)
+    assert wanted.found == pytest.approx(0.975) and wanted.holds

@@ -7,6 +7,8 @@ The same data give the same bytes. `train` shows rows of a recorded run (`train.
 
     OMP_NUM_THREADS=1 grpo train logger=jsonl hydra.run.dir=outputs/recorded
     python scripts/figures/make.py --record outputs/recorded train
+
+and so does `learning`, of `grpo train experiment=word_problems_smollm2` (`learning.json`).
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from grpo_cli.tracking.console import picture
 from grpo_cli.types import Record
 
 HERE = Path(__file__).resolve().parent
-RECORDED = HERE / "train.json"
+RECORDED, LEARNT = HERE / "train.json", HERE / "learning.json"
 PODS = HERE.parent / "baselines" / "pods.json"
 
+GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
+SECONDS = "clock/train_seconds"
 SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
 SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
 
@@ -61,6 +65,36 @@ def record(run: Path) -> None:
     steps = json.loads((run / "run.json").read_text())["config"]["train"]["steps"]
     lines = ",\n  ".join(json.dumps(row) for row in kept)
     RECORDED.write_text(f'{{"steps": {steps}, "rows": [\n  {lines}\n]}}\n')
+
+
+def learning() -> str:
+    """A real model's accuracy on problems that it is not trained on, and the length of its replies, by minutes."""
+    rows = json.loads(LEARNT.read_text())["rows"]
+    tried, trained = [row for row in rows if GREEDY in row], [row for row in rows if LENGTH in row]
+    figure = Figure(figsize=(8.0, 3.0), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for colour, (name, label) in zip(COLOURS, {GREEDY: "greedy", SAMPLED: "sampled"}.items(), strict=False):
+        panels[0].plot([_minutes(r) for r in tried], [r[name] for r in tried], "o-", color=colour, ms=4, label=label)
+    panels[0].set(title="right answers, held-out problems", xlabel="minutes of training", ylim=(0, 1), xlim=(0, None))
+    panels[0].legend(loc="lower right")
+    panels[1].plot([_minutes(r) for r in trained], [r[LENGTH] for r in trained], color=COLOURS[2])
+    panels[1].set(
+        title="tokens of a reply, mean of a step", xlabel="minutes of training", ylim=(0, None), xlim=(0, None)
+    )
+    return svg(figure)
+
+
+def _minutes(row: Mapping[str, float]) -> float:
+    return row.get(SECONDS, 0.0) / 60
+
+
+def record_learning(run: Path) -> None:
+    """Keep of a run what `learning` shows, and what its README quotes."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", GREEDY, SAMPLED, LENGTH, SECONDS, "reward/mean", "tokens/generated", "tokens/trained")
+    kept = [{name: _rounded(row[name]) for name in names if name in row} for row in rows]
+    lines = ",\n  ".join(json.dumps(row) for row in kept)
+    LEARNT.write_text(f'{{"rows": [\n  {lines}\n]}}\n')
 
 
 def _rounded(value: float) -> float:
@@ -148,18 +182,21 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-PICTURES: Mapping[str, Callable[[], str]] = {"train": train, "pods": pods, "slots": slots}
+PICTURES: Mapping[str, Callable[[], str]] = {"train": train, "pods": pods, "slots": slots, "learning": learning}
+RECORDERS: Mapping[str, Callable[[Path], None]] = {"train": record, "learning": record_learning}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", metavar="picture", help=f"of {', '.join(PICTURES)}; default: all")
-    parser.add_argument("--record", type=Path, metavar="RUN", help="take this run as the one that `train` shows")
+    parser.add_argument("--record", type=Path, metavar="RUN", help="show this run (in train or learning)")
     args = parser.parse_args()
     if unknown := set(args.pictures) - PICTURES.keys():
         parser.error(f"no picture is called {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
     if args.record:
-        record(args.record)
+        if len(args.pictures) != 1 or args.pictures[0] not in RECORDERS:
+            parser.error(f"--record is for one picture of a run: {' or '.join(RECORDERS)}")
+        RECORDERS[args.pictures[0]](args.record)
     with paper_style(), matplotlib.rc_context(SVG_STYLE):
         for name in args.pictures or PICTURES:
             (HERE / f"{name}.svg").write_text(PICTURES[name]())

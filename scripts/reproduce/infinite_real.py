@@ -35,7 +35,7 @@ from grpo_cli.memory import peak_bytes
 from grpo_cli.rollout import requests_for
 
 # By n: prompts of a call of `generate`, and calls.
-SIZES = {16: (4, 4), 64: (1, 4), 256: (1, 2)}
+SIZES = {16: (4, 2), 64: (1, 2), 256: (1, 2)}
 SHARE = 4  # rollouts of a call over slots
 ARMS: Mapping[str, tuple[str, ...]] = {
     "full": ("sampler=full",),
@@ -49,7 +49,8 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "budget": ("sampler=infinite", "sampler.slots=null"),
 }
 TRACED = "micro"  # whose lengths oracles know
-ROLLOUTS_A_SECOND = 1.2  # of one processor, replies of some 170 tokens: for the time that is said beforehand
+# Of one processor, replies of some 300 tokens, by n: for the time that is said beforehand.
+ROLLOUTS_A_SECOND = {16: 0.37, 64: 0.37, 256: 0.7}
 SPEED, ROWS, PEAK = "tokens_per_cpu_second", "engine/rows_mean", "peak_bytes"
 COLUMNS = {
     "tokens/CPU-s": (SPEED, ",.0f"),
@@ -89,7 +90,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        return self.n * self.prompts * self.calls / ROLLOUTS_A_SECOND
+        return self.n * self.prompts * self.calls / ROLLOUTS_A_SECOND[self.n]
 
 
 def words_of(one: Measured, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -150,7 +151,7 @@ def measure(one: Measured, given: dict[str, Any]) -> dict[str, Any]:
 def as_measured(one: Measured, args: argparse.Namespace, out: Path) -> None:
     """Measure an arm, unless it is there."""
     given = {"model": str(args.model), "data": str(args.data), "tokens": args.tokens, "seed": args.seed}
-    asked = {"tokens": args.tokens, "seed": args.seed, "data": args.data.name}
+    asked = {"tokens": args.tokens, "seed": args.seed, "data": args.data.name, "calls": one.calls}
     traced = out / Measured(one.n, TRACED).file
     if one.arm != TRACED and not (out / one.file).is_file():
         found = json.loads(traced.read_text())

@@ -89,7 +89,7 @@ def measured(speed: float, **more: Any) -> dict[str, Any]:
     call |= {"kv_peak_bytes": 2**20, "engine/rows_mean": 4.0, "prompt_tokens": 9} | more
     trace = [{"step": 0, "prompt_id": "a", "sample": i, "length": 25} for i in range(4)]
     return {
-        "asked": {"tokens": 512, "seed": 0, "data": "t.jsonl"},
+        "asked": {"tokens": 512, "seed": 0, "data": "t.jsonl", "calls": 2},
         "calls": [call],
         "trace": trace,
         "peak_bytes": 2**30,

@@ -192,9 +192,10 @@ def finish(args: argparse.Namespace, found: Mapping[str, Any], checks: Sequence[
 
 
 def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:
-    """What figures depend on: the settings they were asked with, and the environment."""
+    """What figures depend on: the settings they were asked with, and the environment. Of files and folders the name:
+    where they lie concerns one machine."""
     words = {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"
+        key: value.name if isinstance(value, Path) else value for key, value in vars(args).items() if key != "json"
     }
     return {"settings": words, "environment": environment(*packages)}
 

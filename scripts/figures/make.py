@@ -36,6 +36,7 @@ from grpo_cli.types import Record
 HERE = Path(__file__).resolve().parent
 RECORDED, LEARNT = HERE / "train.json", HERE / "learning.json"
 PODS = HERE.parent / "baselines" / "pods.json"
+SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
 SECONDS = "clock/train_seconds"
@@ -134,17 +135,17 @@ def _on_one_clock(recorded: Any) -> list[Curve]:
 
 
 def slots() -> str:
-    """Which slot decodes which rollout when, in rounds and with refilling: 24 made-up lengths in 6 slots."""
-    lengths = np.random.default_rng(3).lognormal(3.4, 0.6, 24).astype(int).clip(8, 96).tolist()
-    plans = {"sampler=micro": in_rounds(lengths, 6), "sampler=infinite": refilled(lengths, 6)}
+    """Which slot decodes which rollout when, in rounds and with refilling: 64 replies of a real model in 16 slots."""
+    lengths, count = json.loads(SLOTS.read_text())["lengths"]["64"], 16
+    plans = {"sampler=micro": in_rounds(lengths, count), "sampler=infinite": refilled(lengths, count)}
     last = max(start + length for plan in plans.values() for _, start, length in plan)
-    figure = Figure(figsize=(8.0, 3.4), layout="constrained")
+    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     for panel, (name, plan) in zip(figure.subplots(2, 1, sharex=True), plans.items(), strict=True):
-        _draw_slots(panel, plan)
+        _draw_slots(panel, plan, count)
         steps = max(start + length for _, start, length in plan)
-        busy = sum(lengths) / (6 * steps)
-        panel.set_title(f"{name}: {steps} decode steps, {busy:.0%} of the slots busy", loc="left")
-        panel.set(ylabel="slot", yticks=range(6), ylim=(5.6, -0.6), xlim=(0, last))
+        busy = sum(lengths) / (count * steps)
+        panel.set_title(f"{name}: {steps:,} decode steps, {busy:.0%} of the slots busy", loc="left")
+        panel.set(ylabel="slot", yticks=range(0, count, 5), ylim=(count - 0.4, -0.6), xlim=(0, last))
         panel.grid(visible=False)
     figure.axes[-1].set_xlabel("decode step")
     return svg(figure)
@@ -170,9 +171,9 @@ def refilled(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
     return plan
 
 
-def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]]) -> None:
+def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]], count: int) -> None:
     for number, (slot, start, length) in enumerate(plan):
-        colour = COLOURS[number // 6 % len(COLOURS)]  # the four sixes in the order in which they were asked for
+        colour = COLOURS[number // count % len(COLOURS)]  # in the order in which they were asked for
         panel.barh(slot, length, left=start, color=colour, height=0.8, edgecolor="white", linewidth=1)
 
 

@@ -194,7 +194,8 @@ def report(args: argparse.Namespace, out: Path) -> int:
         show(f"n={n}, {SIZES[n][0]} prompt(s) a call, {slots} slots, at most {args.tokens} tokens", found, COLUMNS)
         results[n] = found
         first = json.loads((out / Measured(n, TRACED).file).read_text())["trace"]
-        lengths[n] = [row["length"] for row in first if row["step"] == 0]
+        asked = sorted(first, key=lambda row: (row["step"], row["prompt_id"], row["sample"]))
+        lengths[n] = [row["length"] for row in asked if row["step"] == 0]
         best = max((found[arm]["over_micro"] for arm in found if arm.startswith("infinite")), default=0.0)
         checks.append(Check(f"infinite over micro at equal slots, n={n}", best, least=1.25))
         if "budget" in found:

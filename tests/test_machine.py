@@ -22,7 +22,8 @@ from small import contents, make_engine, require_bits, small_model, some_request
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.engine.decoder import Decoder, _silu
+from grpo_cli.engine.block import _silu
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, Streaming
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.schedule import Lpt

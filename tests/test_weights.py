@@ -17,7 +17,8 @@ from test_profile_shapes import fake_model, plan, work_of
 from torch import nn
 
 from grpo_cli.engine import decoder as decoders
-from grpo_cli.engine.decoder import Decoder, _norm
+from grpo_cli.engine.block import norm_of
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.eviction import Dense
 from grpo_cli.engine.invariance import invariance_of
 from grpo_cli.engine.weights import Copies, Product, can_pack
@@ -159,7 +160,7 @@ def test_a_norm_rounds_where_its_module_does(weights: torch.dtype, inputs: torch
     """Under autocast Qwen3's norms of queries and keys see bfloat16 by float32 weights."""
     module = small_model("qwen3").model.layers[0].self_attn.q_norm.to(weights)
     x = torch.randn(40, 4, 8, generator=torch.Generator().manual_seed(0)).to(inputs)
-    ours, theirs = _norm(module)(x), module(x)
+    ours, theirs = norm_of(module)(x), module(x)
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, atol=0, rtol=5e-7 if ours.dtype == torch.float32 else 0)
 

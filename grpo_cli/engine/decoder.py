@@ -15,22 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_cli.engine.attention import Rows, StepAttention, Watch
+from grpo_cli.engine.block import EAGER, Block, norm_of
 from grpo_cli.engine.cache import KvArena, KvLayout
 from grpo_cli.engine.compiled import Compiled, Functions
-from grpo_cli.engine.flash import FlashAttention, join, least_page, reason_against
+from grpo_cli.engine.flash import FlashAttention, least_page, reason_against
 from grpo_cli.engine.padding import Padding, round_up, unpadded
 from grpo_cli.engine.weights import (
     AsTheyAre,
     Copies,
     Product,
-    Products,
     can_pack,
-    is_plain,
     linear_layers,
     overwrite,
     tensors_of,
@@ -58,44 +56,6 @@ class Prefilled:
 PACKED_FROM = 2**23
 
 
-@dataclass(frozen=True)
-class Block:
-    """The modules of one layer, looked up once: a module finds its children anew each time it is asked."""
-
-    input_norm: Any
-    qkv: Products
-    q_norm: Any | None
-    k_norm: Any | None
-    o_proj: Product
-    post_norm: Any
-    gate_up: Products
-    activation: Any
-    down_proj: Product
-
-    @classmethod
-    def of(cls, layer: Any, weights: AsTheyAre | Copies) -> Block:
-        attention, mlp = layer.self_attn, layer.mlp
-        return cls(
-            input_norm=_norm(layer.input_layernorm),
-            qkv=weights.together(attention.q_proj, attention.k_proj, attention.v_proj),
-            q_norm=_norm(getattr(attention, "q_norm", None)),
-            k_norm=_norm(getattr(attention, "k_norm", None)),
-            o_proj=weights.of(attention.o_proj),
-            post_norm=_norm(layer.post_attention_layernorm),
-            gate_up=weights.together(mlp.gate_proj, mlp.up_proj),
-            activation=_activation(mlp.act_fn),
-            down_proj=weights.of(mlp.down_proj),
-        )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is of weights alone, so that what is compiled for one layer serves all."""
-        products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
-        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
-        return plain and self.activation is _silu
-
-
 class Decoder:
     """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
 
@@ -106,7 +66,7 @@ class Decoder:
         self._embed = inner.model.embed_tokens
         self._layers = list(inner.model.layers)
         self._blocks_of_model = [Block.of(layer, AsTheyAre()) for layer in self._layers]
-        self._norm = _norm(inner.model.norm)
+        self._norm = norm_of(inner.model.norm)
         self._rotary = inner.model.rotary_emb
         self._head: Product = inner.lm_head
         self._modules = nn.ModuleList([*self._layers, inner.lm_head])
@@ -321,74 +281,6 @@ def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:
     """With zero rows below, until there are so many."""
     missing = rows - x.shape[0]
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-
-
-@dataclass(frozen=True)
-class Norm:
-    """What an RMS norm's module computes, rounded where it rounds, in fewer calls."""
-
-    weight: Tensor
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
-        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x * root.square_().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()).to(x.dtype) * self.weight
-
-
-def _norm(module: Any) -> Any:
-    """The module, or for RMS norms what it computes."""
-    if module is None or not type(module).__name__.endswith("RMSNorm"):
-        return module
-    return Norm(module.weight, module.variance_epsilon)
-
-
-def before_attention(
-    block: Block, hidden: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
-    x = block.input_norm(hidden).to(dtype)
-    q, k, v = (each.view(x.shape[0], -1, cos.shape[-1]) for each in block.qkv(x))
-    if block.q_norm is not None and block.k_norm is not None:
-        q, k = block.q_norm(q), block.k_norm(k)
-    both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
-    return both[:, : q.shape[1]], both[:, q.shape[1] :], v
-
-
-def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rest of the block."""
-    hidden = hidden + block.o_proj(attended)
-    return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
-
-
-EAGER = Functions(before_attention, after_attention, join)
-
-
-def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
-    gate, up = block.gate_up(x)
-    return block.down_proj(block.activation(gate).mul_(up))
-
-
-def _activation(module: Any) -> Any:
-    """The module, or for SiLU what gives an element the same bits wherever it stands.
-
-    PyTorch computes silu in vectors and the end of each thread's share one by one, with another exponential, so that
-    bits depend on how many rows there are. Exponentials alone are computed in one way throughout.
-    """
-    return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
-
-
-def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
-    """x / (1 + exp(-x)). On a GPU each element is a thread of its own, and one call is less than four."""
-    if x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.silu(x)
-    return x / x.neg().exp_().add_(1.0)
-
-
-def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
-    """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _received(

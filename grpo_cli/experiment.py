@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.config.instantiate import build_rules, engine_parts, make
+from grpo_cli.config.instantiate import build_rules, engine_parts, inner_engine, make
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
+from grpo_cli.formatting import parse_bytes
 from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.memory import SHARE, expand_segments, part_of_gpu
@@ -96,7 +97,9 @@ def set_up(
     room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
-    more = {"warn": warn, "decode": partial(tokenizer.decode, skip_special_tokens=False), **engine}
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    of_worker = partial(worker_engine, settings, eos, pad, decode)
+    more = {"warn": warn, "decode": decode, "build": of_worker, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
 
 
@@ -123,6 +126,27 @@ def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int,
             "stop strings; use engine=torch, or leave sampling.stop empty"
         )
     return engine
+
+
+def worker_engine(
+    settings: RunSettings | EvalRunSettings,
+    eos: tuple[int, ...],
+    pad: int,
+    decode: Callable[..., Any],
+    model: Any,
+    kv_share: int,
+    tells_lengths: bool,
+    told: Mapping[tuple[str, int, int], float],
+    **more: Any,
+) -> Engine:
+    """What a worker of `engine=ray` makes rollouts with. `kv_share`: how many workers divide `sampler.kv_budget` among
+    them; `told`: where the lengths will stand if the trainer `tells_lengths`."""
+    parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
+    if tells_lengths:
+        parts["predictor"] = {"_target_": "grpo_cli.engine.predict.Told"}
+    if (budget := parts["sampler"].get("kv_budget")) is not None:
+        parts["sampler"] = {**parts["sampler"], "kv_budget": parse_bytes(budget) // kv_share}
+    return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)
 
 
 def tried_rules(settings: RunSettings) -> Rules:

@@ -34,6 +34,7 @@ from grpo_cli.types import Batch, Finish, LossOutput, Prompt, Request, Reward, R
 
 # The most rollouts of the made-up group: a larger one would teach nothing more, and take its time.
 MOST_REHEARSED = 4096
+INNER = "inner"  # the word by which an engine names the one that its workers have
 _PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor}
 
 
@@ -150,12 +151,28 @@ def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterato
         yield (
             f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
         )
-    engine = _factory("engine", parts["engine"], {})
-    if hasattr(engine.func, "refuses"):  # an engine may say early what it cannot do
+    yield from _engine_refuses(parts["engine"], built)
+    if INNER in parts["engine"]:
+        yield from _engine_refuses(inner_engine(parts["engine"]), built)
+
+
+def _engine_refuses(part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+    """An engine may say early what it cannot do."""
+    engine = _factory("engine", part, {})
+    if hasattr(engine.func, "refuses"):
         asked = inspect.signature(engine.func.refuses).parameters
         known = {**engine.keywords, **built}
         if asked.keys() <= known.keys():
             yield from engine.func.refuses(**{word: known[word] for word in asked})
+
+
+def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine that the workers of an engine have, as its own file would describe it. Raises UserError for one that
+    cannot be had."""
+    inner, known = part[INNER], [name for name in choices("engine") if INNER not in shipped("engine", name)]
+    if inner not in known:
+        raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
+    return shipped("engine", inner) | dict(part.get("options") or {})
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,14 @@ class _Answers:
         self._answers: dict[tuple[str, int, int], float] = {}
 
     def remember(self, requests: Sequence[Request], answers: Sequence[float] | None) -> None:
-        self._answers = dict(zip(map(_key, requests), answers or (), strict=answers is not None))
+        self._answers = dict(zip(map(key_of, requests), answers or (), strict=answers is not None))
 
     def judge(self, finished: Sequence[Rollout], prefix_tokens: int) -> dict[str, float]:
         """Metrics of the answers for `finished`; empty when there were none."""
         judged = [
-            (self._answers[_key(rollout.request)], len(rollout) - prefix_tokens)
+            (self._answers[key_of(rollout.request)], len(rollout) - prefix_tokens)
             for rollout in finished
-            if _key(rollout.request) in self._answers
+            if key_of(rollout.request) in self._answers
         ]
         self._answers = {}
         if not judged:
@@ -51,7 +51,8 @@ class _Answers:
         }
 
 
-def _key(request: Request) -> tuple[str, int, int]:
+def key_of(request: Request) -> tuple[str, int, int]:
+    """What a request is remembered by: an evaluation asks for a greedy sample beside others of the same number."""
     return request.prompt.id, request.sample, request.seed
 
 
@@ -112,6 +113,30 @@ class MeanLength:
     def load_state(self, state: Mapping[str, Any]) -> None:
         _check_kind(state, "mean")
         self._means.load_state(state)
+
+
+class Told:
+    """Says what it was told: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
+    predictor, which learns. `told` is by `key_of`."""
+
+    prefix_tokens = 0
+
+    def __init__(self, told: Mapping[tuple[str, int, int], float]) -> None:
+        self._told = told
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        known = [self._told.get(key_of(request)) for request in requests]
+        lengths = [length for length in known if length is not None]
+        return lengths if len(lengths) == len(known) else None
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to put back."""
 
 
 class Oracle:

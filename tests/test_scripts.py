@@ -20,6 +20,7 @@ STUDIES = [
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
     "judge": [()],
+    "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
     "shared_prefix": [()],

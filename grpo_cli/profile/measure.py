@@ -29,8 +29,12 @@ from grpo_cli.progress import Progress
 from grpo_cli.settings import ProfileSettings, RunSettings
 from grpo_cli.step import Step
 
-# The phases that a step consists of, in its order, none inside another; `eval` stands beside the step.
-PHASES = ("prefill", "decode", "reward", "policy_logprobs", "ref_logprobs", "forward", "backward", "optimizer", "eval")
+# The phases that a step consists of, in its order, none inside another; `eval` stands beside the step. The first two
+# are those of engine=ray.
+PHASES = (
+    *("weights", "dealing", "prefill", "decode", "reward", "policy_logprobs", "ref_logprobs"),
+    *("forward", "backward", "optimizer", "eval"),
+)
 _WITH_KV = ("prefill", "decode", "eval")
 _TOKENS = {  # what a phase's tokens per second are of
     "prefill": "engine/prefill_tokens",

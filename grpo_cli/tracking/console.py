@@ -122,7 +122,8 @@ class RunView:
             ends = [seen.get("eval/accuracy_low"), seen.get("eval/accuracy_high")]
             interval = [] if None in ends else [f"({ends[0]:.3f} to {ends[1]:.3f})"]
             rows.append(("eval accuracy", [f"{seen['eval/accuracy']:.3f}", *interval, f"at step {self._eval_step}"]))
-        rows += [("completions", _completions(seen)), ("speed", _speed(seen)), ("time", _phase_times(seen))]
+        rows += [("completions", _completions(seen)), ("speed", _speed(seen))]
+        rows += [("workers", _workers(seen)), ("time", _phase_times(seen))]
         if "memory/peak_bytes" in seen:
             rows.append(("memory", [f"{size(seen['memory/peak_bytes'])} peak"]))
         return [(name, parts) for name, parts in rows if parts]
@@ -258,6 +259,16 @@ def _completions(seen: Mapping[str, float]) -> list[str]:
 def _speed(seen: Mapping[str, float]) -> list[str]:
     parts = [f"{short(seen['speed/tokens_per_second'])} tokens/s"] if "speed/tokens_per_second" in seen else []
     return parts + ([f"{seen['time/step']:.2f} s/step"] if "time/step" in seen else [])
+
+
+def _workers(seen: Mapping[str, float]) -> list[str]:
+    """Of engine=ray; of others nothing."""
+    if "engine/workers" not in seen:
+        return []
+    rates = [short(seen[f"engine/worker_tokens_per_second_{which}"]) for which in ("least", "most")]
+    again, seconds = seen["engine/requests_again"], seen["engine/weight_update_seconds"]
+    parts = [f"{seen['engine/workers']:.0f}", f"{' to '.join(rates)} tokens/s", f"weights {seconds:.2f} s"]
+    return parts + ([f"{again:.0f} requests again"] if again else [])
 
 
 def _phase_times(seen: Mapping[str, float]) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 from grpo_cli.engine.cluster.dealing import Deal, Portion
 from grpo_cli.engine.cluster.messages import Answer, Done, Failed, Lost, News, Order, Place
 from grpo_cli.errors import UserError
+from grpo_cli.interfaces import Meter
+from grpo_cli.meter import NullMeter
 
 # Starts of a worker that may fail one after the other.
 TRIES = 3
@@ -78,7 +80,9 @@ class Crew:
         check: Callable[[Place], None] = lambda place: None,
         states: Mapping[int, Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        meter: Meter | None = None,
     ) -> None:
+        self._span = (meter or NullMeter()).span
         self._cluster, self._timeout, self._warn, self._check, self._clock = cluster, timeout, warn, check, clock
         self._said = set[str]()
         self._heard = clock()  # when somebody listened last
@@ -94,11 +98,15 @@ class Crew:
             worker.since += self._clock() - self._heard  # nobody has listened since the last `generate`
         try:
             while deal.open or any(worker.portion and not worker.owed for worker in self._workers.values()):
-                self._deal_out(deal, order_of)
-                for number, told in self._cluster.news(POLL):
-                    yield from self._hear(number, told, deal)
-                self._look_at_clocks(deal)
-                self._check_hands()
+                with self._span("dealing"):
+                    self._deal_out(deal, order_of)
+                with self._span("decode"):  # here the workers are waited for
+                    news = self._cluster.news(POLL)
+                with self._span("dealing"):
+                    answers = [answer for number, told in news for answer in self._hear(number, told, deal)]
+                    self._look_at_clocks(deal)
+                    self._check_hands()
+                yield from answers
         finally:
             self._heard = self._clock()
             self._call_off()

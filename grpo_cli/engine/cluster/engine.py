@@ -7,6 +7,7 @@ of the weights and its request, so it is the same whoever makes it, and however 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -60,7 +61,7 @@ class RayEngine:
         require_ray()
         self._model, self._sampler = model, sampler
         self._scheduler, self._predictor, self._warn = scheduler, predictor, warn
-        self._span = (meter or NullMeter()).span
+        self._meter = meter or NullMeter()
         self._workers, self._timeout = workers, timeout
         self._threads = _threads(threads, workers, address is None)
         self._device = "cuda" if gpus else "cpu"
@@ -121,8 +122,10 @@ class RayEngine:
         self._stats = EngineStats()
         if not requests:
             return
-        with self._span("weights"):
+        start = time.perf_counter()
+        with self._meter.span("weights"):
             snapshot = self._published()
+        put_seconds = time.perf_counter() - start
         crew = self._crew_at_work()
         lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
         deal = Deal(requests, lengths, self._workers, self._sampler.all_at_once)
@@ -146,7 +149,7 @@ class RayEngine:
                 details |= self._predictor.learn([r for r in finished if not r.request.held_out], None)
             self._states = crew.states
             tokens = sum(map(len, finished))
-            self._stats = _together(crew.ends, tokens, self._details(crew, deal) | details)
+            self._stats = _together(crew.ends, tokens, self._details(crew, deal, put_seconds) | details)
 
     def _published(self) -> Snapshot:
         """The weights as they are now, in the store. Those before are forgotten here; workers keep what they use."""
@@ -158,7 +161,8 @@ class RayEngine:
     def _crew_at_work(self) -> Crew:
         if self._crew is None:
             self._cluster.build(self._blueprint)
-            self._crew = Crew(self._cluster, self._workers, self._timeout, self._warn, self._check_place, self._states)
+            told = (self._timeout, self._warn, self._check_place, self._states)
+            self._crew = Crew(self._cluster, self._workers, *told, meter=self._meter)
         return self._crew
 
     def _autocast(self) -> torch.dtype | None:
@@ -192,13 +196,13 @@ class RayEngine:
             )
         return ""
 
-    def _details(self, crew: Crew, deal: Deal) -> dict[str, float]:
+    def _details(self, crew: Crew, deal: Deal, put_seconds: float) -> dict[str, float]:
         rates = crew.rates
         return {
             "engine/workers": float(len(crew.places)),
             "engine/worker_tokens_per_second_least": min(rates, default=0.0),
             "engine/worker_tokens_per_second_most": max(rates, default=0.0),
-            "engine/weight_update_seconds": crew.weights_seconds,
+            "engine/weight_update_seconds": put_seconds + crew.weights_seconds,
             "engine/requests_again": float(deal.again),
         }
 

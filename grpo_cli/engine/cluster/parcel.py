@@ -23,7 +23,7 @@ from grpo_cli.errors import UserError
 
 
 @dataclass(frozen=True)
-class Numbers:
+class TensorBytes:
     """A tensor's bytes, and how to read them: NumPy has no bfloat16."""
 
     bytes: np.ndarray
@@ -64,18 +64,18 @@ def from_skeleton(data: bytes, device: torch.device) -> Any:
         return pickle.loads(data).eval()
 
 
-def fixed_numbers(model: nn.Module) -> dict[str, Numbers]:
+def fixed_numbers(model: nn.Module) -> dict[str, TensorBytes]:
     """All that training does not change."""
     return {name: _numbers(tensor) for name, tensor in _tensors(model) if not tensor.requires_grad}
 
 
-def moving_numbers(model: nn.Module) -> dict[str, Numbers]:
+def moving_numbers(model: nn.Module) -> dict[str, TensorBytes]:
     """All that it does. Arrays of tensors on a CPU are these tensors' own memory: to be put away at once."""
     return {name: _numbers(tensor) for name, tensor in _tensors(model) if tensor.requires_grad}
 
 
 @torch.no_grad()
-def fill(model: nn.Module, numbers: Mapping[str, Numbers]) -> None:
+def fill(model: nn.Module, numbers: Mapping[str, TensorBytes]) -> None:
     """Give some of its tensors their numbers. On a CPU nothing is copied: the tensors lie in the memory of `numbers`,
     which may be read-only, as long as they keep them."""
     own = dict(_tensors(model))
@@ -88,7 +88,7 @@ def fill(model: nn.Module, numbers: Mapping[str, Numbers]) -> None:
             mine.copy_(tensor)
 
 
-def nbytes(numbers: Mapping[str, Numbers]) -> int:
+def nbytes(numbers: Mapping[str, TensorBytes]) -> int:
     return sum(one.bytes.nbytes for one in numbers.values())
 
 
@@ -107,12 +107,12 @@ def _hollow(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> T
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
-def _numbers(tensor: Tensor) -> Numbers:
+def _numbers(tensor: Tensor) -> TensorBytes:
     there = tensor.detach().cpu().contiguous()
-    return Numbers(there.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+    return TensorBytes(there.view(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
 
 
-def _tensor(numbers: Numbers) -> Tensor:
+def _tensor(numbers: TensorBytes) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # nobody writes to it
         return torch.from_numpy(numbers.bytes).view(numbers.dtype).view(numbers.shape)

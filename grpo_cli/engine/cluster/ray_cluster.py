@@ -22,7 +22,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from grpo_cli.engine.cluster.messages import Lost, News, Order
-from grpo_cli.engine.cluster.worker import Blueprint, Worker
+from grpo_cli.engine.cluster.worker import Blueprint, RolloutWorker
 from grpo_cli.errors import UserError
 
 # The releases that the tests have run on.
@@ -142,8 +142,8 @@ class _Session:
             _check_room(workers, needs, ray.nodes(), ray.available_resources())
 
     def check(self) -> None:
-        """Raises UserError if a part of the Ray that was started here has ended. Ray would wait for it a minute, and
-        then end this process without a word."""
+        """Raises UserError if a part of the Ray that was started here has ended. Ray would end this process for it,
+        sooner or later, and without a word."""
         for process in self._own:
             if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                 raise UserError(_gone(f"its process {process.pid} has ended"))
@@ -208,7 +208,7 @@ def _check_room(workers: int, needs: Needs, nodes: Sequence[Mapping[str, Any]], 
     def told(resources: Mapping[str, float]) -> str:
         return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
 
-    total = {name: sum(r.get(name, 0) for r in alive) for name in ("CPU", "GPU")}
+    total = {name: sum((r.get(name, 0.0) for r in alive), 0.0) for name in ("CPU", "GPU")}
     of_each = f"{needs.cpus} CPUs (engine.threads) and {needs.gpus:g} GPUs (engine.gpus) each"
     would = f"engine.workers={fitting} would do" if fitting else "not even one finds a place"
     raise UserError(
@@ -256,7 +256,7 @@ class RayCluster:
 
         with _answering():
             actor: Any = (
-                ray.remote(RolloutWorker)
+                ray.remote(RayWorker)
                 .options(
                     num_cpus=self._needs.cpus,
                     num_gpus=self._needs.gpus,
@@ -282,7 +282,6 @@ class RayCluster:
         import ray
 
         with _answering():
-            _session.check()
             ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=seconds)
             if ready:
                 ready, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
@@ -293,6 +292,7 @@ class RayCluster:
 
         worker = self._waiting.pop(reference)
         try:
+            _session.check()
             news: News = ray.get(reference)
         except ray.exceptions.RayError as error:
             return Lost(_reason(error))
@@ -328,7 +328,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {told[-1] if told else 'no reason given'}"
 
 
-class RolloutWorker(Worker):
+class RayWorker(RolloutWorker):
     """The worker as Ray makes it: its node is known there only."""
 
     def __init__(self, blueprint: Blueprint, state: Mapping[str, Any] | None) -> None:
@@ -348,7 +348,7 @@ def _kill(actor: Any) -> None:
     import ray
 
     if ray.is_initialized():
-        with _answering():
+        with suppress(UserError), _answering():  # where Ray is gone, so are its actors
             ray.kill(actor)
 
 
@@ -360,10 +360,12 @@ def _kill_all(actors: dict[int, Any]) -> None:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Around every call into Ray: where it is itself gone, nothing that was asked of it can be had."""
+    """Around every call into Ray: where it is itself gone, nothing that was asked of it can be had. It is looked at
+    before, since a process whose store has gone is ended by Ray as soon as it reaches for it."""
     import ray
 
     try:
+        _session.check()
         yield
     except (ray.exceptions.RaySystemError, ConnectionError) as error:
         raise UserError(_gone(_reason(error))) from error

@@ -25,7 +25,7 @@ import torch
 
 import grpo_cli
 from grpo_cli.engine.cluster.messages import Answer, Done, Failed, News, Order, Place, Snapshot
-from grpo_cli.engine.cluster.parcel import Numbers, fill, from_skeleton
+from grpo_cli.engine.cluster.parcel import TensorBytes, fill, from_skeleton
 from grpo_cli.engine.predict import key_of
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Engine
@@ -42,14 +42,14 @@ class Blueprint:
     build: Callable[..., Engine]
     device: str
     threads: int
-    fetch: Callable[[Any], Mapping[str, Numbers]]
+    fetch: Callable[[Any], Mapping[str, TensorBytes]]
 
 
 class Cancelled(Exception):
     """The portion is not wanted any more."""
 
 
-class Worker:
+class RolloutWorker:
     """Orders in, news out. `state` is what the worker before it had learnt."""
 
     def __init__(self, blueprint: Blueprint, node: str, state: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,272 @@
+"""What engine=ray costs over the engine of one process, what a second worker brings, and what killed ones change.
+
+    python scripts/bench/ray_engine.py rate --model models/smollm2 --json out.json
+    python scripts/bench/ray_engine.py weights --model models/smollm2
+    python scripts/bench/ray_engine.py dealing
+    python scripts/bench/ray_engine.py kills --kills 50
+
+rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
+         The arms take turns, each in a process of its own, which makes the same rollouts once before it is measured.
+         Seconds are of the clock, since the workers' are not this process's: it wants a quiet machine.
+weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
+         the same bytes in memory.
+dealing  the trainer's own work for each request: dealing, hearing, putting together, with 64 workers that are made up
+         and answer at once.
+kills    `grpo train` with three workers, of which a random one is killed at random moments until enough were; records
+         and rollouts are compared with those of engine=torch, which nobody disturbs.
+
+Exits with 1 when a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from common import (
+    ROOT,
+    Check,
+    Figures,
+    bench_parser,
+    finish,
+    in_a_process,
+    in_turns,
+    medians,
+    over,
+    parsed,
+    positive,
+    settings_of,
+    show,
+)
+
+from grpo_cli.config.overrides import overrides
+from grpo_cli.engine.cluster.crew import Crew
+from grpo_cli.engine.cluster.dealing import Deal
+from grpo_cli.engine.cluster.messages import Answer, Done, News, Order, Place, Snapshot
+from grpo_cli.engine.cluster.worker import rollout_of
+from grpo_cli.experiment import set_up
+from grpo_cli.rollout import requests_for
+from grpo_cli.settings import Sampling
+from grpo_cli.types import EngineStats, Finish, Prompt, Request
+
+ARMS = {
+    "in this process": ("engine=torch",),
+    "one worker": ("engine=ray", "engine.workers=1", "engine.threads=1"),
+    "two workers": ("engine=ray", "engine.workers=2", "engine.threads=1"),
+}
+MODEL = ("model=smollm2_135m", "model.autocast=none", "task=word_problems", "device=cpu", "logger=jsonl")
+KILLED = ("n=16", "m=4", "train.prompts=8", "logger=jsonl", "eval.every=1000", "eval.problems=4", "eval.k=1")
+# Metrics that tell of time, memory and who did what; all others must agree.
+OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
+
+
+class Instant:
+    """Workers that answer at once, and as much of a cluster as carries it."""
+
+    def __init__(self) -> None:
+        self._news: deque[tuple[int, News]] = deque()
+
+    def start(self, worker: int, state: Any) -> None:
+        place = Place("n", "h", worker, "cpu", "x", 1, "3", "2", "0", "b")
+        self._news.append((worker, News(0, place=place)))
+
+    def ask(self, worker: int, order: Order) -> None:
+        answers = tuple(Answer(index, (1,), (-1.0,), Finish.EOS, 0) for index, _ in order.requests)
+        done = Done(order.portion, EngineStats(decode_steps=1, slots=1), {}, {}, 0.0)
+        self._news.append((worker, News(1, portion=order.portion, answers=answers, end=done)))
+
+    def cancel(self, worker: int, portion: int) -> None: ...
+
+    def stop(self, worker: int) -> None: ...
+
+    def news(self, seconds: float) -> list[tuple[int, News]]:
+        return [self._news.popleft()] if self._news else []
+
+
+def dealing(args: argparse.Namespace) -> int:
+    sampling = Sampling.plain(512)
+    prompts = [Prompt(f"p{number}", (1,) * 64, "") for number in range(args.requests // 16)]
+    requests = [Request(prompt, sample, sample, sampling) for prompt in prompts for sample in range(16)]
+    lengths = [float(10 + index * 37 % 500) for index in range(len(requests))]
+    crew = Crew(Instant(), 64, 60.0, print)
+    weights = Snapshot(1, None, None)
+
+    def once() -> float:
+        start = time.process_time()
+        deal = Deal(requests, lengths, 64, at_once=False)
+        answers = crew.serve(
+            deal, lambda p: Order(p.number, weights, tuple((i, requests[i]) for i in p.indices), None, None)
+        )
+        made = [rollout_of(answer, requests[answer.index]) for answer in answers]
+        assert len(made) == len(requests), "everything comes back"
+        return (time.process_time() - start) / len(requests) * 1e6
+
+    found = {"microseconds_per_request": statistics.median(once() for _ in range(args.rounds))}
+    print(f"{len(requests)} requests, 64 workers: {found['microseconds_per_request']:.1f} us of processor time each")
+    return finish(args, found, [Check("us a request", found["microseconds_per_request"], most=50)], "ray")
+
+
+def bench_of(args: argparse.Namespace, *words: str) -> Any:
+    path = tuple(word.lstrip("+") for word in overrides({"model.path": str(args.model)}))
+    settings = settings_of(*MODEL, f"sampling.max_new_tokens={args.tokens}", *path, *words)
+    return settings, set_up(settings, settings.model, print)
+
+
+def rate_child(words: Sequence[str], out: Path) -> None:
+    """One arm: once to warm up, then measured."""
+    args = argparse.Namespace(**json.loads(words[0]))
+    settings, bench = bench_of(args, *ARMS[args.arm], f"sampler={args.sampler}", f"sampler.slots={args.slots}")
+    problems = bench.task.prompts("train")
+    requests = requests_for([problems[i] for i in range(args.prompts)], args.n, settings.sampling, settings.seed, 0)
+    for _ in range(2):  # and until all workers are there
+        list(bench.engine.generate(requests))
+    bench.engine.update_weights()
+    start = time.perf_counter()
+    tokens = sum(len(rollout) for rollout in bench.engine.generate(requests))
+    seconds, stats = time.perf_counter() - start, bench.engine.stats()
+    figures = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+    figures |= {"decode_steps": stats.decode_steps, "weights": stats.details.get("engine/weight_update_seconds", 0.0)}
+    out.write_text(json.dumps(figures))
+    if hasattr(bench.engine, "close"):
+        bench.engine.close()
+
+
+def rate(args: argparse.Namespace) -> int:
+    def measured(arm: str) -> Figures:
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        asked = {name: given[name] for name in ("model", "tokens", "sampler", "slots", "prompts", "n")} | {"arm": arm}
+        with tempfile.TemporaryDirectory() as folder:
+            found, reason = in_a_process(__file__, json.dumps(asked), threads=1, folder=Path(folder))
+        if found is None:
+            raise SystemExit(f"{arm}: {reason}")
+        figures: Figures = found
+        print(f"{arm}: {figures['tokens_per_second']:.1f} tokens/s", flush=True)
+        return figures
+
+    turns = in_turns({arm: lambda arm=arm: measured(arm) for arm in ARMS}, args.rounds)
+    arms = {arm: [turn[arm] for turn in turns] for arm in ARMS}
+    one = over(arms["one worker"], arms["in this process"], "tokens_per_second")
+    two = over(arms["two workers"], arms["one worker"], "tokens_per_second")
+    columns = {
+        "tokens/s": ("tokens_per_second", ",.1f"),
+        "seconds": ("seconds", ".2f"),
+        "decode steps": ("decode_steps", ",.0f"),
+        "weights, s": ("weights", ".2f"),
+    }
+    show(f"{args.prompts} x {args.n} rollouts, sampler={args.sampler}", medians(turns), columns)
+    checks = [Check("one worker over in this process", one, least=0.9), Check("two over one", two, least=1.6)]
+    return finish(args, {"turns": turns, "arms": medians(turns)}, checks, "ray")
+
+
+def weights(args: argparse.Namespace) -> int:
+    settings, bench = bench_of(args, *ARMS["one worker"])
+    problems = bench.task.prompts("train")
+    requests = requests_for([problems[0]], 1, settings.sampling, settings.seed, 0)
+    list(bench.engine.generate(requests))
+    parameters = [p.detach() for p in bench.model.parameters()]
+    copies = [torch.empty_like(p) for p in parameters]
+    turns: list[dict[str, Figures]] = []
+    for _ in range(args.rounds + 1):
+        start = time.perf_counter()
+        for mine, its in zip(copies, parameters, strict=True):
+            mine.copy_(its)
+        copied = time.perf_counter() - start
+        bench.engine.update_weights()
+        list(bench.engine.generate(requests))
+        taken = bench.engine.stats().details["engine/weight_update_seconds"]
+        turns.append({"copy": {"seconds": copied}, "weights": {"seconds": taken}})
+    turns = turns[1:]  # the first touches new memory
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    ratio = over([turn["weights"] for turn in turns], [turn["copy"] for turn in turns], "seconds")
+    found = medians(turns)
+    print(f"{size / 2**20:,.0f} MiB: copied in {found['copy']['seconds']:.3f} s, ", end="")
+    print(f"in the store and with the worker in {found['weights']['seconds']:.3f} s")
+    bench.engine.close()
+    return finish(args, {"turns": turns, "bytes": size}, [Check("over a copy", ratio, most=2)], "ray")
+
+
+def kills(args: argparse.Namespace) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="grpo_kills_"))
+    try:
+        return _kills(args, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(folder: Path, name: str, steps: int, *words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *KILLED, *words, f"train.steps={steps}"]
+    command += ["record.rollouts=-1", f"hydra.run.dir={folder / name}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (folder / f"{name}.txt").open("wb") as said:
+        return subprocess.Popen(
+            [*command, *words, f"hydra.run.dir={folder / name}"], stdout=said, stderr=said, env=environment
+        )
+
+
+def _kills(args: argparse.Namespace, folder: Path) -> int:
+    draw = random.Random(args.seed)
+    done, run = 0, _train(folder, "killed", args.steps, "engine=ray", "engine.workers=3", "engine.threads=1")
+    while run.poll() is None:
+        time.sleep(draw.uniform(0.2, args.pause))
+        own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RayWorker")]
+        if own and done < args.kills and (folder / "killed" / "metrics.jsonl").exists():
+            draw.choice(own).kill()
+            done += 1
+    left = _train(folder, "left", args.steps)
+    assert left.wait() == 0, "the run that nobody disturbs ends well"
+    if run.returncode:
+        raise SystemExit((folder / "killed.txt").read_text()[-2000:])
+    rows = {name: _told(folder / name) for name in ("killed", "left")}
+    texts = {name: (folder / name / "rollouts.jsonl").read_bytes() for name in rows}
+    again = sum(row.get("engine/requests_again", 0.0) for row in _rows(folder / "killed"))
+    same = float(rows["killed"] == rows["left"] and texts["killed"] == texts["left"])
+    print(f"{done} kills in {args.steps} steps; {again:.0f} requests were dealt again")
+    checks = [Check("kills", done, least=args.kills), Check("records and rollouts are equal", same, least=1)]
+    return finish(args, {"kills": done, "requests_again": again, "equal": bool(same)}, checks, "ray")
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _told(run: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.startswith(OF_THE_WAY)} for row in _rows(run)]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = bench_parser(__doc__, rounds=3, threads=1)
+    made.add_argument("what", choices=("rate", "weights", "dealing", "kills"))
+    made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="made by scripts/get_smollm2.sh")
+    made.add_argument("--tokens", type=positive, default=64, help="of a reply, at most")
+    made.add_argument("--prompts", type=positive, default=8)
+    made.add_argument("--n", type=positive, default=16)
+    made.add_argument("--sampler", default="infinite")
+    made.add_argument("--slots", type=positive, default=32, help="of each worker")
+    made.add_argument("--requests", type=positive, default=8192, help="of dealing")
+    made.add_argument("--kills", type=positive, default=50)
+    made.add_argument("--steps", type=positive, default=250, help="of kills")
+    made.add_argument("--pause", type=float, default=3.0, help="seconds between two kills, at most")
+    args = parsed(made, words, tokens=8, prompts=2, n=4, requests=512, kills=1, steps=6, rounds=1)
+    args.model = args.model.resolve()
+    return {"rate": rate, "weights": weights, "dealing": dealing, "kills": kills}[args.what](args)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        rate_child(sys.argv[2:-1], Path(sys.argv[-1]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,179 @@
+"""What is refused before Ray is started or joined, and in which words."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import made
+import pytest
+import torch
+from small import small_model
+
+from grpo_cli.config.choices import shipped
+from grpo_cli.config.instantiate import engine_parts, inner_engine
+from grpo_cli.engine.cluster.engine import RayEngine, _threads
+from grpo_cli.engine.cluster.parcel import from_skeleton, skeleton
+from grpo_cli.engine.cluster.ray_cluster import (
+    Needs,
+    _check_room,
+    _own_paths,
+    _reason,
+    check_address,
+    check_public,
+    require_ray,
+)
+from grpo_cli.errors import UserError
+
+
+def refusal(**changed: Any) -> str:
+    """Of the engine's settings, with all other parts as the default run has them."""
+    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", **changed)}
+    with pytest.raises(UserError) as refused:
+        engine_parts(parts, {"seed": 0}, early=True)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"workers": 0}, "engine.workers=0 must be at least 1"),
+        ({"threads": 0}, "engine.threads=0 must be at least 1"),
+        ({"gpus": 1.5}, "engine.gpus=1.5 of a worker must be 0, a part of one, or a whole number"),
+        ({"timeout": 0.0}, "engine.timeout=0 must be above 0"),
+        ({"kv_budget_of": "me"}, "engine.kv_budget_of=me must be worker or run"),
+        ({"inner": "ray"}, "engine.inner=ray must be one of torch, vllm"),
+        ({"inner": "tor"}, "engine.inner=tor must be one of torch, vllm; did you mean torch?"),
+        ({"options": {"cuda_grap": True}}, "engine.cuda_grap: .* takes no cuda_grap; did you mean cuda_graph"),
+        ({"works": 1}, "engine.works: .* takes no works; did you mean workers"),
+    ],
+)
+def test_settings_that_cannot_be_meant(changed, words):
+    assert re.search(words, refusal(**changed)), refusal(**changed)
+
+
+def test_a_budget_without_an_owner():
+    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", workers=4)}
+    parts["sampler"] = made.part("sampler", "infinite", kv_budget="1GiB")
+    with pytest.raises(UserError, match="does not say whether each of engine.workers=4 workers has so much"):
+        engine_parts(parts, {"seed": 0}, early=True)
+    parts["engine"] |= {"kv_budget_of": "worker"}
+    engine_parts(parts, {"seed": 0}, early=True)
+
+
+def test_what_the_inner_engine_refuses():
+    parts = dict(made.settings().parts) | {"engine": made.part("engine", "ray", inner="vllm")}
+    parts["sparsity"] = made.part("sparsity", "rkv")
+    with pytest.raises(UserError, match="sparsity=rkv cannot be had with engine=vllm"):
+        engine_parts(parts, {"seed": 0}, early=True)
+
+
+def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
+    assert inner_engine(made.part("engine", "ray")) == shipped("engine", "torch")
+    changed = inner_engine(made.part("engine", "ray", inner="vllm", options={"memory": 0.8}))
+    assert changed == shipped("engine", "vllm") | {"memory": 0.8}
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"engine=ray needs Ray .* pip install 'grpo-cli\[ray\]'"):
+        require_ray()
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_addresses(listening):
+    check_address("auto")
+    check_address(f"127.0.0.1:{listening}")
+    for address, words in {
+        "ray://127.0.0.1:10001": "Ray's client protocol carries no weights",
+        "head": "is neither auto nor host:port",
+        "head:x": "is neither auto nor host:port",
+        "127.0.0.1:1": "nobody answers at engine.address=127.0.0.1:1",
+        "127.0.0.1:99999": "nobody answers at engine.address=127.0.0.1:99999",
+        "no.such.host.invalid:6379": "nobody answers at engine.address=no.such.host.invalid:6379",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            check_address(address)
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "2001:4860:4860::8888"])
+def test_a_public_cluster_without_a_token(host):
+    with pytest.raises(UserError, match=f"address {host} is public, and Ray runs the code that anybody sends it"):
+        check_public(host, {})
+    check_public(host, {"RAY_AUTH_MODE": "token"})
+    for private in ("127.0.0.1", "10.1.2.3", "192.168.0.7", "fd00::1"):
+        check_public(private, {})
+
+
+def nodes(*resources: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"Alive": True, "Resources": one} for one in resources]
+
+
+def test_more_workers_than_have_room():
+    two = nodes({"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0})
+    free = {"CPU": 12.0, "GPU": 2.0}
+    _check_room(2, Needs(4, 1.0), two, free)
+    with pytest.raises(UserError) as refused:
+        _check_room(3, Needs(4, 1.0), two, free)
+    assert str(refused.value) == (
+        "engine.workers=3 of 4 CPUs (engine.threads) and 1 GPUs (engine.gpus) each do not fit: the cluster has 12 CPUs "
+        "and 2 GPUs on 3 nodes, of which 12 CPUs and 2 GPUs are free; engine.workers=2 would do"
+    )
+    with pytest.raises(UserError, match="not even one finds a place"):
+        _check_room(1, Needs(8, 0.0), two, free)  # eight CPUs there are, but on no node
+    with pytest.raises(UserError, match="of which 3 CPUs and 0 GPUs are free; engine.workers=3 would do"):
+        _check_room(4, Needs(1, 0.0), two, {"CPU": 3.0})
+    dead = [{"Alive": False, "Resources": {"CPU": 64.0}}]
+    with pytest.raises(UserError, match="on 0 nodes"):
+        _check_room(1, Needs(1, 0.0), dead, free)
+
+
+def test_quantised_weights():
+    model = small_model()
+    model.lm_head.weight = type("Int8Params", (type(model.lm_head.weight),), {})(model.lm_head.weight.data)
+    with pytest.raises(
+        UserError, match=r"lm_head.weight is quantised \(model.quantize\), and engine=ray sends weights"
+    ):
+        skeleton(model)
+
+
+def test_a_skeleton_has_no_numbers_and_ties_stay_ties():
+    model = small_model(hidden_size=64, tie_word_embeddings=True)
+    data = skeleton(model)
+    assert len(data) < sum(p.numel() for p in model.parameters())
+    copy = from_skeleton(data, torch.device("cpu"))
+    assert copy.lm_head.weight is copy.model.embed_tokens.weight
+    assert not any(p.requires_grad for p in copy.parameters()) and not copy.training
+    assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
+
+
+def test_threads_of_workers():
+    mine = torch.get_num_threads()
+    assert _threads(3, 2, here=True) == 3
+    assert _threads(None, 1, here=True) == _threads(None, 8, here=False) == mine
+    assert _threads(None, 2 * mine, here=True) == 1
+
+
+def test_reasons_are_a_line():
+    told = "The actor is dead.\n\tclass_name: RayWorker\n\tactor_id: 1\n\tpid: 7\n\nIt was killed\nip: 1"
+    assert _reason(RuntimeError(told)) == "RuntimeError: It was killed"
+    assert _reason(RuntimeError("")) == "RuntimeError: no reason given"
+
+
+def test_own_modules_are_found_by_workers(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", f"{sys.prefix}/lib/python3/site-packages"])
+    monkeypatch.chdir(tmp_path)
+    assert set(_own_paths()) == {str(tmp_path)}
+
+
+def test_the_engine_says_what_it_refuses_without_a_model():
+    assert [*RayEngine.refuses(made.full(), 2, None, 0.0, 60.0, None)] == []

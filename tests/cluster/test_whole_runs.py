@@ -1,0 +1,113 @@
+"""`grpo train engine=ray` as it is typed, with workers, Ray and the run itself killed in the middle."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+WORDS = (
+    *("n=8", "m=4", "train.prompts=4", "train.steps=8", "train.checkpoint_every=1", "record.rollouts=-1"),
+    *("logger=jsonl", "eval.every=100", "eval.problems=4", "eval.k=1", "sampler=infinite", "sampler.slots=8"),
+)
+RAY = ("engine=ray", "engine.workers=2", "engine.threads=1")
+# Metrics that tell of time, memory and who did what; all others must agree.
+OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
+
+
+def started(run: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, f"hydra.run.dir={run}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, cwd=run.parent, **pipes)
+
+
+def ended(run: Path, *words: str) -> str:
+    process = started(run, *words)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    return said
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def told(run: Path) -> Any:
+    metrics = [{name: x for name, x in row.items() if not name.startswith(OF_THE_WAY)} for row in rows(run)]
+    return metrics, (run / "rollouts.jsonl").read_bytes()
+
+
+def killed_at(run: Path, step: int, which: Callable[[psutil.Process], bool], number: int = signal.SIGKILL) -> str:
+    """What a run says, one of whose processes gets a signal after so many steps."""
+    process = started(run, *WORDS, *RAY)
+    while len(rows(run)) <= step:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    own = psutil.Process(process.pid)
+    wanted = [one for one in (own, *own.children(recursive=True)) if which(one)]
+    os.kill(wanted[0].pid, number)
+    return process.communicate()[0]
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run by the engine of one process."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    ended(run, *WORDS)
+    return run
+
+
+def test_a_killed_worker_changes_no_record(tmp_path, left_alone):
+    run = tmp_path / "run"
+    said = killed_at(run, 3, lambda process: process.name().startswith("ray::RayWorker"))
+    assert told(run) == told(left_alone)
+    assert "is lost (" in said and "completed  step 8" in said
+    summary = json.loads((run / "summary.json").read_text())
+    places = summary["engine"]["workers"]
+    assert summary["engine"]["invariant"] and {place["threads"] for place in places.values()} == {1}
+
+
+def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):
+    run = tmp_path / "run"
+    said = killed_at(run, 3, lambda process: "raylet" in process.name())
+    assert "Ray itself is gone (its process" in said and "grpo train resume=auto" in said
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "failed" and "Ray itself is gone" in summary["error"]
+    assert "completed  step 8" in ended(run, *WORDS, *RAY, "engine.workers=1", "resume=here")
+    assert told(run) == told(left_alone)
+
+
+def test_the_death_of_a_run_ends_its_workers(tmp_path):
+    run = tmp_path / "run"
+    before = set(psutil.pids())
+    killed_at(run, 1, lambda process: "grpo_cli" in process.cmdline())
+    for _ in range(600):
+        rest = [one for one in psutil.process_iter(["pid", "name"]) if one.info["pid"] not in before]
+        if not any(one.info["name"].startswith(("ray::", "raylet", "gcs_server")) for one in rest):
+            return
+        time.sleep(0.1)
+    pytest.fail("workers outlive their run")
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_leaves_nothing(tmp_path):
+    run = tmp_path / "run"
+    said = killed_at(run, 2, lambda process: "grpo_cli" in process.cmdline(), signal.SIGTERM)
+    assert "SIGTERM: stopping after this step" in said and "interrupted" in said
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert not list(Path("/tmp").glob("grpo_ray_*")) or os.environ.get("PYTEST_XDIST_WORKER")

@@ -58,7 +58,8 @@ COLUMNS = {
     **{f"1 %, {low}-{high}": (f"log_xi_0.01_{low}_{high}", ".2f") for low, high in POSITIONS},
     "rejected": ("rejected", ".0%"),
     "right": ("reward_mean", ".0%"),
-    "KV held": ("kv_held", ".0%"),
+    "KV saved: read": ("mean", ".0%"),
+    "allocated": ("allocated", ".0%"),
     "length": ("length_mean", ".0f"),
 }
 ROOM = {
@@ -131,16 +132,14 @@ def mismatch(cache: Cache, given: Mapping[str, Any]) -> dict[str, Any]:
         there = np.concatenate([ratio[low:high] for ratio in ratios])
         if len(there):
             found |= {f"log_xi_{q}_{low}_{high}": float(np.quantile(there, q)) for q in QUANTILES}
-    lengths = [len(rollout) for rollout in rollouts]
-    dense = sum(lengths)
-    kept = sum(min(length, cache.budget + max(1, cache.budget // 4)) for length in lengths) if cache.budget else dense
+    lengths, details = [len(rollout) for rollout in rollouts], bench.engine.stats().details
     rewards = [bench.task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]
     return found | {
         "rejected": float(np.mean([ratio.min() < np.log(VETO) for ratio in ratios])),
         "reward_mean": float(np.mean(rewards)),
-        "kv_held": kept / dense,
+        **{name: details.get(f"engine/kv_saving_{name}", 0.0) for name in ("mean", "peak", "allocated")},
         "length_mean": float(np.mean(lengths)),
-        "tokens": dense,
+        "tokens": sum(lengths),
     }
 
 

@@ -36,6 +36,7 @@ from grpo_cli.types import Record
 HERE = Path(__file__).resolve().parent
 RECORDED, LEARNT = HERE / "train.json", HERE / "learning.json"
 PODS = HERE.parent / "baselines" / "pods.json"
+PODS_REAL = HERE.parent / "baselines" / "pods_real.json"
 SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
@@ -44,6 +45,7 @@ SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
 SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
 
 ARMS = {"grpo": "GRPO, n = m = 16", "grpo_ga": "GRPO-GA, n = m = 64", "maxvar": "PODS, n = 64, m = 16"}
+RULES = {"random": "PODS, random", "maxreward": "PODS, maxreward", "release": "PODS, maxvar as released"}
 SVG_STYLE = {"svg.hashsalt": "grpo", "svg.fonttype": "none"}
 PANELS = {"default": "one update per step", "update_bound": "two updates per step, activations recomputed"}
 
@@ -123,6 +125,24 @@ def pods() -> str:
     return svg(figure)
 
 
+def pods_real() -> str:
+    """Held-out accuracy of a real model against training seconds and generated tokens, each seed by itself."""
+    found = json.loads(PODS_REAL.read_text())["results"]["word_problems"]
+    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for colour, (arm, label) in zip(COLOURS, (ARMS | RULES).items(), strict=False):
+        curves = found[arm]["curves"].values()
+        clocks = [curve.axes[CLOCK] for curve in _on_one_clock(curves)]
+        for number, (curve, clock) in enumerate(zip(curves, clocks, strict=True)):
+            style: dict[str, Any] = dict(color=colour, lw=1.4, ls=("-", "--")[number % 2])
+            panels[0].plot([x / 60 for x in clock], curve["accuracy"], label=None if number else label, **style)
+            panels[1].plot([x / 1e3 for x in curve["axes"]["tokens/generated"]], curve["accuracy"], **style)
+    panels[0].set(xlabel="minutes of training", ylabel="held-out accuracy of samples", ylim=(0, 1), xlim=(0, None))
+    panels[1].set(xlabel="thousand tokens generated", xlim=(0, None))
+    figure.legend(loc="outside lower center", ncols=3)
+    return svg(figure)
+
+
 def _on_one_clock(recorded: Any) -> list[Curve]:
     """The curves of an arm's seeds on one clock: between two evaluations, the least time that any of them took.
 
@@ -183,7 +203,13 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
-PICTURES: Mapping[str, Callable[[], str]] = {"train": train, "pods": pods, "slots": slots, "learning": learning}
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "train": train,
+    "pods": pods,
+    "pods_real": pods_real,
+    "slots": slots,
+    "learning": learning,
+}
 RECORDERS: Mapping[str, Callable[[Path], None]] = {"train": record, "learning": record_learning}
 
 

@@ -117,7 +117,8 @@ def dealing(args: argparse.Namespace) -> int:
 
     found = {"microseconds_per_request": statistics.median(once() for _ in range(args.rounds))}
     print(f"{len(requests)} requests, 64 workers: {found['microseconds_per_request']:.1f} us of processor time each")
-    return finish(args, found, [Check("us a request", found["microseconds_per_request"], most=50)], "ray")
+    checks = [] if args.quick else [Check("us a request", found["microseconds_per_request"], most=50)]
+    return finish(args, found, checks, "ray")
 
 
 def bench_of(args: argparse.Namespace, *words: str) -> Any:

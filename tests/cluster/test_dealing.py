@@ -86,6 +86,7 @@ def test_a_straggler_is_asked_twice_and_only_for_what_is_missing():
     deal.deliver(5)
     assert dealt(deal, 0, now=20.0) == ()  # twice as long as the longest, and not more
     assert dealt(deal, 0, now=20.1) == (4, 6, 7)
+    assert dealt(deal, 2, EQUAL | {2: 1.0}, now=20.1) == ()  # twice, and not three times
     deal.lose(1)  # others have them
     deal.end(0, now=20.2)
     # They were not delivered after all: a worker's share of them, half and a little more.

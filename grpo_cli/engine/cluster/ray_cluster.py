@@ -33,8 +33,8 @@ from grpo_cli.engine.cluster.messages import Lost, News, Order
 from grpo_cli.engine.cluster.worker import Blueprint, RolloutWorker
 from grpo_cli.errors import UserError
 
-# The releases that the tests have run on.
-TESTED_VERSIONS = ">=2.50,<3"
+# From the release that the tests have run on (2.60.0).
+TESTED_VERSIONS = ">=2.60,<3"
 ANSWERS_IN = 5.0  # seconds for an address to answer
 TAKE = 1.0  # seconds that a worker waits for something to tell
 
@@ -305,7 +305,7 @@ class RayCluster:
         _kill(actor)
 
     def close(self) -> None:
-        """End all workers, and Ray if it was started here and nobody else here uses it."""
+        """End all workers. Ray, if it was started here, ends with this process."""
         self._end()
         self._waiting.clear()
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.examples import example
 from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
-from grpo_cli.rollout import group_rollouts, requests_for, score_all
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import EvalSettings, ExamSettings, SampleSettings, Sampling
-from grpo_cli.types import Example, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,12 @@ def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
     write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 
 
-def is_correct(reward: Reward) -> bool:
-    """Whether the answer is right, as graded: the part that the reward says is the answer's, else a total of 1."""
-    return reward.parts.get(reward.answer_part, reward.total) >= 1.0
-
-
 def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[ScoredGroup]:
     return score_all(task, group_rollouts(prompts, rollouts))
 
 
 def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    right = sum(is_correct(group.rewards[0]) for group in groups)
+    right = sum(group.solved for group in groups)
     low, high = wilson_interval(right, len(groups))
     return {
         "eval/accuracy": right / len(groups),
@@ -85,7 +80,7 @@ def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _sampled_metrics(groups: Sequence[ScoredGroup], k: int) -> dict[str, float]:
-    right = [sum(is_correct(reward) for reward in group.rewards) for group in groups]
+    right = [group.solved for group in groups]
     metrics: dict[str, float] = {}
     for j in sorted({1, k}):
         values = [pass_at_k(count, k, j) for count in right]

@@ -18,12 +18,17 @@ import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from grpo_cli.config.instantiate import build_rules, engine_parts, inner_engine, make
+from grpo_cli.collect.profile import read_history
+from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
+from grpo_cli.config.choices import choice_of
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rules_of
+from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.formatting import parse_bytes
-from grpo_cli.interfaces import Bench, Engine, Meter, Parts, Rules, Tracker
+from grpo_cli.history import History
+from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Rules, Task, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.memory import SHARE, expand_segments, part_of_gpu
 from grpo_cli.meter import WallMeter
@@ -114,7 +119,7 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    offered["rollouts_per_step"] = settings.train.prompts * settings.n if isinstance(settings, RunSettings) else None
+    offered["rollouts_per_step"] = collection_size(settings).at_once if isinstance(settings, RunSettings) else None
     built = engine_parts(settings.parts, offered)
     engine = make("engine", settings.parts["engine"], {**offered, **built})
     if not isinstance(engine, Engine):
@@ -152,7 +157,7 @@ def worker_engine(
 def tried_rules(settings: RunSettings) -> Rules:
     """The rules of a run, each tried once, and its optimizer looked at: what can be refused before a model is read."""
     device = pick_device(settings.device)
-    rules = build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings)
     check_optimizer(settings.optim, device)
     return rules
 
@@ -187,9 +192,32 @@ def parts_of(
     warn: Callable[[str], None],
 ) -> Parts:
     """What a trainer is put together from."""
+    history = read_history(settings.train.history, bench.task.prompts("train"))
+    curriculum = curriculum_of(settings, bench.task, history)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, rules, reference, save_model, trackers, meter, say, warn)
+    return Parts(bench, curriculum, history, rules, reference, save_model, trackers, meter, say, warn)
+
+
+def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curriculum:
+    """Which problems the run's steps take. UserError if the task has fewer than a step may ask for."""
+    prompts, train = task.prompts("train"), settings.train
+    offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
+    made = make("curriculum", settings.parts["curriculum"], {**offered, "seed": settings.seed, "history": history})
+    if not isinstance(made, Curriculum):
+        raise UserError(f"curriculum: {settings.parts['curriculum']['_target_']} has no pick(step, count, without)")
+    wanted = collection_size(settings).picked
+    if wanted > len(prompts):
+        raise UserError(
+            f"collector={choice_of('collector', settings.parts['collector'])} looks at {wanted} problems a step, but "
+            f"the task has {len(prompts)}: lower train.prompts or collector.pool"
+        )
+    return made
+
+
+def collection_size(settings: RunSettings) -> CollectionSize:
+    """What a step may ask for at most, as far as a rehearsal tells."""
+    return rehearsed(rules_of(settings.parts).collector, settings.n, settings.train.prompts)
 
 
 def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callable[[str], None]) -> Path | None:

@@ -5,7 +5,7 @@ A part is one function or one small class, chosen by a YAML file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,15 +15,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_cli.history import History
 from grpo_cli.types import (
     Batch,
     EngineStats,
+    Group,
     LossOutput,
     Prompt,
     Record,
     Request,
     Reward,
     Rollout,
+    Round,
     ScoredGroup,
     Totals,
     Verdict,
@@ -46,7 +49,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class BatchTask(Task, Protocol):
-    """A task that judges many rollouts at once for less than one by one; see `rollout.score_all`."""
+    """A task that judges many rollouts at once for less than one by one; see `collect.requests.score_all`."""
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
         """One reward for each prompt and rollout, in their order."""
@@ -76,6 +79,84 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Which problems come next."""
+
+    def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
+        """`count` different problems for step `step` (from 0), none whose id is in `without`."""
+
+
+@runtime_checkable
+class Collection(Protocol):
+    """What a collector may use while it collects one step's rollouts.
+
+    `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
+    """
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def prompts(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def rng(self) -> np.random.Generator: ...
+
+    @property
+    def history(self) -> History:
+        """Of the steps before this one."""
+
+    def pick(self, count: int) -> Sequence[Prompt]:
+        """`count` problems of the curriculum, none of which this step has picked before."""
+
+    def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
+        """Judge rollouts; each is judged once, however often it is asked for."""
+
+    def note(self, figure: str, value: float) -> None:
+        """A number for the record, as `collect/<figure>`."""
+
+
+# A collector yields rounds, and is sent all groups so far, in the order in which they were first requested. It returns
+# the ids of the problems that the step trains on; None: all.
+Rounds = Generator[Round, Sequence[Group], Sequence[str] | None]
+
+
+@runtime_checkable
+class Collector(Protocol):
+    """How a step's rollouts are collected: how many of which problem, in how many rounds."""
+
+    def __call__(self, collection: Collection) -> Rounds: ...
+
+
+@runtime_checkable
+class Credit(Protocol):
+    """How much each token of a step's batch counts, before it is cut into parts: factors of the policy loss.
+
+    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike.
+    """
+
+    def __call__(self, batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None: ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A curriculum, collector or credit that learns from what a step brought. It is part of the checkpoint."""
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """Learn from a step, once; metrics of it by their full names."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values and tensors, none of which changes later; `kind` says whose they are."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Put back what `state_dict` gave; None if the checkpoint has nothing in its place. UserError if it cannot go
+        on from that."""
 
 
 @runtime_checkable
@@ -177,10 +258,12 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """The functions between rewards and the loss."""
+    """The functions of a step, from the first request to the loss."""
 
+    collector: Collector
     downsample: DownsampleRule
     advantage: AdvantageFn
+    credit: Credit
     correction: Correction
     loss: Loss
 
@@ -202,6 +285,8 @@ class Parts:
     """Everything a run is put together from. `reference` is None when the loss has no KL term."""
 
     bench: Bench
+    curriculum: Curriculum
+    history: History
     rules: Rules
     reference: Any | None
     save_model: Callable[[Path], None]

@@ -66,6 +66,14 @@ def select(
     return Selection(group, tuple(chosen), advantages, reasons)
 
 
+def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:
+    """What each selected rollout counts so that each prompt counts the same: the mean number of rollouts that a prompt
+    has in the batch, divided by its own. Their mean is 1; without rollouts a prompt has no part in it."""
+    counts = [len(selection.indices) for selection in selected if selection.indices]
+    mean = sum(counts) / len(counts)
+    return torch.tensor([mean / count for count in counts for _ in range(count)])
+
+
 def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
     """Where the selected rollouts stand among all rollouts of the step, group after group."""
     rows, start = [], 0

@@ -101,6 +101,9 @@ class TrainSettings:
     padding_free: bool
     shared_prefix: bool
     compile: bool | None
+    count_by: str  # rollout | prompt
+    max_generated: int | float | None
+    history: str | None
 
 
 @dataclass(frozen=True)

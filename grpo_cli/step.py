@@ -1,9 +1,11 @@
-"""One round: prompts -> requests -> rollouts -> scored groups -> verdict -> selected -> batch -> updates -> record."""
+"""One step: rounds of requests -> rollouts -> scored groups -> verdict -> selected -> batch -> updates -> what the
+rules learn -> record.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,23 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.requests import seed_of
 from grpo_cli.errors import UserError
 from grpo_cli.examples import examples
-from grpo_cli.interfaces import Parts
+from grpo_cli.interfaces import Parts, Remembers
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.memory import peak_bytes, reserved_bytes
 from grpo_cli.metrics import of_trained
 from grpo_cli.progress import Progress, Trained, step_metrics
-from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.runs import layout
-from grpo_cli.select import Selection, batch_rows, select
+from grpo_cli.select import Selection, batch_rows, row_weights, select
 from grpo_cli.settings import RunSettings
-from grpo_cli.types import Batch, EngineStats, Group, Prompt, Record, ScoredGroup, Verdict
+from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
 
 
 class Step:
-    """Makes one round after another of the parts of a run. It holds the learner; what a run counts is handed to it."""
+    """Makes one step after another of the parts of a run. It holds the learner; what a run counts is handed to it."""
 
     def __init__(self, settings: RunSettings, parts: Parts) -> None:
         self._settings = settings
@@ -38,41 +41,76 @@ class Step:
         self.learner = Learner(
             model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
-        self._prompts = PromptOrder(parts.bench.task.prompts("train"), train.prompts, settings.seed)
-        # With one update per round, and without dropout, the learner's own forward pass gives the old policy's
+        # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
         several = train.epochs * train.minibatches > 1
         self._old_policy_apart = parts.rules.correction.needs_policy_logprobs or several or self.learner.drops
 
     def run(self, step: int, progress: Progress) -> Record:
-        """Round number `step`, from 0; adds what was done to `progress`."""
+        """Step number `step`, from 0; adds what was done to `progress`."""
         start = time.perf_counter()
         with self._span("step"):
-            prompts = self._prompts.of_step(step)
-            with self._span("rollout"):
-                groups, stats = self._rollouts(prompts, step)
-            rollout_seconds = time.perf_counter() - start
-            with self._span("reward"):
-                scored = score_all(self._parts.bench.task, groups)
+            collection = self._collection(step)
+            scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
             everything, verdict = collate(scored, self._parts.bench.pad_token_id), None
             if self._parts.rules.correction.rejects:  # then it has to be asked before any are chosen
                 with self._span("logprobs"):
                     everything, verdict = self._corrected(everything)
             selected = self._selected(scored, verdict, step)
             trained = self._train_on(selected, everything, verdict, step, progress)
+            learnt = self._observe(step, scored)
         progress.train_seconds += time.perf_counter() - start
-        metrics = step_metrics(progress, scored, selected, stats, trained)
+        stats = collection.stats
+        metrics = step_metrics(progress, scored, selected, stats, trained) | collection.metrics() | learnt
+        metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
         metrics |= reserved_bytes(self._parts.bench.device)
-        metrics["speed/tokens_per_second"] = stats.generated_tokens / rollout_seconds
+        metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         return Record(step, metrics, examples(self._parts.bench.task, selected, self._settings.record.rollouts))
 
-    def _rollouts(self, prompts: Sequence[Prompt], step: int) -> tuple[list[Group], EngineStats]:
-        engine = self._parts.bench.engine
-        requests = requests_for(prompts, self._settings.n, self._settings.sampling, self._settings.seed, step)
-        with self.learner.autocast():
-            rollouts = list(engine.generate(requests))
-        return group_rollouts(prompts, rollouts), engine.stats()
+    def _collection(self, step: int) -> StepCollection:
+        settings, parts = self._settings, self._parts
+        return StepCollection(
+            n=settings.n,
+            prompts=settings.train.prompts,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            step=step,
+            curriculum=parts.curriculum,
+            task=parts.bench.task,
+            history=parts.history,
+            span=self._span,
+            autocast=self.learner.autocast,
+        )
+
+    def _observe(self, step: int, scored: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Tell all that learns from a step what came of it; their metrics."""
+        self._parts.history.observe(step, scored)
+        return {name: value for _, rule in self._remembering() for name, value in rule.observe(step, scored).items()}
+
+    def _remembering(self) -> Iterator[tuple[str, Remembers]]:
+        rules = self._parts.rules
+        named = {"curriculum": self._parts.curriculum, "collector": rules.collector, "credit": rules.credit}
+        yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen and learnt of the problems, as it is now."""
+        learnt = {name: dict(rule.state_dict()) for name, rule in self._remembering()}
+        return {"history": self._parts.history.state_dict(), **learnt}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave; empty if the checkpoint was made before there was anything."""
+        remembering = dict(self._remembering())
+        for name in state.keys() - remembering.keys() - {"history"}:
+            kind = state[name].get("kind")
+            raise UserError(
+                f"the checkpoint holds what {name}={kind} has learnt, and this run's {name} learns nothing; resume "
+                f"with {name}={kind}, or start a new run"
+            )
+        if "history" in state:
+            self._parts.history.load_state_dict(state["history"])
+        for name, rule in remembering.items():
+            rule.load_state_dict(state.get(name))
 
     def _selected(self, scored: Sequence[ScoredGroup], verdict: Verdict | None, step: int) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
@@ -81,7 +119,9 @@ class Step:
         for group in scored:
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
             why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
-            selected.append(select(group, why, settings.m, rules.downsample, rules.advantage, rng, counted))
+            # m = n trains on all, also of a group that is larger than n
+            keep = settings.m if settings.m < settings.n else len(group.rollouts)
+            selected.append(select(group, why, keep, rules.downsample, rules.advantage, rng, counted))
         return selected
 
     def _train_on(
@@ -102,6 +142,7 @@ class Step:
             return Trained((), 0, 0, verdict.metrics if verdict else {})
         advantages = torch.cat([selection.advantages for selection in selected])
         batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
+        batch = self._credited(batch, selected)
         of_all = verdict is not None or len(batch) == len(everything)
         with self._span("logprobs"):
             if self._parts.reference is not None:
@@ -121,6 +162,14 @@ class Step:
             verdict = self._verdict(batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         return Trained(updates, rollouts, tokens, mismatch if of_all else of_trained(mismatch))
+
+    def _credited(self, batch: Batch, selected: Sequence[Selection]) -> Batch:
+        """The batch with what each row and each token counts, before a correction weighs them."""
+        if self._settings.train.count_by == "prompt":
+            batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
+        problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
+        factors = self._parts.rules.credit(batch, problems, self._parts.history)
+        return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """The batch with the old policy's log-probabilities and what the correction makes of them."""

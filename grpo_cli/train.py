@@ -55,7 +55,7 @@ class Trainer:
             self._clear_leftovers()
             try:
                 self._loop()
-                status = "completed" if self._progress.step >= self._settings.train.steps else "interrupted"
+                status = "completed" if self._is_done() else "interrupted"
             except BaseException as error:
                 fault = f"{type(error).__name__}: {error}"
                 self._save_what_is_done()
@@ -87,13 +87,13 @@ class Trainer:
             self._finish(Record(0, self._evaluate()))
             self._log()
             self._save()
-        while progress.step < settings.train.steps and not self._stop:
+        while not self._is_done() and not self._stop:
             record = self._step.run(progress.step, progress)
             progress.step += 1
             progress.updates = self._learner.updates
             record = replace(record, step=progress.step)
             self._finish(record)
-            last = progress.step == settings.train.steps
+            last = self._is_done()
             if settings.eval.every and (last or progress.step % settings.eval.every == 0):
                 self._finish(replace(record, metrics={**record.metrics, **self._evaluate()}))
             # The record before the checkpoint: on resume later rows are deleted, but a missing one is never written.
@@ -103,6 +103,11 @@ class Trainer:
         if not self._saved():  # the signal came after the last look at it
             self._save()
 
+    def _is_done(self) -> bool:
+        train, progress = self._settings.train, self._progress
+        spent = train.max_generated is not None and progress.generated_tokens >= train.max_generated
+        return progress.step >= train.steps or spent
+
     def _finish(self, record: Record | None) -> None:
         """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
         this may have changed that already."""
@@ -111,6 +116,7 @@ class Trainer:
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
+            "rules": self._step.state_dict(),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -185,6 +191,7 @@ class Trainer:
         self._learner.updates = self._progress.updates
         self._learner.load_state_dict(state["optimizer"])
         self._parts.bench.engine.load_state_dict(state["engine"])
+        self._step.load_state_dict(state.get("rules", {}))
         set_rng_state(state["rng"])
         self._finish(None)
         self._say_if_the_rate_jumps(state)

@@ -1,7 +1,8 @@
 """The values that travel through a run, and nothing that acts on them.
 
 Each is frozen, and its type says how far along the line it is:
-prompt -> request -> rollout -> group -> scored group (-> kept scored group) -> batch -> loss -> record.
+prompt -> group request -> request -> rollout -> group -> scored group (-> kept scored group) -> batch -> loss ->
+record.
 """
 
 from __future__ import annotations
@@ -50,6 +51,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class GroupRequest:
+    """`count` more rollouts of one problem, each with a random stream of its own."""
+
+    prompt: Prompt
+    count: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a collector requests at one time: the engine makes all of it before the collector goes on."""
+
+    requests: tuple[GroupRequest, ...]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
 
@@ -92,6 +108,11 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
     answer_part: str = "correct"
 
+    @property
+    def solved(self) -> bool:
+        """Whether the answer is right, as graded."""
+        return self.parts.get(self.answer_part, self.total) >= 1.0
+
 
 @dataclass(frozen=True)
 class ScoredGroup:
@@ -115,6 +136,11 @@ class ScoredGroup:
         totals = np.array([reward.total for reward in self.rewards], dtype=np.float64)
         totals.setflags(write=False)
         return totals
+
+    @cached_property
+    def solved(self) -> int:
+        """How many of the rollouts have the right answer."""
+        return sum(reward.solved for reward in self.rewards)
 
 
 @dataclass(frozen=True)

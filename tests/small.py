@@ -14,6 +14,7 @@ from made import full
 from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
+from grpo_cli.collect.requests import seed_of
 from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.eviction import Dense
@@ -25,7 +26,6 @@ from grpo_cli.engine.stop import NeverStop
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.engine.workspace import Workspace
 from grpo_cli.meter import NullMeter
-from grpo_cli.rollout import seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 

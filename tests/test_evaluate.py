@@ -15,12 +15,12 @@ from small import FakeEngine, make_engine, small_model
 from tiny_hf import make_tokenizer
 from words import task_of
 
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.interfaces import Predictor
 from grpo_cli.engine.schedule import Lpt
-from grpo_cli.evaluate import evaluate, is_correct
+from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.rollout import requests_for
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
@@ -115,9 +115,9 @@ def test_generated_tasks_are_right_by_their_part_correct() -> None:
 
 def test_a_reward_says_which_of_its_parts_is_the_answer_s() -> None:
     parts = {"correct": 1.0, "correct_strict": 0.0, "other": 0.99}
-    assert is_correct(Reward(0.0, parts)) and is_correct(Reward(1.0)) and not is_correct(Reward(0.99))
-    assert not is_correct(Reward(5.0, parts, answer_part="correct_strict"))
-    assert not is_correct(Reward(5.0, parts, answer_part="other"))
+    assert Reward(0.0, parts).solved and Reward(1.0).solved and not Reward(0.99).solved
+    assert not Reward(5.0, parts, answer_part="correct_strict").solved
+    assert not Reward(5.0, parts, answer_part="other").solved
 
 
 # What is asked, and what it is counted as

@@ -16,7 +16,8 @@ import torch
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse, settings_of
-from grpo_cli.config.instantiate import build_rules, make
+from grpo_cli.config.instantiate import make
+from grpo_cli.config.rehearsal import rehearsed_rules
 from grpo_cli.errors import UserError
 from grpo_cli.experiment import pick_device, set_up
 from grpo_cli.memory import expand_segments
@@ -25,6 +26,8 @@ from grpo_cli.tracking.introduction import introduction
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS: dict[str, dict[str, Any]] = {
+    "collector": made.part("collector", "equal"),
+    "credit": made.part("credit", "none"),
     "downsample": made.part("downsample", "all"),
     "advantage": GRPO,
     "correction": made.part("correction", "none"),
@@ -128,7 +131,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
-    return build_rules({**PARTS, **changed}, n, m)
+    return rehearsed_rules({**PARTS, **changed}, n, m, prompts=2)
 
 
 def refusal(n: int = 4, m: int = 2, **changed: dict[str, Any]) -> str:

@@ -14,11 +14,12 @@ from small import FakeEngine, contents, make_engine, small_model, some_requests
 from tiny_hf import make_tokenizer
 from words import task_of
 
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.requests import group_rollouts, requests_for
 from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
@@ -73,16 +74,16 @@ class Lazy(Sequence[Prompt]):
 def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None:
     for prompts in ([A, B, OTHER_A], (A, B, OTHER_A)):
         with pytest.raises(UserError, match=r"'a' is the id of two of the prompts to train on \(numbers 1 and 3\)"):
-            PromptOrder(prompts, per_step=1, seed=0)
-    PromptOrder([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
+            Epochs(prompts, per_step=1, seed=0)
+    Epochs([A, B, replace(OTHER_A, id="c")], per_step=1, seed=0)
 
 
 def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids() -> None:
     lazy = Lazy([A, B, OTHER_A] * 100)
-    order = PromptOrder(lazy, per_step=300, seed=0)
+    order = Epochs(lazy, per_step=300, seed=0)
     assert len(lazy.made) < 10  # the type checks of the tests take one at random, here and there
     with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
-        requests_for(order.of_step(0), 4, Sampling.plain(128), seed=0, step=0)
+        requests_for(order.pick(0, 300, frozenset()), 4, Sampling.plain(128), seed=0, step=0)
 
 
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:

@@ -53,6 +53,7 @@ def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
             "reward/correct": (2 * 0.5 + 3 * 1.0) / 5,
             "reward/format": 0.25,
             "group/zero_std": 1 / 2,
+            "group/mixed": 1.0,
             "response/length_mean": 15 / 5,
             "response/length_max": 7,
             "response/truncated": 1 / 5,

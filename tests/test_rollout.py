@@ -9,8 +9,9 @@ import pytest
 from made import infinite
 from small import contents, make_engine, small_model
 
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.requests import group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.errors import UserError
-from grpo_cli.rollout import PromptOrder, group_rollouts, requests_for, score_all, seed_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -46,8 +47,8 @@ def test_a_seed_is_a_function_of_its_names() -> None:
 def order_of(count: int, per_step: int, steps: range, seed: int = 0) -> list[str]:
     """The prompts of some steps, as one text a step."""
     prompts = [Prompt(chr(ord("a") + i), (5, 6), "") for i in range(count)]
-    order = PromptOrder(prompts, per_step, seed)
-    return ["".join(prompt.id for prompt in order.of_step(step)) for step in steps]
+    order = Epochs(prompts, per_step, seed)
+    return ["".join(prompt.id for prompt in order.pick(step, per_step, frozenset())) for step in steps]
 
 
 def test_an_epoch_takes_no_prompt_twice_and_the_next_takes_them_in_another_order() -> None:

@@ -12,9 +12,9 @@ import torch
 from conftest import SMOLLM2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.compose import model_of, settings_of
 from grpo_cli.experiment import set_up
-from grpo_cli.rollout import requests_for
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt
 

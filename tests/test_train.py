@@ -20,10 +20,13 @@ import torch
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
-from grpo_cli import downsample
+from grpo_cli import credit, downsample
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.equal import equal
 from grpo_cli.config.instantiate import OwnLoss
 from grpo_cli.correction import Correct
 from grpo_cli.errors import UserError
+from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.meter import NullMeter
@@ -110,8 +113,12 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = Rules(downsample.all_rollouts, made.advantage("grpo"), made.correction(), GRPO)
-    plain = Parts(bench, rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored)
+    rules = Rules(equal, downsample.all_rollouts, made.advantage("grpo"), credit.none, made.correction(), GRPO)
+    prompts = bench.task.prompts("train")
+    curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
+    plain = Parts(
+        bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored
+    )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
         parts["loss"] = OwnLoss(parts["loss"])
     for name, value in parts.items():

@@ -23,10 +23,10 @@ from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm as engine_module
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_model, load_tokenizer
-from grpo_cli.rollout import requests_for
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.arithmetic import Arithmetic
 from grpo_cli.types import Prompt, Request, Rollout

@@ -279,15 +279,24 @@ def _engine_problems(settings: RunSettings | EvalRunSettings) -> list[str]:
 
 
 def _rule_problems(settings: RunSettings) -> list[str]:
-    """What rules say of their settings, and down-sampling of `n` and `m`; the others are tried by the run itself."""
-    from grpo_cli.config.instantiate import rules_of, try_choice
+    """What rules say of their settings, the collector of `n`, and down-sampling of `n` and `m`; the others are tried by
+    the run itself."""
+    from grpo_cli.collect.rehearsal import rehearsed
+    from grpo_cli.config.instantiate import rules_of
+    from grpo_cli.config.rehearsal import try_choice
 
-    n, m = settings.n, settings.m
+    n, m, prompts = settings.n, settings.m, settings.train.prompts
 
     def ask() -> None:
         rules = rules_of(settings.parts)
-        if n >= 2 and 1 <= m <= n:
-            try_choice(rules, n, m)
+        problems: list[str] = []
+        with gathered(problems):
+            if n >= 2 and prompts >= 1:
+                rehearsed(rules.collector, n, prompts)
+        with gathered(problems):
+            if n >= 2 and 1 <= m <= n:
+                try_choice(rules, n, m)
+        refuse(problems)
 
     return _refused(ask)
 

@@ -1,8 +1,8 @@
 """Parts of the configuration to objects and rules, tried before any weights are read.
 
 A part gets the arguments of its YAML and, of the objects that are to be had (model, tokenizer, seed, ...), those that
-its signature names. A misspelt argument is a UserError, and a rule that does not answer as it must is found on a
-made-up group. What parts refuse, each for itself and of each other, is their own to say.
+its signature names. A misspelt argument is a UserError. What parts refuse, each for itself and of each other, is their
+own to say; whether rules answer as they must is tried in `config.rehearsal`.
 """
 
 from __future__ import annotations
@@ -10,30 +10,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import hydra.utils
-import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import RENAMED
 from grpo_cli.config.read import read_kwargs
-from grpo_cli.downsample import choose
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError, closest, gathered, own_code, refuse
 from grpo_cli.interfaces import Loss, Rules
-from grpo_cli.learner.batch import corrected
-from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import Batch, LossOutput, Totals
 
-# The most rollouts of the made-up group: a larger one would teach nothing more, and take its time.
-MOST_REHEARSED = 4096
 INNER = "inner"  # the word by which an engine names the one that its workers have
 _PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor}
 
@@ -196,9 +190,13 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
     made: dict[str, Any] = {}
     problems: list[str] = []
     with gathered(problems):
+        made["collector"] = function("collector", parts["collector"], ("collection",))
+    with gathered(problems):
         made["downsample"] = function("downsample", parts["downsample"], ("group", "keep", "rng"))
     with gathered(problems):
         made["advantage"] = function("advantage", parts["advantage"], ("kept_rewards", "group_rewards"))
+    with gathered(problems):
+        made["credit"] = function("credit", parts["credit"], ("batch", "problems", "history"))
     with gathered(problems):
         made["correction"] = make("correction", parts["correction"], {})
     with gathered(problems):
@@ -206,90 +204,3 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
         made["loss"] = loss if isinstance(loss, Loss) else OwnLoss(loss)
     refuse(problems)
     return Rules(**made)
-
-
-def build_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int) -> Rules:
-    """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
-    rules = rules_of(parts)
-    _rehearse(rules, *try_choice(rules, n, m))
-    return rules
-
-
-def try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
-    """A made-up group of `n` rollouts (or of as many as are worth it), and those of it that are kept for `m`."""
-    size = min(n, MOST_REHEARSED)
-    group, keep = _made_up_group(size), min(m, size if m == n else size - 1)
-    try:
-        return group, group.take(choose(rules.downsample, group, keep, np.random.default_rng(0)))
-    except UserError as error:
-        if size == n:
-            raise
-        raise UserError(f"{error} (tried on a made-up group of n={size} with m={keep})") from error
-
-
-def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
-    m = len(kept.rollouts)
-    rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
-    advantages = rules.advantage(*rewards)
-    _expect("advantage", advantages, (m,))
-    logprobs = torch.full((m, 4), -1.0, requires_grad=True)
-    batch = _made_up_batch(advantages, logprobs.detach())
-    verdict = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
-    if not isinstance(verdict, Verdict) or len(verdict.reasons) != m:
-        raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
-    _expect("correction", verdict.weights, (m, 4))
-    _expect("correction", verdict.mask, (m, 4))
-    output = _rehearsed_loss(rules.loss, logprobs, corrected(batch, verdict))
-    _expect("loss", output.loss, ())
-    if not output.loss.requires_grad:
-        raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")
-
-
-def _rehearsed_loss(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> LossOutput:
-    """With a reference only if the loss says that it needs one, since the run gives none otherwise."""
-    totals, compared = Totals(len(batch), 3 * len(batch), 3), replace(batch, ref_logprobs=batch.sampler_logprobs)
-    if loss.needs_reference:
-        return loss(logprobs, compared, totals)
-    try:
-        return loss(logprobs, batch, totals)
-    except (TypeError, AttributeError, AssertionError) as error:  # what comes of None in the place of a tensor
-        try:
-            loss(logprobs, compared, totals)
-        except (TypeError, AttributeError, AssertionError):
-            raise error from None
-        raise UserError(
-            f"loss: without batch.ref_logprobs it ends with {type(error).__name__}: {error}. A loss that compares with "
-            "the model as it was at the start says needs_reference = True, as an attribute of the function or class; "
-            "then they are given"
-        ) from error
-
-
-def _made_up_group(n: int) -> ScoredGroup:
-    prompt = Prompt("rehearsal", (0,), "0")
-    requests = [Request(prompt, sample, sample, Sampling.plain(3)) for sample in range(n)]
-    rollouts = tuple(Rollout(request, (0, 0, 0), (-1.0, -1.0, -1.0), Finish.EOS, 2) for request in requests)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(float(sample % 2)) for sample in range(n)))
-
-
-def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
-    rows = len(advantages)
-    response = torch.tensor([[False, True, True, True]]).repeat(rows, 1)
-    return Batch(
-        input_ids=torch.zeros((rows, 4), dtype=torch.long),
-        response_mask=response,
-        loss_mask=response,
-        weights=response.float(),
-        sampler_logprobs=logprobs * response,
-        policy_logprobs=None,
-        ref_logprobs=None,
-        advantages=advantages,
-        lengths=torch.full((rows,), 4),
-    )
-
-
-def _expect(name: str, answer: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(answer, torch.Tensor) or tuple(answer.shape) != shape:
-        found = f"shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
-        raise UserError(f"{name}: asked for a tensor of shape {shape}, the answer was {found}")
-    if not torch.isfinite(answer.detach().float()).all():
-        raise UserError(f"{name}: the answer to a made-up group is not finite: {answer.tolist()}")

@@ -53,8 +53,8 @@ def totals(batch: Batch, max_new_tokens: int) -> Totals:
 
 
 def corrected(batch: Batch, verdict: Verdict) -> Batch:
-    """The batch with a correction's weights and the tokens that it leaves."""
-    return replace(batch, weights=verdict.weights * verdict.mask, loss_mask=verdict.mask)
+    """The batch with a correction's weights, times those that it had, and the tokens that it leaves."""
+    return replace(batch, weights=batch.weights * (verdict.weights * verdict.mask), loss_mask=verdict.mask)
 
 
 def rows_of(batch: Batch, rows: Tensor) -> Batch:

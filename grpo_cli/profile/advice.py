@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_cli import experiment
-from grpo_cli.config.instantiate import build_rules
+from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib
@@ -128,7 +128,7 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
         others, free, whole = held_by_others(device)
         lines.append(f"of the GPU's {gib(whole)} other processes hold {gib(others)}, and {gib(free)} are free")
     try:
-        rules = build_rules(settings.parts, settings.n, settings.m)
+        rules = build_rules(settings)
         shapes = shapes_of(settings.model)
         sampler, step = step_of(settings, rules, has_dropout(shapes.model))
         predicted = estimator_of(settings, shapes, device, 0).predict(step)

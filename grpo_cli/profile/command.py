@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from grpo_cli import __version__, experiment
-from grpo_cli.config.instantiate import build_rules, make
+from grpo_cli.config.instantiate import make
+from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib, parse_bytes
@@ -39,7 +40,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
     the numbers."""
     device = experiment.pick_device(settings.device)
-    rules = build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings)
     planned = torch.device("cuda") if settings.profile.for_gpu else device
     lengths, room = _lengths(settings), _room(settings, device)
     settings = decided(settings, rules, planned, say, None if settings.profile.fit is None else room)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
 from grpo_cli.engine.sampler import Sampler
-from grpo_cli.experiment import is_ours
+from grpo_cli.experiment import collection_size, is_ours
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
@@ -22,7 +23,6 @@ from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
 from grpo_cli.profile.shapes import NF4_BITS, EngineShape, ShapeModel, Workload
-from grpo_cli.rollout import PromptOrder
 from grpo_cli.settings import ModelSettings, RunSettings
 
 
@@ -127,11 +127,12 @@ def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload
         forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
         return Workload(tuple(prompts), n, longest, forced_to)
 
-    step = PromptOrder(task.prompts("train"), settings.train.prompts, settings.seed).of_step(0)
+    size = collection_size(settings)
+    step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, size.problems, frozenset())
     held_out = task.prompts("eval")
     problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(step, settings.n), work(problems, 1 + settings.eval.k) if wanted else None
+    return work(step, -(-size.at_once // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
 
 
 def _without_weights(model: ModelSettings) -> ModelSettings:

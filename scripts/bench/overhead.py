@@ -40,7 +40,7 @@ import torch
 from common import Check, Figures, bench_parser, clocked, finish, in_turns, medians, over, parsed, settings_of, show
 
 from grpo_cli import experiment
-from grpo_cli.config.instantiate import build_rules
+from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.downsample import max_reward_indices, max_variance_indices, percentile_indices
 from grpo_cli.interfaces import Meter
 from grpo_cli.meter import NullMeter
@@ -138,7 +138,7 @@ def meter(args: argparse.Namespace) -> Found:
     switch = Switch()
     small = ("n=4", "train.prompts=1") if args.quick else ()
     settings = settings_of("sampling.max_new_tokens=32", *small, *args.overrides, command="profile")
-    rules = build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings)
     bench = experiment.set_up(settings, settings.model, meter=switch, eos_token_ids=(NEVER,))
     bench = replace(bench, engine=ProfiledEngine(bench.engine, lambda count, longest: [longest] * count))
     parts = experiment.parts_of(settings, rules, bench, (), switch, print, print)

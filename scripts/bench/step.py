@@ -40,7 +40,8 @@ from common import (
     show,
 )
 
-from grpo_cli.config.instantiate import build_rules, make
+from grpo_cli.config.instantiate import make
+from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.experiment import parts_of, set_up
 from grpo_cli.memory import peak_bytes
 from grpo_cli.meter import WallMeter
@@ -74,7 +75,7 @@ def run_ours(case: Case) -> list[Figures]:
     settings = settings_of(*training(case))
     meter = WallMeter(clock=clock_of(case.threads))
     bench = set_up(settings, settings.model, meter=meter)
-    rules = build_rules(settings.parts, settings.n, settings.m)
+    rules = build_rules(settings)
     step = Step(settings, parts_of(settings, rules, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):

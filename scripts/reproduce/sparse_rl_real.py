@@ -33,11 +33,11 @@ import torch
 from common import Check, clocked, document, finish, parsed, parser, positive, settings_of, show, write
 from study import Run
 
+from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.padding import round_up
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.rollout import requests_for
 
 VETO = 1e-4  # xi below which a token rejects its reply (arXiv 2601.10079)
 QUANTILES = (0.001, 0.01, 0.05, 0.5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from grpo_cli.engine.cluster.messages import Done, Order, Place, Snapshot
 from grpo_cli.engine.cluster.parcel import fixed_numbers, moving_numbers, nbytes, skeleton
 from grpo_cli.engine.cluster.ray_cluster import Needs, RayCluster, fetch, require_ray
 from grpo_cli.engine.cluster.worker import Blueprint, place, rollout_of
+from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError, refuse
@@ -30,9 +31,6 @@ from grpo_cli.types import EngineStats, Request, Rollout
 
 # Beside the weights, in the store of a Ray that is started here: orders and answers.
 STORE_MARGIN = 2**28
-# How what portions cost is put together: by sum, by the largest, all else by the mean over decode steps.
-_SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens"}
-_LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes"}
 
 
 class RayEngine:
@@ -243,30 +241,6 @@ def _threads(asked: int | None, workers: int, here: bool) -> int:
 
 
 def _together(ends: Sequence[Done], tokens: int, details: Mapping[str, float]) -> EngineStats:
-    parts = [end.stats for end in ends]
-    if not parts:
-        return EngineStats(generated_tokens=tokens, details=dict(details))
-    steps = [max(1, part.decode_steps) for part in parts]
-    busy = sum(part.slot_utilisation * part.decode_steps * part.slots for part in parts)
-    capacity = sum(part.decode_steps * part.slots for part in parts)
-
-    def told(name: str) -> float:
-        there = [
-            (part.details[name], weight) for part, weight in zip(parts, steps, strict=True) if name in part.details
-        ]
-        if name in _SUMMED:
-            return sum(value for value, _ in there)
-        if name in _LARGEST:
-            return max(value for value, _ in there)
-        return sum(value * weight for value, weight in there) / sum(weight for _, weight in there)
-
-    names = sorted({name for part in parts for name in part.details})
-    return EngineStats(
-        decode_steps=sum(part.decode_steps for part in parts),
-        generated_tokens=tokens,  # of a worker that is lost there are answers, and no account
-        prefill_tokens=sum(part.prefill_tokens for part in parts),
-        slots=max(part.slots for part in parts),
-        slot_utilisation=busy / capacity if capacity else 1.0,
-        kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
-        details={name: told(name) for name in names} | dict(details),
-    )
+    """`tokens` are counted here: of a worker that is lost there are answers, and no account."""
+    known = together([end.stats for end in ends]) if ends else EngineStats()
+    return replace(known, generated_tokens=tokens, details={**known.details, **details})

@@ -31,36 +31,6 @@ def check_ids(prompts: Iterable[Prompt], which: str) -> None:
             )
 
 
-class PromptOrder:
-    """Which prompts each step takes: a new order every epoch, a function of (seed, epoch).
-
-    An epoch is a whole number of steps, so that no prompt comes twice in one; what is left over in one epoch's order
-    comes in another's. Prompts in a list or tuple are there, and their ids are looked at now; those of any other
-    sequence may cost their making, and are looked at step by step (by `requests_for`).
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
-        if len(prompts) < per_step:
-            raise UserError(
-                f"train.prompts={per_step} different prompts a step were asked for, but the task has {len(prompts)}: "
-                "lower train.prompts"
-            )
-        if isinstance(prompts, (list, tuple)):
-            check_ids(prompts, "prompts to train on")
-        self._prompts, self._per_step, self._seed = prompts, per_step, seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
-
-    def of_step(self, step: int) -> list[Prompt]:
-        """The prompts of step `step`, counted from 0."""
-        epoch, place = divmod(step, len(self._prompts) // self._per_step)
-        if epoch != self._epoch:
-            rng = np.random.default_rng(seed_of(self._seed, "epoch", epoch))
-            self._epoch, self._order = epoch, rng.permutation(len(self._prompts))
-        chosen = self._order[place * self._per_step : (place + 1) * self._per_step]
-        return [self._prompts[index] for index in chosen.tolist()]
-
-
 def requests_for(
     prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, step: int | str, held_out: bool = False
 ) -> list[Request]:

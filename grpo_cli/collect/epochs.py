@@ -1,0 +1,84 @@
+"""Every problem once an epoch: the plain curriculum, and the order in which the others look for candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from grpo_cli.collect.requests import check_ids, seed_of
+from grpo_cli.errors import UserError
+from grpo_cli.types import Prompt, ScoredGroup
+
+
+class Epochs:
+    """A new order every epoch, a function of (seed, epoch), in which a place moves on.
+
+    An epoch ends where fewer problems are left than are asked for, so that none comes twice in one; what is left over
+    in one epoch's order comes in another's. Prompts in a list or tuple are there, and their ids are looked at now;
+    those of any other sequence may cost their making, and are looked at step by step (by `requests_for`).
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
+        if len(prompts) < per_step:
+            raise UserError(
+                f"train.prompts={per_step} different prompts a step were asked for, but the task has {len(prompts)}: "
+                "lower train.prompts"
+            )
+        if isinstance(prompts, (list, tuple)):
+            check_ids(prompts, "prompts to train on")
+        self._prompts, self._per_step, self._seed = prompts, per_step, seed
+        self._epoch, self._place = -1, 0
+        self._order = np.empty(0, dtype=np.int64)
+
+    def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
+        return [self._prompts[index] for index in self.places(step, count, without)]
+
+    def places(self, step: int, count: int, without: Set[str]) -> list[int]:
+        """Where in the task's sequence the next `count` problems are."""
+        if count + len(without) > len(self._prompts):
+            raise UserError(
+                f"step {step + 1} asks for {count + len(without)} different problems, but the task has "
+                f"{len(self._prompts)}: lower train.prompts or the rule's pool"
+            )
+        if self._epoch < 0:  # begun, or gone on from a checkpoint that was made when steps alone said where it is
+            epoch, steps = divmod(step, len(self._prompts) // self._per_step)
+            self._turn_to(epoch, steps * self._per_step)
+        if self._place + count > len(self._order):
+            self._turn_to(self._epoch + 1, 0)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if self._place == len(self._order):  # those of `without` were in the way
+                self._turn_to(self._epoch + 1, 0)
+            index = int(self._order[self._place])
+            self._place += 1
+            if index not in chosen and not (without and self._prompts[index].id in without):
+                chosen.append(index)
+        return chosen
+
+    def _turn_to(self, epoch: int, place: int) -> None:
+        self._order = np.random.default_rng(seed_of(self._seed, "epoch", epoch)).permutation(len(self._prompts))
+        self._epoch, self._place = epoch, place
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "epochs", "epoch": self._epoch, "place": self._place}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and (state := of_kind(state, "curriculum", "epochs"))["epoch"] >= 0:
+            self._turn_to(state["epoch"], state["place"])
+
+
+def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
+    """What a checkpoint holds of a rule, once it is known to be this rule's."""
+    if state is None:
+        raise UserError(f"the checkpoint holds nothing for {group}={kind}; resume without it, or start a new run")
+    if state.get("kind") != kind:
+        raise UserError(
+            f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "
+            f"resume with {group}={state.get('kind')}, or start a new run"
+        )
+    return state

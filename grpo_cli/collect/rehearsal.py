@@ -1,0 +1,125 @@
+"""A collector tried with scripted answers, before any weights are read: what it may ask for, and how much."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.errors import own_code
+from grpo_cli.history import History
+from grpo_cli.interfaces import Collector
+from grpo_cli.settings import Sampling
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
+
+MOST_REHEARSED = 4096  # rollouts; a larger step would teach nothing more, and take its time
+# What every second, no and every rollout of a problem earns, by its sample.
+_SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
+
+
+@dataclass(frozen=True)
+class CollectionSize:
+    """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
+    rollouts altogether, and rounds."""
+
+    picked: int
+    problems: int
+    at_once: int
+    rollouts: int
+    rounds: int
+
+    @classmethod
+    def equal(cls, n: int, prompts: int) -> CollectionSize:
+        """Of a plain step."""
+        return cls(prompts, prompts, n * prompts, n * prompts, 1)
+
+
+def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
+    """Runs a copy of `collector` through a step whose rollouts are all wrong, wrong and right in turn, and all right.
+    UserError if it asks for what cannot be had, or has no end."""
+    size = min(n, MOST_REHEARSED)
+    problems = max(1, min(prompts, MOST_REHEARSED // size))
+    seen = [_tried(copy.deepcopy(collector), size, problems, script) for script in _SCRIPTS]
+
+    def most(name: str, times: float) -> int:
+        return ceil(times * max(getattr(one, name) for one in seen))
+
+    wider = prompts / problems
+    longer = wider * n / size
+    return CollectionSize(
+        picked=most("picked", wider),
+        problems=most("problems", wider),
+        at_once=most("at_once", longer),
+        rollouts=most("rollouts", longer),
+        rounds=most("rounds", 1.0),
+    )
+
+
+def _tried(collector: Collector, n: int, prompts: int, script: Sequence[float]) -> CollectionSize:
+    made_up = _MadeUp(script)
+    collection = StepCollection(
+        n=n,
+        prompts=prompts,
+        sampling=Sampling.plain(1),
+        seed=0,
+        step=0,
+        curriculum=made_up,
+        task=made_up,
+        history=History(),
+        span=lambda name: nullcontext(),
+    )
+    with own_code("collector"):
+        collection.run(collector, made_up)
+    rounds = made_up.rounds
+    return CollectionSize(
+        picked=made_up.picked,
+        problems=max(len({request.prompt.id for request in requests}) for requests in rounds),
+        at_once=max(map(len, rounds)),
+        rollouts=sum(map(len, rounds)),
+        rounds=len(rounds),
+    )
+
+
+class _MadeUp:
+    """Curriculum, engine and task of a rehearsal."""
+
+    reads_stop_strings = False
+
+    def __init__(self, script: Sequence[float]) -> None:
+        self._script = script
+        self.picked = 0
+        self.rounds: list[Sequence[Request]] = []
+
+    def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
+        self.picked += count
+        return [Prompt(f"rehearsal-{i}", (0,), "0") for i in range(self.picked - count, self.picked)]
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.rounds.append(requests)
+        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return []
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(self._script[rollout.request.sample % len(self._script)])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def update_weights(self) -> None: ...
+
+    def facts(self) -> Mapping[str, Any]:
+        return {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

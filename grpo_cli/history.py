@@ -1,0 +1,94 @@
+"""What a run has seen of each problem: at which visits it was tried how often, and how often it was solved.
+
+Kept by every run, and part of its checkpoint. Two rules may read one history differently: how visits are weighed is
+said by who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from grpo_cli.types import ScoredGroup
+
+KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
+PROFILED = -1  # the step of a visit that was made before training
+
+
+class Solved(StrEnum):
+    """Which of a visit's rollouts solved the problem. Only where some did do they teach."""
+
+    NONE = "none"
+    MIXED = "mixed"
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Rollouts of a problem that were made in one step."""
+
+    step: int
+    solved: int
+    tried: int
+
+    @property
+    def outcome(self) -> Solved:
+        return Solved.NONE if self.solved == 0 else Solved.ALL if self.solved == self.tried else Solved.MIXED
+
+
+class History:
+    """The last visits of every problem, by its id. A visit's `age` is how many later ones there are."""
+
+    def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
+        self._visits = {problem: tuple(some)[-KEPT:] for problem, some in (visits or {}).items()}
+        self._step = PROFILED
+
+    def __len__(self) -> int:
+        """How many different problems were visited."""
+        return len(self._visits)
+
+    def visits(self, problem: str) -> tuple[Visit, ...]:
+        """The last ones, oldest first."""
+        return self._visits.get(problem, ())
+
+    def outcome(self, problem: str) -> Solved | None:
+        """Of the last visit."""
+        visits = self.visits(problem)
+        return visits[-1].outcome if visits else None
+
+    def rate(self, problem: str, decay: float) -> float | None:
+        """The mean share of rollouts that solved it, a visit weighing decay^age; None if there was none."""
+        weights = self._weights(problem, decay)
+        shares = [visit.solved / visit.tried for visit in self.visits(problem)]
+        return sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(weights) if weights else None
+
+    def beta(self, problem: str, decay: float, prior: float) -> tuple[float, float]:
+        """Parameters of a Beta distribution of the chance to solve it: `prior` and the decayed counts of rollouts that
+        did and did not."""
+        seen = list(zip(self._weights(problem, decay), self.visits(problem), strict=True))
+        solved = sum(weight * visit.solved for weight, visit in seen)
+        failed = sum(weight * (visit.tried - visit.solved) for weight, visit in seen)
+        return prior + solved, prior + failed
+
+    def _weights(self, problem: str, decay: float) -> list[float]:
+        count = len(self.visits(problem))
+        return [decay ** (count - 1 - place) for place in range(count)]
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Add a step's groups. Steps come in order; one that is made again takes the place of what it was."""
+        assert step >= self._step, f"step {step} after step {self._step}"
+        self._step = step
+        for group in groups:
+            before = [visit for visit in self.visits(group.prompt.id) if visit.step != step]
+            visit = Visit(step, group.solved, len(group.rollouts))
+            self._visits[group.prompt.id] = (*before, visit)[-KEPT:]
+
+    def state_dict(self) -> dict[str, Any]:
+        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in self._visits.items()}
+        return {"step": self._step, "visits": plain}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step = state["step"]
+        self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}

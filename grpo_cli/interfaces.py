@@ -118,7 +118,7 @@ class Collection(Protocol):
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
         """Judge rollouts; each is judged once, however often it is asked for."""
 
-    def note(self, figure: str, value: float) -> None:
+    def note(self, figure: str, value: int | float) -> None:
         """A number for the record, as `collect/<figure>`."""
 
 

@@ -94,7 +94,7 @@ class StepCollection:
         known = self._scored.get(group.prompt.id)
         return Group(group.prompt, group.rollouts[len(known.rollouts) if known else 0 :])
 
-    def note(self, figure: str, value: float) -> None:
+    def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
 
     @property

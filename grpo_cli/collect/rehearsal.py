@@ -16,7 +16,9 @@ from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 
-MOST_REHEARSED = 4096  # rollouts; a larger step would teach nothing more, and take its time
+# The most rollouts of a made-up group, and enough of a made-up step: larger ones would teach nothing more, and take
+# their time.
+MOST_REHEARSED, ENOUGH = 4096, 1024
 # What every second, no and every rollout of a problem earns, by its sample.
 _SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
 
@@ -42,7 +44,7 @@ def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
     """Runs a copy of `collector` through a step whose rollouts are all wrong, wrong and right in turn, and all right.
     UserError if it asks for what cannot be had, or has no end."""
     size = min(n, MOST_REHEARSED)
-    problems = max(1, min(prompts, MOST_REHEARSED // size))
+    problems = max(1, min(prompts, ENOUGH // size))
     seen = [_tried(copy.deepcopy(collector), size, problems, script) for script in _SCRIPTS]
 
     def most(name: str, times: float) -> int:

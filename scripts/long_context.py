@@ -39,7 +39,7 @@ def predictions(asked: argparse.Namespace) -> Iterator[tuple[str, Prediction]]:
     """The step with one lever after the other."""
     common = ["model=llama3_1_8b", "model.dtype=bfloat16", "model.autocast=bfloat16", f"model.lora.rank={asked.rank}"]
     common += ["device=cpu", "train.prompts=1", f"n={asked.n}", f"sampling.max_new_tokens={asked.tokens}", *asked.words]
-    work = Workload((Prompt("", (0,) * asked.prompt, ""),), asked.n, asked.tokens, (asked.tokens,) * asked.n)
+    work = Workload.equal([Prompt("", (0,) * asked.prompt, "")], asked.n, asked.tokens)
     for name, words in LEVERS.items():
         common += [word.format(half=max(1, asked.n // 2), quarter=max(1, asked.n // 4)) for word in words]
         settings = settings_of(*common)

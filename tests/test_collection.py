@@ -479,7 +479,7 @@ def test_a_rule_of_one_s_own_is_rehearsed_run_resumed_and_profiled(
     words.append("+collector.more=3")
     done = runner.invoke(app, ["train", *words, *short, "train.steps=2", "hydra.run.dir=run"])
     assert done.exit_code == 0, done.output
-    again = runner.invoke(app, ["train", *words, *short, "train.steps=3", "resume=run"])
+    again = runner.invoke(app, ["train", "train.steps=3", "resume=run"])
     assert again.exit_code == 0, again.output
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]

@@ -149,7 +149,7 @@ def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():
     assert [lengths[r.prompt.id, r.sample] for r in requests] == told(8, 30)
     assert max(told(8, 30)) == 30 and min(told(8, 30)) < 6
     assert all(r.request.sampling.max_new_tokens == 30 for r in made)
-    assert engine.work is not None and sorted(engine.work.lengths) == sorted(told(8, 30))
+    assert sorted(engine.take()[0].lengths) == sorted(told(8, 30))
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_a_trace_is_replayed():

@@ -23,10 +23,11 @@ from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
-from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, total, with_tokens
+from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, rows_of, total, with_tokens
 from grpo_cli.profile.roofline import ModelSizes
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
+from grpo_cli.types import Prompt
 
 LORA = made.model(lora=vars(made.lora(rank=2)) | {"targets": ["q_proj"]})
 SNAPKV = SnapKv(budget=12, buffer=4, window=4, sinks=1, protect_prompt=True, per_head=True, kernel=3)
@@ -36,9 +37,9 @@ def fake_model(autocast: str = "none", **config: Any) -> ShapeModel:
     return ShapeModel(lambda: small_model(**config), autocast)
 
 
-def work_of(requests: Any, n: int, tokens: int) -> Workload:
+def work_of(requests: Any, n: int, tokens: int, lengths: Any = ()) -> Workload:
     prompts = tuple({request.prompt.id: request.prompt for request in requests}.values())
-    return Workload(prompts, n, tokens, (tokens,) * len(requests))
+    return Workload.equal(prompts, n, tokens, lengths)
 
 
 def test_what_is_alive_is_counted_by_what_it_is_for():
@@ -77,7 +78,7 @@ def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
     engine = make_engine(small_model(), sampler=sampler, sparsity=sparsity)
     made = {(r.request.prompt.id, r.request.sample): len(r) for r in engine.generate(requests)}
     lengths = tuple(made[request.prompt.id, request.sample] for request in requests)
-    work = replace(work_of(requests, 4, 30), lengths=lengths)
+    work = work_of(requests, 4, 30, lengths)
     _, decode = fake_model().rollouts(work, EngineShape(sampler, sparsity, 0))
     exactly = sampler == full() or sampler.kv_budget
     assert decode[KV] == pytest.approx(engine.stats().kv_peak_bytes, rel=0.0 if exactly else 0.1)
@@ -101,7 +102,7 @@ def test_a_decode_step_is_predicted_to_hold_what_the_engines_fullest_one_holds(s
 def test_who_waits_for_a_slot_after_a_prefix_keeps_its_keys():
     """2 layers, keys and values, 2 heads of 8 float32 numbers are 256 bytes. After prefixes of 5 tokens 11 of 12 wait:
     one has ended with the token that it was to wait with. After 2 tokens all do."""
-    work = replace(work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30), lengths=(6, 7, *[30] * 10))
+    work = work_of(some_requests(prompts=3, n=4, tokens=30), 4, 30, (6, 7, *[30] * 10))
     sizes = [fake_model().rollouts(work, EngineShape(infinite(slots=3), Dense(), prefix))[1][KV] for prefix in (2, 5)]
     assert sizes[1] - sizes[0] == (11 * 5 - 12 * 2) * 256
 
@@ -264,7 +265,7 @@ def test_an_evaluation_takes_the_more_of_its_beginning_and_its_going_on(tokens: 
 
 def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_beside_it():
     requests = some_requests(prompts=1, n=6)
-    work = replace(work_of(requests, 6, 30), lengths=(5, 5, 30, 20, 10, 5))
+    work = work_of(requests, 6, 30, (5, 5, 30, 20, 10, 5))
     way = PaddingFree(
         len(requests[0].prompt.token_ids) + 30, 64, 1.0, False
     )  # two rows at most, or the longest by itself
@@ -368,3 +369,14 @@ def test_a_plan_names_the_one_key_that_makes_a_run_fit():
     assert slots == "One choice makes it fit: sampler=infinite sampler.slots=3."
     (nothing,) = of_fit(at_most, 1000, dict.fromkeys(largest), full())
     assert nothing.startswith("No one key") and "decode takes" in nothing and "backward takes" in nothing
+
+
+def test_groups_of_different_sizes_are_rows_and_tokens_each_for_itself():
+    """Prompts of 2 and 3 tokens with rollouts of 4 and 1, and of 5."""
+    prompts = (Prompt("a", (1, 2), ""), Prompt("b", (1, 2, 3), ""))
+    work = Workload(prompts, ((4, 1), (5,)), 6)
+    assert work.n == 2 and work.lengths == (4, 1, 5) and work.tokens == 2 + 4 + 2 + 1 + 3 + 5
+    assert [(row.prompt, row.completion) for row in rows_of(work, 2)] == [(2, 4), (2, 1), (3, 5)]
+    assert [(row.prompt, row.completion) for row in rows_of(work, 1)] == [(2, 4), (3, 5)]
+    assert [request.prompt.id for request in work.requests] == ["a", "a", "b"]
+    assert work.at_full_length().groups == ((6, 6), (6,))

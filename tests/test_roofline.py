@@ -28,7 +28,7 @@ NUMBERS = ModelSizes(
     optimizer_bytes=800,
 )
 # A prompt of 5 tokens, and replies of 3 and 2.
-WORK = Workload((Prompt("a", (1, 2, 3, 4, 5), ""),), 2, 3, (3, 2))
+WORK = Workload((Prompt("a", (1, 2, 3, 4, 5), ""),), ((3, 2),), 3)
 STEP = StepShape(
     rollouts=WORK,
     m=2,

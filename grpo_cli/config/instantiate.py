@@ -37,7 +37,7 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     factory = _factory(name, part, offered)
     missing, given = _fits(factory, offered)
     if missing:
-        raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as {name}.<argument>=...")
+        raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
     with _whosever(name, part, factory.func):
         return factory(**given)
 
@@ -105,7 +105,7 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     except TypeError as error:
         raise UserError(
             f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "
-            f"what else it needs is given as {name}.<argument>=..."
+            f"what else it needs is given as +{name}.<argument>=..."
         ) from error
     return rule
 

@@ -43,8 +43,8 @@ class StepShape:
 
     def at_full_length(self) -> StepShape:
         """The same where every rollout is as long as may be."""
-        evaluation = None if self.evaluation is None else _full(self.evaluation)
-        return replace(self, rollouts=_full(self.rollouts), evaluation=evaluation)
+        evaluation = None if self.evaluation is None else self.evaluation.at_full_length()
+        return replace(self, rollouts=self.rollouts.at_full_length(), evaluation=evaluation)
 
 
 def most_tokens(step: StepShape) -> int:
@@ -63,10 +63,6 @@ def total(sizes: Sizes) -> int:
 
 def _both(sizes: Sizes, others: Sizes) -> Sizes:
     return {kind: sizes.get(kind, 0) + others.get(kind, 0) for kind in {**sizes, **others}}
-
-
-def _full(work: Workload) -> Workload:
-    return replace(work, lengths=(work.max_new_tokens,) * (len(work.prompts) * work.n))
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,8 @@ class Estimator:
 
         def with_n(n: int) -> StepShape:
             m = n if step.m == step.rollouts.n else min(step.m, n)
-            return replace(step, rollouts=_full(replace(step.rollouts, n=n)), m=m)
+            work = Workload.equal(step.rollouts.prompts, n, step.rollouts.max_new_tokens)
+            return replace(step, rollouts=work, m=m)
 
         def with_slots(slots: int) -> StepShape:
             assert step.engine is not None, "asked only where the engine is ours"
@@ -206,11 +203,11 @@ class Estimator:
 
 
 def rows_of(work: Workload, take: int) -> list[RowShape]:
-    """The first `take` rollouts of each prompt as rows of a batch."""
+    """The first `take` rollouts of each prompt, or as many as it has, as rows of a batch."""
     return [
-        RowShape(len(prompt.token_ids), work.lengths[place * work.n + sample], place)
-        for place, prompt in enumerate(work.prompts)
-        for sample in range(take)
+        RowShape(len(prompt.token_ids), length, place)
+        for place, (prompt, group) in enumerate(zip(work.prompts, work.groups, strict=True))
+        for length in group[:take]
     ]
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_cli.engine.costs import together
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.interfaces import Engine
 from grpo_cli.profile.shapes import Workload
-from grpo_cli.types import EngineStats, Finish, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 NEVER = -1  # the end-of-sequence token of a forced rollout: a token that no model produces
 
@@ -69,17 +70,25 @@ class ProfiledEngine:
     def __init__(self, engine: Engine, lengths: Lengths | None) -> None:
         self._engine = engine
         self._lengths = lengths
-        self.work: Workload | None = None  # the last `generate`, once it has ended
+        self._work: dict[Prompt, list[int]] = {}  # lengths of what was made since somebody took note
+        self._costs: list[EngineStats] = []
+        self._longest = 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        ended: dict[str, list[int]] = {request.prompt.id: [] for request in requests}
+        for request in requests:
+            self._work.setdefault(request.prompt, [])
         for rollout in self._told(requests):
-            ended[rollout.request.prompt.id].append(len(rollout))
+            self._work[rollout.request.prompt].append(len(rollout))
             yield rollout
-        prompts = {request.prompt.id: request.prompt for request in requests}
-        longest = max(request.sampling.max_new_tokens for request in requests)
-        lengths = tuple(length for prompt in prompts for length in ended[prompt])
-        self.work = Workload(tuple(prompts.values()), len(requests) // len(prompts), longest, lengths)
+        self._longest = max(self._longest, *(request.sampling.max_new_tokens for request in requests))
+        self._costs.append(self._engine.stats())
+
+    def take(self) -> tuple[Workload, EngineStats]:
+        """What was asked for since the last `take`, in however many calls, and what it cost."""
+        work = Workload(tuple(self._work), tuple(map(tuple, self._work.values())), self._longest)
+        cost = together(self._costs)
+        self._work, self._costs, self._longest = {}, [], 0
+        return work, cost
 
     def _told(self, requests: Sequence[Request]) -> Iterator[Rollout]:
         if self._lengths is None:

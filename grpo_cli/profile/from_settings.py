@@ -70,6 +70,11 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
+    if (rounds := collection_size(settings).rounds) > 1:
+        notes.append(
+            f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
+            "decode are predicted as if the most that it may ask for were made in one"
+        )
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "
@@ -97,7 +102,7 @@ def step_of(
     engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, graphs=graphs)
     step = StepShape(
         rollouts=rollouts,
-        m=settings.m,
+        m=settings.m if settings.m < settings.n else rollouts.n,
         engine=engine if is_ours(settings) else None,
         evaluation=evaluation,
         forward=make_forward(settings.train, settings.sampling.temperature),
@@ -125,14 +130,14 @@ def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload
     def work(prompts: Sequence[Any], n: int) -> Workload:
         count = n * len(prompts)
         forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
-        return Workload(tuple(prompts), n, longest, forced_to)
+        return Workload.equal(prompts, n, longest, forced_to)
 
     size = collection_size(settings)
     step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, size.problems, frozenset())
     held_out = task.prompts("eval")
     problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(step, -(-size.at_once // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
+    return work(step, -(-size.rollouts // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
 
 
 def _without_weights(model: ModelSettings) -> ModelSettings:

@@ -191,7 +191,7 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
         for kind, metrics in subject.rehearsal.rehearse(range(profile.warmup + profile.steps), evaluate):
             times, highest = probe.take(), probe.peaks.take()
             done += kind == "step"
-            stats, work = subject.engine.stats(), subject.engine.work
+            work, stats = subject.engine.take()
             of_step = metrics.get("tokens/trained", trained) - trained
             trained += of_step
             if kind == "step" and done <= profile.warmup:
@@ -230,9 +230,8 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
     return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
 
 
-def _keep_larger(works: dict[str, Workload], kind: str, work: Workload | None) -> bool:
+def _keep_larger(works: dict[str, Workload], kind: str, work: Workload) -> bool:
     """Whether this is the largest of its kind so far."""
-    assert work is not None, "something was generated"
     larger = kind not in works or work.tokens > works[kind].tokens
     if larger:
         works[kind] = work
@@ -261,7 +260,7 @@ def _anatomy(
         subject.probe.listener = note
         try:
             for kind, _ in subject.rehearsal.rehearse([step], evaluate):
-                _keep_larger(works, kind, subject.engine.work)
+                _keep_larger(works, kind, subject.engine.take()[0])
         finally:
             subject.probe.listener = lambda names: None
     return found

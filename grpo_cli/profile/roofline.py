@@ -199,12 +199,12 @@ def _prefill(work: Workload, numbers: ModelSizes) -> Floor:
 def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
     """All tokens but each rollout's first. Weights are read once a step, and so is a prompt for all of its rollouts; of
     steps there are no fewer than the longest rollout or the slots need."""
-    made = [length - 1 for length in work.lengths]
-    prompts = [len(prompt.token_ids) for prompt in work.prompts]
+    groups = [[length - 1 for length in group] for group in work.groups]
+    prompts, made = [len(prompt.token_ids) for prompt in work.prompts], [count for group in groups for count in group]
     steps = max(max(made), -(-sum(made) // slots))
     replies = sum(count * (count + 1) // 2 for count in made)  # keys of its own that each token looks at, added up
-    shared = sum(size * max(made[i * work.n : (i + 1) * work.n]) for i, size in enumerate(prompts))
-    looked_at = replies + sum(prompts[i // work.n] * count for i, count in enumerate(made))
+    shared = sum(size * max(group) for size, group in zip(prompts, groups, strict=True))
+    looked_at = replies + sum(size * sum(group) for size, group in zip(prompts, groups, strict=True))
     moved = steps * numbers.rollout_bytes + (replies + shared + sum(made)) * numbers.token_bytes
     return Floor(moved, 2 * (numbers.products + numbers.head) * sum(made) + 4 * numbers.width * looked_at)
 

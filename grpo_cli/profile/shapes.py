@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -55,22 +55,43 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one `generate` is asked for: `n` rollouts of each prompt, and how long they will be, prompt by prompt."""
+    """What an engine is asked for: how long the rollouts of each prompt will be. Groups may differ in size."""
 
     prompts: tuple[Prompt, ...]
-    n: int
+    groups: tuple[tuple[int, ...], ...]
     max_new_tokens: int
-    lengths: tuple[int, ...]
+
+    @classmethod
+    def equal(cls, prompts: Sequence[Prompt], n: int, max_new_tokens: int, lengths: Sequence[int] = ()) -> Workload:
+        """`n` rollouts of each prompt; lengths prompt by prompt, by default as long as may be."""
+        found = tuple(lengths or (max_new_tokens,) * (n * len(prompts)))
+        return cls(tuple(prompts), tuple(found[i * n : (i + 1) * n] for i in range(len(prompts))), max_new_tokens)
+
+    @property
+    def n(self) -> int:
+        """Rollouts of the largest group."""
+        return max(map(len, self.groups))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of all rollouts, prompt by prompt."""
+        return tuple(length for group in self.groups for length in group)
 
     @property
     def requests(self) -> list[Request]:
         sampling = Sampling.plain(self.max_new_tokens)
-        return [Request(prompt, i, 0, sampling) for prompt in self.prompts for i in range(self.n)]
+        pairs = zip(self.prompts, self.groups, strict=True)
+        return [Request(prompt, i, 0, sampling) for prompt, group in pairs for i in range(len(group))]
+
+    def at_full_length(self) -> Workload:
+        """The same where every rollout is as long as may be."""
+        return replace(self, groups=tuple((self.max_new_tokens,) * len(group) for group in self.groups))
 
     @property
     def tokens(self) -> int:
         """Of all rollouts, each with its prompt."""
-        return sum(self.lengths) + self.n * sum(len(prompt.token_ids) for prompt in self.prompts)
+        pairs = zip(self.prompts, self.groups, strict=True)
+        return sum(self.lengths) + sum(len(group) * len(prompt.token_ids) for prompt, group in pairs)
 
 
 # What a weight takes in NF4: 4 bits, of each 64 a scale of 8, of each 256 scales one of 32 (arXiv 2305.14314, 3).

@@ -4,6 +4,7 @@
 #     scripts/reproduce.sh infinite_sampling   memory and speed of slots that are refilled (arXiv 2506.22950)
 #     scripts/reproduce.sh pods                training on few of many rollouts against training on all (arXiv 2504.13818)
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
+#     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #
@@ -17,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_sampling) ensure_venv && exec python scripts/bench/rollout.py --case infinite_sampling "${@:2}" ;;
-pods | sparse_rl | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
+pods | sparse_rl | frontier_a | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: infinite_sampling, pods, sparse_rl, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: infinite_sampling, pods, sparse_rl, frontier_a, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

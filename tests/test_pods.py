@@ -403,3 +403,27 @@ def test_the_report_says_what_the_runs_say(tmp_path, runs_made, capsys):
     assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]
     assert found["grpo_ga"]["runs"]["1"]["best_accuracy"] == 0.9
     assert (tmp_path / "out" / "pods.png").stat().st_size > 10_000
+
+
+def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_few(tmp_path: Path) -> None:
+    """BroRL's shape, smaller: 128 rollouts of a problem in 16 slots and all at once, 8 of them trained on."""
+    from test_train import make_trainer, settings_for
+
+    def run(name: str, sampler: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
+        settings = replace(settings_for(tmp_path / name, steps=2, prompts=1), n=128, m=8)
+        trainer = make_trainer(settings, sampler=sampler, downsample=downsample.maxvar)
+        trainer.fit()
+        [recorder] = trainer._parts.trackers
+        return [p.detach() for p in trainer._parts.bench.model.parameters()], dict(recorder.records[-1].metrics)
+
+    (few, in_slots), (all_of_them, at_once) = run("few", made.infinite(slots=16)), run("all", made.full())
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))
+    assert in_slots["engine/slots"] == 16 and at_once["engine/slots"] > 16
+    assert in_slots["engine/kv_peak_bytes"] < at_once["engine/kv_peak_bytes"] / 2
+
+
+def test_a_wide_step_keeps_the_size_of_an_update() -> None:
+    plain, wide = composed(), composed("experiment=wide_arithmetic")
+    assert wide.optim == plain.optim and wide.n == plain.n
+    rows = [run.train.prompts * run.m / run.train.minibatches for run in (plain, wide)]
+    assert rows[0] == rows[1] == 256

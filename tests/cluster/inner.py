@@ -20,6 +20,10 @@ from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Meter
 
 
+def _prefix() -> Any:
+    return made.prefix_head({"seed": 0}, prefix_tokens=2)
+
+
 class Slowed:
     """A meter under which every decode step takes some time, so that there is some to kill a worker in."""
 
@@ -45,6 +49,7 @@ def build(
     slots: int | None = None,
     seconds: float = 0.0,
     scheduler: str = "fifo",
+    prefix: bool = False,
     fails: str = "",
 ) -> Any:
     """The torch engine, `slots` at a time, with `seconds` for each step."""
@@ -57,7 +62,7 @@ def build(
         model,
         sampler=sampler,
         scheduler=ready("scheduler", scheduler),
-        predictor=Told(told) if tells_lengths else NoPredictor(),
+        predictor=_prefix() if prefix else Told(told) if tells_lengths else NoPredictor(),
         meter=Slowed(meter, seconds),
         warn=warn,
     )

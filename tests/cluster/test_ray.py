@@ -65,7 +65,9 @@ def made_engines() -> Iterator[list[RayEngine]]:
 @pytest.fixture
 def ray_engine(made_engines: list[RayEngine], model: Any) -> Any:
     def make(workers: int = 2, of: Any = None, **words: Any) -> RayEngine:
-        given = {name: words.pop(name) for name in ("slots", "seconds", "scheduler", "fails") if name in words}
+        given = {
+            name: words.pop(name) for name in ("slots", "seconds", "scheduler", "fails", "prefix") if name in words
+        }
         slots = given.get("slots")
         defaults: dict[str, Any] = dict(
             sampler=made.full() if slots is None else made.infinite(slots=slots),
@@ -152,6 +154,49 @@ def test_lengths_that_are_predicted_here_are_told(model, ray_engine):
     assert contents(engine.generate(REQUESTS)) == here(model)
     assert engine.stats().details["predictor/mean_absolute_error"] > 0
     assert engine.state_dict()["predictor"]["kind"] == "mean"
+
+
+def test_what_workers_learn_of_lengths_is_theirs_and_goes_on(model, ray_engine):
+    """A predictor that reads hidden states learns where they are: in the worker that has the model."""
+    require_bits(model)
+    head = partial(made.prefix_head, {"seed": 0}, prefix_tokens=2)
+    words: dict[str, Any] = dict(slots=2, scheduler="lpt", prefix=True)
+    first = ray_engine(1, predictor=head(), **words)
+    for _ in range(2):
+        assert contents(first.generate(REQUESTS)) == here(model)
+    learnt = first.state_dict()
+    assert learnt["workers"]["0"]["predictor"]["kind"] == "prefix"
+    later = ray_engine(1, predictor=head(), **words)
+    later.load_state_dict(learnt)
+    both = [contents(engine.generate(REQUESTS)) for engine in (first, later)]
+    assert both == [here(model)] * 2
+    before, *same = [state["workers"]["0"]["predictor"] for state in (learnt, first.state_dict(), later.state_dict())]
+    tensors = [name for name, value in before.items() if isinstance(value, torch.Tensor)]
+    assert tensors and all(torch.equal(same[0][name], same[1][name]) for name in tensors), "it went on from there"
+    assert any(not torch.equal(before[name], same[0][name]) for name in tensors), "and learnt more"
+
+
+def test_workers_that_compute_otherwise_are_said(model, ray_engine):
+    said: list[str] = []
+    threads = torch.get_num_threads() + 1
+    engine = ray_engine(1, threads=threads, warn=said.append)
+    for _ in range(2):
+        list(engine.generate(REQUESTS))
+    told = [text for text in said if "to rounding only" in text]
+    assert len(told) == 1 and f"a worker computes with {threads} threads, the trainer with {threads - 1}" in told[0]
+    other = replace(engine._place, processor="another")
+    assert "computes by" in engine._differs(other) and engine._differs(replace(other, **ours(engine))) == ""
+
+
+def ours(engine: RayEngine) -> dict[str, Any]:
+    return {"processor": engine._place.processor, "threads": torch.get_num_threads()}
+
+
+def test_rollouts_of_a_wider_model_are_those_of_this_process(made_engines, ray_engine):
+    """Of the width of a real one of 135 M parameters."""
+    model = small_model("llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    require_bits(model)
+    assert contents(ray_engine(1, of=model, slots=3).generate(REQUESTS)) == here(model)
 
 
 def killed(engine: RayEngine, *numbers: int) -> None:

@@ -346,6 +346,20 @@ def test_what_is_allocated_follows_what_is_held(budget: Any) -> None:
         assert stats.kv_peak_bytes <= budget and stats.slots >= 2 * reserved
 
 
+def test_as_many_rollouts_run_as_there_is_room_for_what_eviction_leaves() -> None:
+    """However long they will be: 12 run at a time where 12 pages are, though 100 tokens of each would not fit."""
+    sparsity = Streaming(**WORDS, protect_prompt=True)
+    requests = some_requests(prompts=1, n=24, tokens=100)
+    page = TOKEN * round_up(sparsity.capacity(100, 200), PADDING.slot_tile)
+    budget = prompt_bytes(requests) + 12 * page
+    _, engine, ledger = generate(
+        requests, sampler=infinite(kv_budget=budget), sparsity=sparsity, eos_token_ids=(VOCABULARY,)
+    )
+    stats = engine.stats()
+    assert ledger.peak == budget and stats.details["engine/rows_mean"] == 12.0
+    assert stats.decode_steps == 2 * 99 and stats.details.get("engine/restarts", 0.0) == 0.0
+
+
 def test_prompts_that_nobody_runs_for_make_place() -> None:
     """One sequence at a time, of four prompts in turn: each prompt is read again when its next rollout begins."""
     requests = some_requests(prompts=4, n=2, tokens=20)

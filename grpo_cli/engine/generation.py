@@ -94,6 +94,8 @@ class Generation:
         if self.sizes.room.budget is None or not sequences:
             return self.slots.count
         room = self.kv.most_tokens - self.sizes.prompt_page
+        if not self.sizes.rows_grow:
+            return max(1, min(self.slots.count, room // self.sizes.row_page))
         expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
         return max(1, min(self.slots.count, int(room / expected)))
 
@@ -103,7 +105,7 @@ class Generation:
         if not line or not free or (self.slots.running and not self.refills):
             return False
         crowd = None
-        if self.sizes.room.budget is not None:
+        if self.sizes.room.budget is not None and self.sizes.rows_grow:
             crowd = self._crowd()
             if self.slots.running and (self._forecast.full or not crowd.fits):
                 return False
@@ -124,7 +126,7 @@ class Generation:
 
     def _may_begin(self, crowd: Crowd | None) -> Callable[[Sequence], bool]:
         """Whether there is room for a sequence, where all that were asked about before and may, begin: now, and later
-        too, as far as can be expected (`crowd`; None where nothing bounds them)."""
+        too, as far as can be expected (`crowd`; None where nothing bounds them, or rows do not grow)."""
         opening = set[str]()
         rows = prompts = 0
         in_flight = int(self.slots.made(self.slots.taken()).sum())

@@ -64,6 +64,12 @@ class Sizes:
         dense = round_up(Dense().capacity(new, both), padding.slot_tile)
         return cls(new, dense, prefix, kv, room, SlotShape(*shape), row_page, prompt_page)
 
+    @property
+    def rows_grow(self) -> bool:
+        """Whether a row takes further pages as it goes on. Where it has its only one from the start, as under eviction,
+        whoever finds room has it to the end."""
+        return self.row_page < self.slots.capacity
+
     def arena(self, fixed: bool) -> KvArena:
         """Where keys and values lie, with nothing in it yet; with `fixed` all that there may be is there, at one place
         and with a page for every slot."""

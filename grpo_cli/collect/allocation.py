@@ -87,7 +87,7 @@ class Exp3:
         taken = likeliest(chances, [count for _, count in sizes], arms, collection.n * len(prompts))
         arm_of = {place: arm for (place, _), arm in zip(sizes, taken, strict=True)}
         for place, arm in arm_of.items():
-            collection.note(f"bin_{place}", arm)
+            collection.note(f"bin_{place}", float(arm))
         self._taken = {prompt.id: (place, arm_of[place]) for prompt, place in zip(prompts, bins, strict=True)}
         yield Round(tuple(GroupRequest(prompt, arm_of[place]) for prompt, place in zip(prompts, bins, strict=True)))
         return None

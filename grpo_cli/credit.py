@@ -36,7 +36,7 @@ class PromptGdro:
 
     def __init__(
         self,
-        bins: int | Sequence[float],
+        bins: Any,
         eta: float,
         gamma: float,
         beta: float,
@@ -136,13 +136,13 @@ def _check(gamma: float, beta: float, window: int, rate: str) -> None:
         raise UserError(f"credit.rate={rate} is unknown: use any or mean")
 
 
-def _edges(bins: int | Sequence[float]) -> list[float]:
-    """Where one bin ends and the next begins."""
+def _edges(bins: Any) -> list[float]:
+    """Where one bin ends and the next begins, of a number of bins or of the edges themselves."""
     if isinstance(bins, int):
         if bins < 1:
             raise UserError(f"credit.bins={bins} must be at least 1")
         return [place / bins for place in range(1, bins)]
-    numbers = all(isinstance(edge, (int, float)) for edge in bins)
+    numbers = isinstance(bins, Sequence) and all(isinstance(edge, (int, float)) for edge in bins)
     if not numbers or not all(low < high for low, high in pairwise([0.0, *bins, 1.0])):
         raise UserError(f"credit.bins={bins} must be a number of bins, or edges that rise between 0 and 1")
     return [float(edge) for edge in bins]

@@ -215,6 +215,14 @@ def test_novelty_is_grpo_but_for_the_rare_among_the_right():
     assert asked(none, group) == plain
 
 
+def test_a_wrong_answer_earns_nothing_by_being_rare_however_good_it_is_for_a_wrong_one():
+    """Wrong, but above the mean: 0.9 of 0, 0 and 0.9."""
+    rewards = [Reward(total, {"correct": 0.0}) for total in (0.0, 0.0, 0.9)]
+    group = group_of(rewards, [(-0.1,), (-0.1,), (-5.0,)])
+    totals = torch.tensor(group.totals)
+    assert asked(NOVELTY, group) == advantage.grpo(totals, totals, stats_over="kept", eps=0.0).tolist()
+
+
 def test_how_likely_the_others_were_is_asked_of_those_that_are_compared_with():
     """Of the kept, -1 and -2: -1.5 in the mean. Of the group with another of -6: -3, beside which -2 is not rare."""
     group = group_of([Reward(0.0), Reward(1.0), Reward(0.0)], [(-1.0,), (-2.0,), (-6.0,)])

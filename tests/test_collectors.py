@@ -360,9 +360,11 @@ def mixed_groups(choice: str, seed: int, steps: int = 60, count: int = 300, **ch
 
 
 def test_on_a_bank_of_problems_a_pool_mixes_half_as_many_groups_again():
+    """In part since the groups are smaller and more: what was seen of problems has its own tenth in it."""
     for seed in range(2):
         plain, pooled = mixed_groups("equal", seed), mixed_groups("mixed", seed, pool=3)
-        assert pooled >= 1.5 * plain, (seed, plain, pooled)
+        blind = mixed_groups("mixed", seed, pool=3, prior=1e9)  # beside which nothing that was seen counts
+        assert pooled >= 1.5 * plain and pooled >= 1.1 * blind, (seed, plain, pooled, blind)
 
 
 def test_without_a_pool_next_to_nothing_is_gained():

@@ -168,6 +168,12 @@ def test_it_goes_on_from_its_state_as_it_would_have():
     kept = copy.deepcopy(state)
     resumed = gdro()
     resumed.load_state_dict(state)
+    fresh = with_scores(gdro(), state["scores"])
+    # beyond the edge of its bin at 0.1, but by less than the hysteresis
+    moved = History({"a": [Visit(0, 9, 100)], "b": [Visit(0, 10, 20)], "c": [Visit(0, 20, 20)]})
+    assert state["bin_of"]["a"] == 1
+    assert rows_of(copy.deepcopy(resumed), names, moved) == rows_of(copy.deepcopy(rule), names, moved)
+    assert rows_of(fresh, names, moved) != rows_of(copy.deepcopy(rule), names, moved)
     assert rows_of(resumed, names, history) == rows_of(rule, names, history) != [1.0] * 3
     rule.observe(4, [solved("a", 0, 4)])
     assert state == kept, "it does not change later"

@@ -7,11 +7,16 @@ PODS does: select first, then normalise) or the whole `group`, unselected ones i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.errors import UserError
+from grpo_cli.types import AdvantageInputs, Rollout
 
 
 def grpo(
@@ -56,6 +61,104 @@ def rloo(
         return torch.zeros_like(kept_rewards)
     count = len(reference)
     return (_centred(kept_rewards, reference) * (count / (count - 1))).to(kept_rewards.dtype)
+
+
+def median(
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, scale: str, floor: float, stats_over: str
+) -> Float[Tensor, " K"]:
+    """(r - median) / (scale + floor), for groups of odd size (MC-GRPO, arXiv 2601.22582).
+
+    One rollout is the middle, with an advantage of 0 (`downsample=median` leaves it out). The scale is `std` (unbiased)
+    or `mad`, the median distance from the median; `none` does not divide. Where rejections leave an even number, the
+    median is the mean of the two in the middle.
+    """
+    if scale not in ("mad", "std", "none"):
+        raise UserError(f"advantage.scale={scale} is unknown: use mad, std or none")
+    if not floor > 0:
+        raise UserError(f"advantage.floor={floor} must be more than 0: a median distance of 0 is divided by otherwise")
+    reference = _reference(kept_rewards, group_rewards, stats_over)
+    if not _varies(reference):
+        return torch.zeros_like(kept_rewards)
+    middle = _median(reference)
+    distances = kept_rewards.double() - middle
+    if scale != "none":
+        spread = reference.std(correction=1) if scale == "std" else _median((reference - middle).abs())
+        distances = distances / (spread + floor)
+    return distances.to(kept_rewards.dtype)
+
+
+def novelty(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+    *,
+    stats_over: str,
+    eps: float,
+    bonus: float,
+    cap: float,
+) -> Float[Tensor, " K"]:
+    """That of `grpo`, and more for right answers that were unlikely in their group (XRPO, arXiv 2510.06672).
+
+    With s the mean log-probability of a rollout's tokens as they were drawn, and its mean over the compared rollouts:
+    A + min(bonus * max(0, 1 - exp(s - mean)), cap * A) for a rollout that solved the problem and has A above 0. That
+    the cap is relative to A is ours.
+    """
+    for key, value in (("bonus", bonus), ("cap", cap)):
+        if not value >= 0:
+            raise UserError(f"advantage.{key}={value} must be at least 0: a right answer is not to lose by being rare")
+    advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
+    likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
+    solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
+    kept = list(inputs.kept)
+    compared = likely[kept if stats_over == "kept" else list(inputs.baseline)]
+    more = rarity_bonus(advantages, likely[kept] - compared.mean(), bonus, cap)
+    return torch.where(solved[kept], advantages + more, advantages).to(kept_rewards.dtype)
+
+
+def rarity_bonus(
+    advantages: Float[Tensor, " K"], relative: Float[Tensor, " K"], bonus: float, cap: float
+) -> Float[Tensor, " K"]:
+    """min(bonus * max(0, 1 - exp(relative)), cap * advantage), and 0 where the advantage is not above 0."""
+    return torch.minimum(bonus * (1 - relative.exp()).clamp(min=0), cap * advantages.clamp(min=0))
+
+
+def per_part(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+    *,
+    weights: Mapping[str, Any],
+    stats_over: str,
+    eps: float,
+) -> Float[Tensor, " K"]:
+    """The weighted sum over the parts of the reward, each (x - mean) / (std + eps) for itself (as LightningRL does), so
+    that a part counts by its weight and not by its scale.
+
+    A part that `weights` does not name weighs 1, and is 0 for a rollout that has it not. Where no rollout has parts,
+    the total is the only one. A part that does not vary adds nothing.
+    """
+    for part, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise UserError(f"advantage.weights.{part}={weight} must be a number")
+    group = [reward.parts for reward in inputs.group.rewards]
+    advantages = torch.zeros(len(kept_rewards), dtype=torch.float64)
+    for part in sorted({name for parts in group for name in parts}):
+        values = torch.tensor([float(parts.get(part, 0.0)) for parts in group], dtype=torch.float64)
+        kept, baseline = values[list(inputs.kept)], values[list(inputs.baseline)]
+        advantages += weights.get(part, 1.0) * grpo(kept, baseline, stats_over=stats_over, eps=eps)
+    if not any(group):
+        advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps)
+    return advantages.to(kept_rewards.dtype)
+
+
+def _mean_logprob(rollout: Rollout) -> float:
+    return sum(rollout.sampler_logprobs) / len(rollout.sampler_logprobs) if rollout.sampler_logprobs else 0.0
+
+
+def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:
+    """The mean of the two in the middle, which are one where their number is odd. (`Tensor.median` is the lower.)"""
+    ordered = values.sort().values
+    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
 
 
 def _reference(kept_rewards: Tensor, group_rewards: Tensor, stats_over: str) -> Tensor:

@@ -60,6 +60,20 @@ def percentile(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[
     return percentile_indices(group.totals, keep, rng).tolist()
 
 
+def median(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
+
+    Its advantage over the median is 0, so that leaving it out changes the divisor of the loss and the cost only.
+    """
+    size = len(group.rollouts)
+    if keep != size - 1:
+        raise UserError(f"downsample=median leaves out one of n={size} rollouts, so m must be {size - 1}")
+    ordered = np.sort(group.totals)
+    middle = np.isin(group.totals, ordered[[(size - 1) // 2, size // 2]])
+    left_out = int(rng.choice(np.flatnonzero(middle)))
+    return [index for index in range(size) if index != left_out]
+
+
 def max_variance_indices(
     rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " K"]:

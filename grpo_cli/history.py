@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from grpo_cli.errors import UserError
 from grpo_cli.types import ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
@@ -92,3 +93,15 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step = state["step"]
         self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
+
+
+def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
+    """What a checkpoint holds of a rule, once it is known to be this rule's."""
+    if state is None:
+        raise UserError(f"the checkpoint holds nothing for {group}={kind}; resume without it, or start a new run")
+    if state.get("kind") != kind:
+        raise UserError(
+            f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "
+            f"resume with {group}={state.get('kind')}, or start a new run"
+        )
+    return state

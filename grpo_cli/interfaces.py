@@ -171,7 +171,10 @@ class DownsampleRule(Protocol):
 
 @runtime_checkable
 class AdvantageFn(Protocol):
-    """Rewards to advantages. Both come along so that the baseline is the function's choice."""
+    """Rewards to advantages. Both come along so that the baseline is the function's choice.
+
+    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too.
+    """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...
 

@@ -7,8 +7,10 @@ divisors count them (as Sparse-RL's release has it), or are left out altogether,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from grpo_cli.downsample import choose
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
-from grpo_cli.types import ScoredGroup
+from grpo_cli.types import AdvantageInputs, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
 
@@ -60,10 +62,22 @@ def select(
     candidates = left if keep < size else baseline
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
     totals = torch.tensor(group.totals)
-    advantages = advantage(totals[chosen], totals[baseline]).float() if chosen else torch.zeros(0)
+    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline))
+    answer = advantages_of(advantage, totals[chosen], totals[baseline], inputs) if chosen else torch.zeros(0)
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
-    return Selection(group, tuple(chosen), advantages, reasons)
+    return Selection(group, tuple(chosen), answer.float(), reasons)
+
+
+def advantages_of(
+    advantage: Callable[..., Any],
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+) -> Any:
+    """What `advantage` answers, as it is; it gets `inputs` only if it has a parameter of that name."""
+    named = {"inputs": inputs} if "inputs" in inspect.signature(advantage).parameters else {}
+    return advantage(kept_rewards, group_rewards, **named)
 
 
 def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:

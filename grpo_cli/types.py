@@ -144,6 +144,16 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True)
+class AdvantageInputs:
+    """What an advantage may look at beyond rewards: all of the group, which of its rollouts are kept, and which are
+    those whose rewards are given as the group's."""
+
+    group: ScoredGroup
+    kept: tuple[int, ...]
+    baseline: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Rollouts as tensors, one row each: prompt, response, padding on the right.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from grpo_cli import advantage
 from grpo_cli.errors import UserError
+from grpo_cli.settings import Sampling
+from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 GRPO = partial(advantage.grpo, eps=1e-4)
 FUNCTIONS = [GRPO, advantage.dr_grpo, advantage.rloo]
@@ -119,3 +122,156 @@ def test_keeping_the_whole_group_makes_both_statistics_the_same(function):
 def test_an_unknown_choice_of_statistics_is_refused(function):
     with pytest.raises(UserError, match=r"stats_over=batch .*kept or group"):
         function(torch.ones(2), torch.ones(2), stats_over="batch")
+
+
+MEDIAN = partial(advantage.median, scale="std", floor=1e-3, stats_over="group")
+
+
+def test_the_median_is_subtracted_and_the_spread_divided_by():
+    # median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle
+    rewards = torch.tensor([0.0, 0.1, 0.2, 0.5, 1.0], dtype=torch.float64)
+    mad = advantage.median(rewards, rewards, scale="mad", floor=1e-3, stats_over="group")
+    assert mad.tolist() == pytest.approx([-0.9950, -0.4975, 0.0, 1.4925, 3.9801], abs=5e-5)
+    plain = advantage.median(rewards, rewards, scale="none", floor=1e-3, stats_over="group")
+    assert plain.tolist() == pytest.approx([-0.2, -0.1, 0.0, 0.3, 0.8])
+
+
+@pytest.mark.parametrize(("scale", "rare"), [("mad", 1000.0), ("std", 1.9960)])
+def test_three_right_of_nine(scale, rare):
+    """The deviation is 1/2; the median distance from the median is 0, which leaves the floor."""
+    rewards = torch.tensor([0.0] * 6 + [1.0] * 3, dtype=torch.float64)
+    values = advantage.median(rewards, rewards, scale=scale, floor=1e-3, stats_over="group")
+    assert values.tolist() == pytest.approx([0.0] * 6 + [rare] * 3, rel=1e-4)
+
+
+def test_the_median_is_of_the_group_that_the_kept_were_chosen_from():
+    """Without the middle one of 0 1 5, the kept have 0 and 5 alone, and 2.5 in their middle."""
+    kept, group = torch.tensor([0.0, 5.0]), torch.tensor([0.0, 1.0, 5.0])
+    plain = partial(advantage.median, scale="none", floor=1e-3)
+    assert plain(kept, group, stats_over="group").tolist() == [-1.0, 4.0]
+    assert plain(kept, group, stats_over="kept").tolist() == [-2.5, 2.5]
+
+
+@settings(max_examples=60)
+@given(rewards=st.lists(st.integers(-9, 9), min_size=1, max_size=9).filter(lambda some: len(some) % 2), data=st.data())
+def test_the_middle_of_an_odd_group_has_no_advantage_and_half_of_the_others_no_less(rewards, data):
+    values = torch.tensor(rewards, dtype=torch.float64)
+    found = MEDIAN(values, values)
+    middle = sorted(rewards)[len(rewards) // 2]
+    assert all(found[place] == 0.0 for place, reward in enumerate(rewards) if reward == middle)
+    assert 2 * int((found >= 0).sum()) > len(rewards) and 2 * int((found <= 0).sum()) > len(rewards)
+    order = data.draw(st.permutations(range(len(rewards))))
+    assert torch.allclose(MEDIAN(values[order], values[order]), found[order])
+
+
+def test_a_median_that_cannot_be_had_is_refused():
+    with pytest.raises(UserError, match="advantage.scale=iqr is unknown: use mad, std or none"):
+        advantage.median(torch.ones(3), torch.ones(3), scale="iqr", floor=1e-3, stats_over="group")
+    with pytest.raises(UserError, match="advantage.floor=0.0 must be more than 0"):
+        advantage.median(torch.ones(3), torch.ones(3), scale="mad", floor=0.0, stats_over="group")
+
+
+def group_of(rewards: list[Reward], logprobs: list[tuple[float, ...]] | None = None) -> ScoredGroup:
+    prompt = Prompt("p", (1,), "")
+    logprobs = logprobs or [(-1.0,)] * len(rewards)
+    rollouts = tuple(
+        Rollout(Request(prompt, i, i, Sampling.plain(8)), (1,) * len(some), some, Finish.EOS, 0)
+        for i, some in enumerate(logprobs)
+    )
+    return ScoredGroup(prompt, rollouts, tuple(rewards))
+
+
+def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) -> list[float]:
+    """Of the kept rollouts; all are the baseline."""
+    everything = list(range(len(group.rollouts)))
+    kept = everything if kept is None else kept
+    totals = torch.tensor(group.totals)
+    inputs = AdvantageInputs(group, tuple(kept), tuple(everything))
+    return function(totals[kept], totals, inputs, **words).tolist()
+
+
+NOVELTY = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
+
+
+def test_a_right_answer_earns_more_the_less_likely_it_was():
+    likely = torch.tensor([-0.2, -0.4, -0.9], dtype=torch.float64)
+    bonus = advantage.rarity_bonus(torch.full((3,), 0.8, dtype=torch.float64), likely - likely.mean(), 2.5, 0.5)
+    assert bonus.tolist() == pytest.approx([0.0, 0.0, 0.4])
+    # without the cap 2.5 (1 - e^-.4); none for an advantage that is not above 0
+    bonus = advantage.rarity_bonus(torch.tensor([0.8, -0.8]), torch.tensor([-0.4, -0.4]), 2.5, 10.0)
+    assert bonus.tolist() == pytest.approx([0.8242, 0.0], abs=5e-5)
+
+
+def test_novelty_is_grpo_but_for_the_rare_among_the_right():
+    """Means of tokens: -.2 and -.9 right, -.5 and -.4 wrong, -.5 in the mean. Their number does not count."""
+    rewards = [Reward(1.0), Reward(1.0), Reward(0.0), Reward(0.0)]
+    group = group_of(rewards, [(-0.2,), (-0.4, -1.4), (-0.5, -0.5, -0.5), (-0.4,)])
+    plain = advantage.grpo(torch.tensor(group.totals), torch.tensor(group.totals), stats_over="kept", eps=0.0).tolist()
+    high = plain[0]
+    assert asked(NOVELTY, group) == close([high, 1.5 * high, -high, -high])
+    small = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
+    assert asked(small, group)[1] == pytest.approx(high + 0.1 * (1 - math.exp(-0.4)))
+    none = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=0.0, cap=0.5)
+    assert asked(none, group) == plain
+
+
+def test_a_wrong_answer_earns_nothing_by_being_rare_however_good_it_is_for_a_wrong_one():
+    """Wrong, but above the mean: 0.9 of 0, 0 and 0.9."""
+    rewards = [Reward(total, {"correct": 0.0}) for total in (0.0, 0.0, 0.9)]
+    group = group_of(rewards, [(-0.1,), (-0.1,), (-5.0,)])
+    totals = torch.tensor(group.totals)
+    assert asked(NOVELTY, group) == advantage.grpo(totals, totals, stats_over="kept", eps=0.0).tolist()
+
+
+def test_how_likely_the_others_were_is_asked_of_those_that_are_compared_with():
+    """Of the kept, -1 and -2: -1.5 in the mean. Of the group with another of -6: -3, beside which -2 is not rare."""
+    group = group_of([Reward(0.0), Reward(1.0), Reward(0.0)], [(-1.0,), (-2.0,), (-6.0,)])
+    over = {word: partial(NOVELTY, stats_over=word, cap=9.0) for word in BOTH}
+    plain = {word: partial(NOVELTY, stats_over=word, bonus=0.0) for word in BOTH}
+    gained = {word: asked(over[word], group, [0, 1])[1] - asked(plain[word], group, [0, 1])[1] for word in BOTH}
+    assert gained == {"kept": pytest.approx(2.5 * (1 - math.exp(-0.5))), "group": 0.0}
+
+
+def test_a_part_counts_by_its_weight_and_not_by_its_scale():
+    """Two parts of scale 1 and 100, of which each rollout has one or both: whitened both are +-.866 and +-.5."""
+    rewards = [
+        Reward(101.0, {"right": 1.0, "short": 100.0}),
+        Reward(1.0, {"right": 1.0, "short": 0.0}),
+        Reward(100.0, {"right": 0.0, "short": 100.0}),
+        Reward(0.0, {"right": 0.0}),  # what it has not is 0
+    ]
+    per_part = partial(advantage.per_part, stats_over="kept", eps=0.0)
+    high = 3**0.5 / 2
+    assert asked(per_part, group_of(rewards), weights={}) == close([2 * high, 0, 0, -2 * high])
+    assert asked(per_part, group_of(rewards), weights={"short": 0.5}) == close(
+        [1.5 * high, 0.5 * high, -0.5 * high, -1.5 * high]
+    )
+    assert asked(per_part, group_of(rewards), weights={"short": 0}) == close([high, high, -high, -high])
+    order = [2, 0, 3, 1]
+    moved = asked(per_part, group_of([rewards[place] for place in order]), weights={"short": 0.5})
+    assert moved == close([-0.5 * high, 1.5 * high, -1.5 * high, 0.5 * high])
+
+
+def test_parts_are_compared_where_it_is_asked_for_and_add_nothing_where_they_are_equal():
+    """Kept are 0 and 4 of 0 4 8: means 2 and 4, deviations sqrt(8) and 4."""
+    group = group_of([Reward(0.0, {"a": value, "same": 0.1}) for value in (0.0, 4.0, 8.0)])
+    per_part = partial(advantage.per_part, weights={}, eps=0.0)
+    assert asked(per_part, group, [0, 1], stats_over="kept") == close([-(0.5**0.5), 0.5**0.5])
+    assert asked(per_part, group, [0, 1], stats_over="group") == close([-1.0, 0.0])
+
+
+def test_without_parts_the_total_is_the_only_one():
+    group = group_of([Reward(0.0), Reward(2.0), Reward(4.0)])
+    assert asked(advantage.per_part, group, weights={}, stats_over="kept", eps=0.0) == close([-1, 0, 1])
+
+
+@pytest.mark.parametrize("weight", ["much", True, float("nan"), None])
+def test_a_weight_is_a_number(weight):
+    with pytest.raises(UserError, match=r"advantage.weights.short=.* must be a number"):
+        asked(advantage.per_part, group_of([Reward(0.0)] * 2), weights={"short": weight}, stats_over="kept", eps=0.0)
+
+
+@pytest.mark.parametrize(("words", "message"), [({"bonus": -1.0}, "advantage.bonus=-1"), ({"cap": -1.0}, "cap=-1")])
+def test_no_right_answer_loses_by_being_rare(words, message):
+    with pytest.raises(UserError, match=message):
+        asked(partial(NOVELTY, **words), group_of([Reward(0.0), Reward(1.0)]))

@@ -77,7 +77,9 @@ def test_every_choice_can_be_composed(file):
     required = [f"{group}.{key}={trace}" for key, value in words.items() if value == "???"]
     predictor = ["predictor=mean"] if group == "scheduler" else []
     fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
-    check(settings(f"{group}={file.stem}", *predictor, *fewer, *required))
+    others = {"collector=dars": ["advantage=dr_grpo"], "advantage=median": ["n=9"], "downsample=median": ["n=9"]}
+    besides = others.get(f"{group}={file.stem}", [])
+    check(settings(f"{group}={file.stem}", *predictor, *fewer, *besides, *required))
 
 
 @pytest.mark.parametrize("file", GROUP_FILES, ids=lambda file: f"{file.parent.name}={file.stem}")
@@ -205,6 +207,40 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["train.steps=0"], "train.steps=0 must be at least 1"),
         (["train.prompts=-1"], "train.prompts=-1 must be at least 1"),
         (["train.prompts=2", "n=2", "train.minibatches=5"], "must not be more than the 4 rollouts trained on per step"),
+        (["train.count_by=token"], "train.count_by=token must be one of rollout, prompt"),
+        (["train.count_by=promt"], "did you mean prompt?"),
+        (["train.max_generated=0"], "train.max_generated=0.0 must be more than 0, or null for no bound"),
+        (["train.max_generated=-5e6"], "train.max_generated=-5000000.0 must be more than 0"),
+        (
+            ["advantage=median", "n=8"],
+            "n=8 has no middle rollout for advantage=median; take n=9 (downsample=median",
+        ),
+        (
+            ["advantage=median", "n=9", "collector=mixed"],
+            "collector=mixed makes groups of any size, of which advantage=median would not know the one in the middle; "
+            "use collector=equal",
+        ),
+        (
+            ["downsample=median", "n=9", "m=8", "collector=ci"],
+            "collector=ci makes groups of any size, of which down",
+        ),
+        (["downsample=median", "n=9", "m=4"], "downsample=median leaves out one of n=9 rollouts, so m must be 8"),
+        (["downsample=median", "n=9"], "downsample=median leaves out one of n=9 rollouts, so m must be 8"),
+        (
+            ["collector=dars"],
+            "collector=dars counts for undivided advantages, but advantage=grpo divides by the deviation; use "
+            "advantage=dr_grpo or collector.divided=true",
+        ),
+        (
+            ["collector=dars", "collector.divided=true", "advantage=rloo"],
+            "collector=dars counts for divided advantages, but advantage=rloo does not divide by the deviation; use "
+            "advantage=grpo or collector.divided=false",
+        ),
+        (["collector=dars", "collector.divided=true", "n=40"], "collector.most=32 is less than n=40"),
+        (["collector=mixed", "collector.pool=0"], "collector.pool=0 must be at least 1"),
+        (["collector=mixed", "collector.pool=many"], "collector.pool=many must be a whole number"),
+        (["credit=gdro", "credit.window=50"], "credit.window=50 must be from 1 to 8"),
+        (["credit=gdro", "credit.bins=3.5"], "credit.bins=3.5 must be a number of bins, or edges"),
         (["sampling.temperature=0"], "sampling.temperature=0.0 must be more than 0"),
         (["sampling.top_p=0.9"], "truncated sampling biases the importance ratio"),
         (["sampling.top_k=50"], "truncated sampling biases the importance ratio"),
@@ -314,6 +350,24 @@ def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group
 
 def test_every_rollout_may_be_a_minibatch_of_its_own():
     check(settings("train.prompts=2", "n=2", "train.minibatches=4"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["collector=dars", "advantage=rloo"],
+        ["collector=dars", "collector.divided=true"],
+        ["advantage=median", "downsample=median", "n=9", "m=8"],
+        ["advantage=median", "advantage.scale=mad", "n=3"],
+        ["credit=gdro", "credit.bins=[0.4,0.75]", "credit.eta=1"],
+        ["advantage=per_part", "+advantage.weights.short=0.5"],
+        ["advantage=novelty", "collector=ci", "train.count_by=prompt", "train.max_generated=5e6"],
+        ["train.max_generated=1000"],
+    ],
+    ids=" ".join,
+)
+def test_rules_that_go_together_do(words):
+    check(settings(*words))
 
 
 def test_eval_may_truncate_and_takes_all_problems():

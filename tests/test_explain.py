@@ -158,7 +158,7 @@ def test_a_setting_is_explained_with_its_value_wherever_it_has_one():
     both = said("explain", "eval.problems")
     assert "Held-out problems per evaluation; for grpo eval, -1 is all there are." in both
     assert "grpo train, grpo eval, grpo profile: conf/_run.yaml:" in both
-    assert "Named by: m, train.prompts\n" in said("explain", "n")
+    assert "Named by: m, train.prompts, collector.most, collector.least\n" in said("explain", "n")
 
 
 def test_a_setting_may_be_named_by_its_last_part_and_with_a_value():

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import made
 import pytest
 import torch
 from made import full, infinite
@@ -25,8 +27,12 @@ from grpo_cli.errors import UserError
 from grpo_cli.memory import PhasePeaks, ResidentPeak, is_out_of_memory
 from grpo_cli.meter import WallMeter, spans_around
 from grpo_cli.profile import compare
+from grpo_cli.profile.command import _never_all_equal
 from grpo_cli.profile.findings import SCHEMA, read
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, lognormal
+from grpo_cli.select import advantages_of
+from grpo_cli.settings import Sampling
+from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
 
@@ -72,6 +78,18 @@ def test_a_profile_steps_though_all_replies_of_full_length_earn_nothing():
     measured, predicted = found["measured"]["exact_bytes"], found["predicted"]["exact_bytes"]
     assert measured["optimizer"] == predicted["optimizer"] > 0
     assert measured["gradients"] == predicted["gradients"] > 0
+
+
+@pytest.mark.parametrize("choice", ["grpo", "per_part"])
+def test_an_advantage_that_is_all_0_is_made_up_whatever_it_asks_for(choice: str):
+    """`per_part` asks for more than rewards; both answer as ever where something differs."""
+    prompt = Prompt("p", (0,), "")
+    rollouts = tuple(Rollout(Request(prompt, i, i, Sampling.plain(1)), (0,), (-1.0,), Finish.EOS, 0) for i in range(2))
+    rule = partial(_never_all_equal, made.advantage(choice, eps=0.0))
+    for rewards, expected in [((1.0, 1.0), [1.0, 1.0]), ((0.0, 2.0), [-(0.5**0.5), 0.5**0.5])]:
+        group, totals = ScoredGroup(prompt, rollouts, tuple(map(Reward, rewards))), torch.tensor(rewards)
+        found = advantages_of(rule, totals, totals, AdvantageInputs(group, (0, 1), (0, 1)))
+        assert found.tolist() == pytest.approx(expected)
 
 
 def test_the_pass_that_dropout_costs_is_predicted_too():

@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_cli import advantage, downsample
 from grpo_cli.examples import examples
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 GRPO = partial(advantage.dr_grpo, stats_over="kept")
 
@@ -92,3 +93,20 @@ def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage
         (2, 0.0, True, -4.0),
     ]
     assert len(examples(Words(), selections, -1)) == len(examples(Words(), selections, 8)) == 8
+
+
+@pytest.mark.parametrize("count_rejected", [True, False])
+def test_an_advantage_with_a_parameter_for_them_is_told_of_the_group_and_its_rollouts(count_rejected: bool) -> None:
+    told: list[AdvantageInputs] = []
+
+    def curious(kept_rewards: Tensor, group_rewards: Tensor, inputs: AdvantageInputs, *, factor: float) -> Tensor:
+        told.append(inputs)
+        assert kept_rewards.tolist() == [inputs.group.totals[place] for place in inputs.kept]
+        assert group_rewards.tolist() == [inputs.group.totals[place] for place in inputs.baseline]
+        return factor * kept_rewards
+
+    asked, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
+    rule, rng = partial(curious, factor=2.0), np.random.default_rng(0)
+    selection = select(asked, why, 2, downsample.maxvar, rule, rng, count_rejected)
+    assert selection.advantages.tolist() == [0.0, 4.0]
+    assert told == [AdvantageInputs(asked, (0, 2), (0, 1, 2, 3) if count_rejected else (0, 1, 2))]

@@ -9,6 +9,7 @@ import numpy as np
 
 from grpo_cli.collect.requests import check_ids, seed_of
 from grpo_cli.errors import UserError
+from grpo_cli.history import of_kind
 from grpo_cli.types import Prompt, ScoredGroup
 
 
@@ -70,15 +71,3 @@ class Epochs:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and (state := of_kind(state, "curriculum", "epochs"))["epoch"] >= 0:
             self._turn_to(state["epoch"], state["place"])
-
-
-def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
-    """What a checkpoint holds of a rule, once it is known to be this rule's."""
-    if state is None:
-        raise UserError(f"the checkpoint holds nothing for {group}={kind}; resume without it, or start a new run")
-    if state.get("kind") != kind:
-        raise UserError(
-            f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "
-            f"resume with {group}={state.get('kind')}, or start a new run"
-        )
-    return state

@@ -32,6 +32,9 @@ _QUANTISED = ("none", "8bit", "4bit")
 _OPTIMIZERS = ("adamw", "adamw8bit")
 _AUTOCASTS = ("auto", "none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
+# Whether an advantage divides by the deviation of its group.
+_DIVIDES = {"grpo": True, "novelty": True, "per_part": True, "dr_grpo": False, "rloo": False}
+_COUNTED = ("rollout", "prompt")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
@@ -41,6 +44,7 @@ def check(settings: RunSettings) -> None:
         [
             *_seed_problems(settings.seed),
             *_group_problems(settings),
+            *_together_problems(settings),
             *_train_problems(settings.train, settings.m),
             *_sampling_problems(settings.sampling),
             *_optim_problems(settings.optim),
@@ -149,6 +153,33 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         )
 
 
+def _together_problems(settings: RunSettings) -> Iterator[str]:
+    """Rules that ask something of each other, of `n` or of `m`. What one's own rules ask is not known."""
+    n, m = settings.n, settings.m
+    names = {group: choice_of(group, settings.parts[group]) for group in ("collector", "advantage", "downsample")}
+    of_medians = [f"{group}=median" for group in ("advantage", "downsample") if names[group] == "median"]
+    if of_medians and names["collector"] != "equal":
+        yield (
+            f"collector={names['collector']} makes groups of any size, of which {' and '.join(of_medians)} would not "
+            f"know the one in the middle; use collector=equal"
+        )
+    if names["advantage"] == "median" and n % 2 == 0:
+        yield (
+            f"n={n} has no middle rollout for advantage=median; take n={n + 1} (downsample=median m={n} then trains on "
+            f"{n})"
+        )
+    if names["downsample"] == "median" and m == n:  # if m is less, the rule itself is asked
+        yield f"downsample=median leaves out one of n={n} rollouts, so m must be {n - 1}"
+    divides, divided = _DIVIDES.get(names["advantage"]), settings.parts["collector"].get("divided")
+    if names["collector"] == "dars" and isinstance(divided, bool) and divides not in (None, divided):
+        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
+        yield (
+            f"collector=dars counts for {'divided' if divided else 'undivided'} advantages, but "
+            f"advantage={names['advantage']} {does} by the deviation; use advantage={other} or "
+            f"collector.divided={str(divides).lower()}"
+        )
+
+
 def _seed_problems(seed: int) -> Iterator[str]:
     if not 0 <= seed < 2**64:
         yield f"seed={seed} must be from 0 to 2^64 - 1: NumPy and PyTorch take no other"
@@ -161,6 +192,9 @@ def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
         yield from _at_least(f"train.{key}", getattr(train, key), 1)
     yield from _at_least("train.checkpoint_every", train.checkpoint_every, 1)
     yield from _at_least("train.keep_checkpoints", train.keep_checkpoints, 1)
+    yield from _one_of("train.count_by", train.count_by, _COUNTED)
+    if train.max_generated is not None and not train.max_generated > 0:
+        yield f"train.max_generated={train.max_generated} must be more than 0, or null for no bound: it counts tokens"
     kept = train.prompts * m
     if train.minibatches > kept > 0:
         yield (

@@ -29,6 +29,8 @@ from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.types import Batch, LossOutput, Totals
 
 INNER = "inner"  # the word by which an engine names the one that its workers have
+# What is given by its name to a part that is called, if it has such a parameter.
+_BY_NAME = {"advantage": ("inputs",)}
 _PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor}
 
 
@@ -100,8 +102,10 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     the arguments it will get."""
     factory = _factory(name, part, {})
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
+    signature = inspect.signature(rule)
+    named = {word: word for word in _BY_NAME.get(name, ()) if word in signature.parameters}
     try:
-        inspect.signature(rule).bind(*called_with)
+        signature.bind(*called_with, **named)
     except TypeError as error:
         raise UserError(
             f"{name}._target_={part['_target_']} cannot be called as {name}({', '.join(called_with)}): {error}; "

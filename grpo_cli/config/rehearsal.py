@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,21 @@ from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected
+from grpo_cli.select import advantages_of
 from grpo_cli.settings import RunSettings, Sampling
-from grpo_cli.types import Batch, Finish, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import (
+    AdvantageInputs,
+    Batch,
+    Finish,
+    LossOutput,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    ScoredGroup,
+    Totals,
+    Verdict,
+)
 
 
 def build_rules(settings: RunSettings) -> Rules:
@@ -47,8 +61,10 @@ def try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
 
 def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     m = len(kept.rollouts)
-    rewards = [torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group)]
-    advantages = rules.advantage(*rewards)
+    of_kept, of_group = (torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group))
+    numbers = tuple(rollout.request.sample for rollout in kept.rollouts)
+    inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))))
+    advantages = advantages_of(rules.advantage, of_kept, of_group, inputs)
     _expect("advantage", advantages, (m,))
     logprobs = torch.full((m, 4), -1.0, requires_grad=True)
     batch = _made_up_batch(advantages, logprobs.detach())
@@ -57,7 +73,7 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
         raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
     _expect("correction", verdict.weights, (m, 4))
     _expect("correction", verdict.mask, (m, 4))
-    factors = rules.credit(batch, ["rehearsal"] * m, History())
+    factors = copy.deepcopy(rules.credit)(batch, ["rehearsal"] * m, History())
     if factors is not None:
         _expect("credit", factors, (m, 4))
         batch = replace(batch, weights=batch.weights * factors)

@@ -29,9 +29,10 @@ from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forc
 from grpo_cli.profile.from_settings import estimator_of, not_predicted, process_alone, shapes_of, step_of
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
+from grpo_cli.select import advantages_of
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
-from grpo_cli.types import Record
+from grpo_cli.types import AdvantageInputs, Record
 
 Say = Callable[[str], None]
 
@@ -132,10 +133,12 @@ def _measured(
     return measured
 
 
-def _never_all_equal(rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor) -> torch.Tensor:
+def _never_all_equal(
+    rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor, inputs: AdvantageInputs
+) -> torch.Tensor:
     """A group's advantages, made up where all are 0: steps are measured with a gradient, without which the optimizer
     neither steps nor holds anything, also where completions of forced length all earn nothing."""
-    advantages = rule(kept_rewards, group_rewards)
+    advantages = advantages_of(rule, kept_rewards, group_rewards, inputs)
     return advantages if advantages.any() else torch.ones_like(advantages)
 
 

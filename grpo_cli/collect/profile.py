@@ -96,7 +96,7 @@ def _rows_of(file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise UserError(f"train.history={file} is empty; write it with {WRITE_IT}")
 
 
-def bad_sizes(key: str, sizes: Sequence[int]) -> Iterator[str]:
+def bad_sizes(key: str, sizes: Sequence[Any]) -> Iterator[str]:
     """What is wrong with sizes of groups."""
     whole = all(type(size) is int for size in sizes)
     if not (sizes and whole and sizes[0] >= 2 and all(a < b for a, b in zip(sizes, sizes[1:], strict=False))):
@@ -233,8 +233,9 @@ class Profiled:
         return Bucket(size, own, frozenset(prompt.id for prompt in prompts), order)
 
     def _number(self, step: int) -> int:
-        """Which phase a step is of; the last one has no end."""
-        return next((i for i, border in enumerate(self._borders) if step < border), len(self._borders) - 1)
+        """Which phase a step is of; the last one that has steps has no end."""
+        last = self._borders.index(self._borders[-1])
+        return next((i for i, border in enumerate(self._borders) if step < border), last)
 
     def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
         if not self._phases:

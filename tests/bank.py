@@ -1,7 +1,7 @@
 """A Bernoulli bank: problems that are solved by chance, so that real steps of rollouts run without a model.
 
-Problem q is solved with the chance 1 / (1 + exp(difficulty - ability)); difficulties are drawn from N(0, 4^2), and what a
-policy would learn is that ability grows by `drift` times the share of a step's groups that are mixed.
+Problem q is solved with the chance 1 / (1 + exp(difficulty - ability)); difficulties are drawn from N(0, 4^2), and what
+a policy would learn is that ability grows by `drift` times the share of a step's groups that are mixed.
 """
 
 from __future__ import annotations

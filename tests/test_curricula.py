@@ -53,8 +53,8 @@ def ids(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def predictions(solved: Sequence[int | None], **changed: Any) -> list[float]:
-    """The chance to be mixed of a problem after each of its looks: how many of 8 rollouts solved it, None where none was
-    made of it."""
+    """The chance to be mixed of a problem after each of its looks: how many of 8 rollouts solved it, None where none
+    was made of it."""
     prompts = problems(2)
     rule = curriculum("dps", prompts, per_step=2, pool=1, **changed)
     found = []

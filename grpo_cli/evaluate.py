@@ -1,4 +1,4 @@
-"""Accuracy, pass@1 and pass@k on held-out prompts, with 95 % intervals: the same code inside training and alone."""
+"""Accuracy, pass@1 and pass@k with 95 % intervals: the same code inside training, on held-out prompts, and alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
+from grpo_cli.errors import UserError
 from grpo_cli.examples import example
 from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
-from grpo_cli.settings import EvalSettings, ExamSettings, SampleSettings, Sampling
+from grpo_cli.settings import ExamSettings, SampleSettings, Sampling
 from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
 
 
@@ -49,13 +51,19 @@ def evaluate(
 
 
 def evaluate_with(
-    bench: Bench, settings: EvalSettings | ExamSettings, sampling: SampleSettings, seed: int
+    bench: Bench, settings: ExamSettings, sampling: SampleSettings, seed: int, split: str = "eval"
 ) -> EvalResult:
-    """What `settings` asks for: its held-out problems (-1: all of them), sampled at its temperature."""
-    held_out = bench.task.prompts("eval")
-    count = len(held_out) if settings.problems == -1 else min(settings.problems, len(held_out))
+    """What `settings` asks for: its problems (-1: all of the split), sampled at its temperature. UserError if all would
+    be too many."""
+    prompts = bench.task.prompts(split)
+    if settings.problems == -1 and split == "train" and len(prompts) > MOST_PROFILED:
+        raise UserError(
+            f"eval.problems=-1 eval.split=train asks for all {len(prompts)} problems to train on, more than "
+            f"{MOST_PROFILED}: set task.train_problems=512, or give eval.problems a number"
+        )
+    count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
     drawn = sampling.at(settings.temperature)
-    return evaluate(bench.engine, bench.task, [held_out[i] for i in range(count)], drawn, settings.k, seed)
+    return evaluate(bench.engine, bench.task, [prompts[i] for i in range(count)], drawn, settings.k, seed)
 
 
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:

@@ -19,6 +19,7 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
         reply=task.text(rollout.token_ids),
         answer=group.prompt.answer,
         reward=reward.total,
+        solved=reward.solved,
         parts=dict(reward.parts),
         length=len(rollout),
         finish=rollout.finish.value,

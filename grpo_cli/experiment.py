@@ -291,7 +291,7 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
         asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
         problems = len({example.prompt_id for example in result.examples})
         code = dataclasses.asdict(code_version())
-        found = {"problems": problems, "seconds": seconds, **result.metrics}
+        found = {"split": settings.eval.split, "problems": problems, "seconds": seconds, **result.metrics}
         summary = {"status": "completed", **asked, **found, "engine": engine, "code": code}
         write_summary(Path(settings.run_dir), summary)
     finally:
@@ -304,6 +304,6 @@ def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[st
     bench = set_up(settings, settings.model)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
-        result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed)
+        result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
     write_samples(Path(settings.run_dir), result.examples)
     return result, time.perf_counter() - start, bench.engine.facts()

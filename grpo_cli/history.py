@@ -40,15 +40,24 @@ class Visit:
 
 
 class History:
-    """The last visits of every problem, by its id. A visit's `age` is how many later ones there are."""
+    """The last visits of every problem, by its id. A visit's `age` is how many later ones there are.
+
+    What was seen before training is a visit like any other, and kept apart too, since it falls out of the last ones.
+    """
 
     def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
-        self._visits = {problem: tuple(some)[-KEPT:] for problem, some in (visits or {}).items()}
-        self._step = PROFILED
+        given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
+        self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
+        self._profile = {problem: some[0] for problem, some in given.items() if some[0].step == PROFILED}
 
     def __len__(self) -> int:
-        """How many different problems were visited."""
-        return len(self._visits)
+        """How many different problems the run has visited; a profile is no visit of the run."""
+        return sum(visits[-1].step != PROFILED for visits in self._visits.values())
+
+    @property
+    def profile(self) -> Mapping[str, Visit]:
+        """What was seen of problems before training, however often they were visited since."""
+        return self._profile
 
     def visits(self, problem: str) -> tuple[Visit, ...]:
         """The last ones, oldest first."""
@@ -78,20 +87,20 @@ class History:
         return [decay ** (count - 1 - place) for place in range(count)]
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Add a step's groups. Steps come in order; one that is made again takes the place of what it was."""
-        assert step >= self._step, f"step {step} after step {self._step}"
-        self._step = step
+        """Add a step's groups. One that is made again, as `grpo profile` does, takes the place of what it was, and of
+        what came after it."""
         for group in groups:
-            before = [visit for visit in self.visits(group.prompt.id) if visit.step != step]
+            before = [visit for visit in self.visits(group.prompt.id) if visit.step < step]
             visit = Visit(step, group.solved, len(group.rollouts))
             self._visits[group.prompt.id] = (*before, visit)[-KEPT:]
 
     def state_dict(self) -> dict[str, Any]:
         plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in self._visits.items()}
-        return {"step": self._step, "visits": plain}
+        profile = {name: (visit.solved, visit.tried) for name, visit in self._profile.items()}
+        return {"visits": plain, "profile": profile}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step = state["step"]
+        self._profile = {name: Visit(PROFILED, *counts) for name, counts in state["profile"].items()}
         self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
 
 

@@ -121,7 +121,7 @@ class OptimSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ExamSettings:
-    """How many held-out problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
+    """How many problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
 
     problems: int
     k: int
@@ -131,6 +131,13 @@ class ExamSettings:
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(ExamSettings):
     every: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitExamSettings(ExamSettings):
+    """Of `grpo eval`, which may also look at the problems to train on."""
+
+    split: str  # eval | train
 
 
 @dataclass(frozen=True)
@@ -200,5 +207,5 @@ class EvalRunSettings:
     run_dir: str
     model: ModelSettings
     sampling: SampleSettings
-    eval: ExamSettings
+    eval: SplitExamSettings
     parts: Mapping[str, Mapping[str, Any]]

@@ -232,6 +232,7 @@ class Example:
     reply: str
     answer: str
     reward: float
+    solved: bool
     parts: Mapping[str, float]
     length: int
     finish: str

@@ -19,7 +19,7 @@ Damage = Callable[[list[bytes]], list[bytes]]
 
 def record(step: int) -> Record:
     """The first has no rollouts, as an evaluation has none; the others have two."""
-    kept = Example(f"p{step}", 0, "1+1=", "2", "2", 1.0, {}, 1, "eos", True, "kept", 0.5)
+    kept = Example(f"p{step}", 0, "1+1=", "2", "2", 1.0, True, {}, 1, "eos", True, "kept", 0.5)
     return Record(step, {"loss/total": step / 8}, (kept, kept) if step else ())
 
 

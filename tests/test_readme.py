@@ -98,7 +98,10 @@ def first_of(override: Override) -> str:
 def test_the_settings_of_every_command_can_be_read(command, tmp_path, monkeypatch):
     (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my_rules.py").write_text(textwrap.dedent(rule))
+    (tmp_path / "somewhere").mkdir()
+    (tmp_path / "somewhere" / "samples.jsonl").touch()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     name, *words = command
     here = with_slots([word for word in words if "=" in word and not word.startswith(ELSEWHERE)])
     given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]

@@ -35,7 +35,7 @@ METRICS = {"reward/mean": 0.5, "loss/kl": float("nan"), "optim/lr": 1e-3}
 
 
 def example(reply: str = "2", advantage: float | None = 0.5) -> Example:
-    return Example("p1", 0, "1+1=", reply, "2", 1.0, {"correct": 1.0}, 1, "eos", True, "kept", advantage)
+    return Example("p1", 0, "1+1=", reply, "2", 1.0, True, {"correct": 1.0}, 1, "eos", True, "kept", advantage)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -340,7 +340,7 @@ def _evaluate(cfg: DictConfig) -> Any:
     with started("eval", cfg, settings):
         result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
-    typer.echo(f"every answer: {settings.run_dir}/{SAMPLES}")
+    typer.echo(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
     return result.metrics["eval/accuracy"]
 
 

@@ -1,12 +1,276 @@
-"""What is known of problems before training: a file of answers, and the sizes of groups that it suggests."""
+"""What is known of problems before training: a file of answers, and the sizes of groups that it suggests (sGPO,
+arXiv 2606.08854)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
-from grpo_cli.history import History
-from grpo_cli.types import Prompt
+from grpo_cli.collect.candidates import no_share
+from grpo_cli.collect.epochs import Epochs, of_kind
+from grpo_cli.collect.requests import seed_of
+from grpo_cli.errors import UserError, refuse
+from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
+
+MOST_PROFILED = 100_000  # problems; a pass over more would take longer than any training here
+WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
+_READ = {"prompt_id": str, "sample": int, "reason": str, "solved": bool}
 
 
 def read_history(file: str | None, prompts: Sequence[Prompt]) -> History:
-    return History()
+    """What `samples.jsonl` of an evaluation says of these problems; nothing without one. UserError if it is none, or
+    of another task. Problems are only looked at until all those of the file are found."""
+    if file is None:
+        return History()
+    visits = _visits_in(file)
+    wanted, known = dict(visits), dict[str, Sequence[Visit]]()
+    for prompt in prompts:
+        if prompt.id in wanted:
+            known[prompt.id] = [wanted.pop(prompt.id)]
+            if not wanted:
+                break
+    if not known:
+        raise UserError(
+            f"train.history={file} knows 0 of the {len(prompts)} problems of this task (its ids are such as "
+            f"{next(iter(visits))}, the task's such as {prompts[0].id}); write it with {WRITE_IT} on this task"
+        )
+    return History(known)
+
+
+def no_history(file: str | None) -> Iterator[str]:
+    """What is wrong with the place of the file, which can be said before anything is read."""
+    if file is not None and not Path(file).expanduser().is_file():
+        found = "a folder: name the samples.jsonl in it" if Path(file).expanduser().is_dir() else "not there"
+        yield (
+            f"train.history={file} is {found}; {WRITE_IT} writes one, and a run that goes on has in its checkpoint "
+            "what it said: train.history=null"
+        )
+
+
+def _visits_in(file: str) -> dict[str, Visit]:
+    """The sampled answers of a file, by problem."""
+    refuse([*no_history(file)])
+    found: dict[str, dict[int, bool]] = {}
+    for number, row in _rows_of(file):
+        if row["reason"] != "sampled":
+            continue
+        of = found.setdefault(row["prompt_id"], {})
+        if row["sample"] in of:
+            raise UserError(
+                f"line {number} of train.history={file} holds sample {row['sample']} of problem {row['prompt_id']!r} a "
+                f"second time: one file is of one evaluation, so write it again with {WRITE_IT}"
+            )
+        of[row["sample"]] = row["solved"]
+    if not found:
+        raise UserError(
+            f"train.history={file} holds no sampled answers (eval.k=0, or it is of training); write it with {WRITE_IT}"
+        )
+    return {problem: Visit(PROFILED, sum(of.values()), len(of)) for problem, of in found.items()}
+
+
+def _rows_of(file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Lines with their numbers. UserError for one that is not what an evaluation writes, or if there is none."""
+    number = 0
+    with open(Path(file).expanduser(), encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"line {number} of train.history={file} is no JSON: name the samples.jsonl that {WRITE_IT} writes"
+                ) from error
+            lacking = [key for key, kind in _READ.items() if not (isinstance(row, dict) and type(row.get(key)) is kind)]
+            if lacking:
+                raise UserError(
+                    f"line {number} of train.history={file} does not say {', '.join(lacking)}: it is no samples.jsonl, "
+                    f"or was written by an older version; write it again with {WRITE_IT}"
+                )
+            yield number, row
+    if not number:
+        raise UserError(f"train.history={file} is empty; write it with {WRITE_IT}")
+
+
+def bad_sizes(key: str, sizes: Sequence[Any]) -> Iterator[str]:
+    """What is wrong with sizes of groups."""
+    whole = all(type(size) is int for size in sizes)
+    if not (sizes and whole and sizes[0] >= 2 and all(a < b for a, b in zip(sizes, sizes[1:], strict=False))):
+        yield f"{key}={[*sizes]} must be whole numbers of 2 or more, from the smallest to the largest: groups compare"
+
+
+def size_for(visit: Visit, sizes: Sequence[int]) -> int | None:
+    """The least of `sizes` in which one right rollout is expected, the largest if none is; None where nobody solved
+    the problem."""
+    if not visit.solved:
+        return None
+    return next((size for size in sizes if size * visit.solved >= visit.tried), sizes[-1])
+
+
+def profiled(collection: Collection, *, sizes: Sequence[int]) -> Rounds:
+    """Each problem as often as its profile suggests, in one round (sGPO, arXiv 2606.08854).
+
+    A problem that the profile does not know is made `n` rollouts of; one that it saw unsolved, as many as the largest
+    group of the step's others, which under `curriculum=profile` is the size of its phase.
+    """
+    refuse([*bad_sizes("collector.sizes", sizes)])
+    profile, prompts = collection.history.profile, collection.pick(collection.prompts)
+    suited = {prompt.id: size_for(profile[prompt.id], sizes) for prompt in prompts if prompt.id in profile}
+    unsolved = max((size for size in suited.values() if size), default=sizes[-1])
+    counts = [(suited[prompt.id] or unsolved) if prompt.id in suited else collection.n for prompt in prompts]
+    yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, counts, strict=True)))
+    return None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The problems that are trained on while groups have one size, and their order. `own`: how many have that size of
+    themselves, and were not unsolved."""
+
+    size: int
+    own: int
+    ids: frozenset[str]
+    order: Epochs
+
+
+class Profiled:
+    """Problems by the size of group that a profile suggests, the smallest first (sGPO, arXiv 2606.08854).
+
+    Those that were solved in more than `trivial` of the answers are left out, and unsolved ones too but for a share
+    `unsolved` of them, which come in every phase. Unknown ones are taken for such that want `n`. A phase without
+    problems is skipped; one with fewer than a step wants is filled up from those after it, then those before.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_step: int,
+        steps: int,
+        n: int,
+        seed: int,
+        history: History,
+        *,
+        trivial: float,
+        unsolved: float,
+        sizes: Sequence[int],
+        shares: Sequence[int | float] | None,
+    ) -> None:
+        refuse([*self.refuses(trivial=trivial, unsolved=unsolved, sizes=sizes, shares=shares)])
+        self._prompts, self._per_step, self._steps, self._seed = prompts, per_step, steps, seed
+        self._all_sizes, self._shares = tuple(sizes), shares
+        self._sizes: dict[str, int] = {}  # of the problems that are trained on; 0: of every phase
+        self._phases: list[Bucket] = []
+        self._borders: list[int] = []  # the step after each phase
+        if history.profile:
+            self._check_count()
+            self._arrange(self._suited(history.profile, n, trivial, unsolved))
+
+    @staticmethod
+    def refuses(
+        *, trivial: float, unsolved: float, sizes: Sequence[int], shares: Sequence[int | float] | None
+    ) -> Iterator[str]:
+        """What is wrong with its settings."""
+        yield from no_share("trivial", trivial)
+        yield from no_share("unsolved", unsolved)
+        yield from bad_sizes("curriculum.sizes", sizes)
+        if shares is not None and not (
+            len(shares) == len(sizes) and all(_is_number(share) and share >= 0 for share in shares) and sum(shares) > 0
+        ):
+            yield (
+                f"curriculum.shares={[*shares]} must be null, or a part of the steps for each of "
+                f"curriculum.sizes={[*sizes]}, such as {[1] * len(sizes)}"
+            )
+
+    def _check_count(self) -> None:
+        if len(self._prompts) > MOST_PROFILED:
+            raise UserError(
+                f"curriculum=profile goes by what is known of each problem, but the task has {len(self._prompts)}, "
+                f"more than {MOST_PROFILED}: set task.train_problems=512, or take curriculum=target"
+            )
+
+    def _suited(self, profile: Mapping[str, Visit], n: int, trivial: float, unsolved: float) -> dict[str, int]:
+        """Which problems are trained on, by their sizes."""
+        largest, found = self._all_sizes[-1], dict[str, int]()
+        for prompt in self._prompts:
+            visit = profile.get(prompt.id)
+            if visit is None:
+                found[prompt.id] = next((size for size in self._all_sizes if size >= n), largest)
+            elif visit.solved > trivial * visit.tried:
+                continue
+            elif size := size_for(visit, self._all_sizes):
+                found[prompt.id] = size
+            elif seed_of(self._seed, "unsolved", prompt.id) < unsolved * 2**64:
+                found[prompt.id] = 0
+        return found
+
+    def _arrange(self, sizes: Mapping[str, int]) -> None:
+        """The phases, and how long each is."""
+        kept = [prompt for prompt in self._prompts if prompt.id in sizes]
+        if len(kept) < self._per_step:
+            raise UserError(
+                f"curriculum=profile leaves {len(kept)} of {len(self._prompts)} problems, and "
+                f"train.prompts={self._per_step} are trained on in a step: raise curriculum.trivial or "
+                "curriculum.unsolved, lower train.prompts, or take other problems"
+            )
+        self._sizes, own = dict(sizes), list(sizes.values())
+        # Where nothing but unsolved problems is left, they have the largest size.
+        present = [size for size in self._all_sizes if size in own] or [self._all_sizes[-1]]
+        self._phases = [self._bucket(size, [p for p in kept if sizes[p.id] in (0, size)]) for size in present]
+        weights = [float(phase.own) for phase in self._phases]
+        if self._shares is not None:
+            share_of = dict(zip(self._all_sizes, self._shares, strict=True))
+            weights = [float(share_of[phase.size]) for phase in self._phases]
+        weights = weights if sum(weights) else [1.0] * len(weights)
+        self._borders = [round(self._steps * part / sum(weights)) for part in accumulate(weights)]
+
+    def _bucket(self, size: int, prompts: Sequence[Prompt]) -> Bucket:
+        order = Epochs(prompts, 1, seed_of(self._seed, "phase", size))
+        own = sum(self._sizes[prompt.id] == size for prompt in prompts)
+        return Bucket(size, own, frozenset(prompt.id for prompt in prompts), order)
+
+    def _number(self, step: int) -> int:
+        """Which phase a step is of; the last one that has steps has no end."""
+        last = self._borders.index(self._borders[-1])
+        return next((i for i, border in enumerate(self._borders) if step < border), last)
+
+    def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
+        if not self._phases:
+            raise UserError(f"curriculum=profile needs train.history=<samples.jsonl>; write it with {WRITE_IT}")
+        first, found = self._number(step), list[Prompt]()
+        for phase in (*self._phases[first:], *reversed(self._phases[:first])):
+            taken = phase.ids.intersection({*without, *(prompt.id for prompt in found)})
+            more = min(count - len(found), len(phase.ids) - len(taken))
+            found += phase.order.pick(0, more, taken)  # 0: it begins where its order does, whenever that is
+        if len(found) < count:
+            raise UserError(
+                f"step {step + 1} asks for {count + len(without)} different problems, but curriculum=profile leaves "
+                f"{len(self._sizes)}: lower train.prompts, or raise curriculum.trivial or curriculum.unsolved"
+            )
+        return found
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {"curriculum/phase": float(self._phases[self._number(step)].size)}
+
+    def state_dict(self) -> dict[str, Any]:
+        orders = {str(phase.size): phase.order.state_dict() for phase in self._phases}
+        return {"kind": "profile", "of": [*self._all_sizes], "sizes": dict(self._sizes), "orders": orders}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        state = of_kind(state, "curriculum", "profile")
+        if tuple(state["of"]) != self._all_sizes:
+            raise UserError(
+                f"the checkpoint was made with curriculum.sizes={state['of']}, but this run has "
+                f"{[*self._all_sizes]}; resume with those of the checkpoint, or start a new run"
+            )
+        if state["sizes"]:  # else it was refused before it picked any
+            self._arrange(state["sizes"])
+        for phase in self._phases:
+            phase.order.load_state_dict(state["orders"][str(phase.size)])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

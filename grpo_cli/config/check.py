@@ -35,6 +35,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 # Whether an advantage divides by the deviation of its group.
 _DIVIDES = {"grpo": True, "novelty": True, "per_part": True, "dr_grpo": False, "rloo": False}
 _COUNTED = ("rollout", "prompt")
+_SPLITS = ("eval", "train")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
@@ -56,6 +57,7 @@ def check(settings: RunSettings) -> None:
             *_resume_problems(settings),
             *_engine_problems(settings),
             *_rule_problems(settings),
+            *_curriculum_problems(settings),
         ]
     )
 
@@ -102,6 +104,7 @@ def check_eval(settings: EvalRunSettings) -> None:
     problems = settings.eval.problems
     refuse(
         [
+            *_one_of("eval.split", settings.eval.split, _SPLITS),
             *(
                 [f"eval.problems={problems} must be at least 1, or -1 for all"]
                 if problems < 1 and problems != -1
@@ -333,6 +336,22 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         refuse(problems)
 
     return _refused(ask)
+
+
+def _curriculum_problems(settings: RunSettings) -> list[str]:
+    """What the curriculum says of its settings, and what a profile has to be there for."""
+    from grpo_cli.collect.profile import WRITE_IT, no_history
+    from grpo_cli.config.instantiate import refused_by
+
+    parts, history = settings.parts, settings.train.history
+    problems = [*no_history(history), *_refused(lambda: refuse([*refused_by("curriculum", parts["curriculum"], {})]))]
+    if choice_of("curriculum", parts["curriculum"]) == "profile":
+        if history is None and settings.resume is None:  # a run that goes on has it in its checkpoint
+            problems.append(f"curriculum=profile needs train.history=<samples.jsonl>; write it with {WRITE_IT}")
+        sizes = [parts[group].get("sizes") for group in ("curriculum", "collector")]
+        if choice_of("collector", parts["collector"]) == "profile" and sizes[0] != sizes[1]:
+            problems.append(f"curriculum.sizes={sizes[0]} and collector.sizes={sizes[1]} must be the same")
+    return problems
 
 
 def _refused(make: Callable[[], Any]) -> list[str]:

@@ -149,19 +149,19 @@ def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterato
         yield (
             f"scheduler={scheduler} orders by predicted length, but predictor={predictor}; choose predictor={others}"
         )
-    yield from _engine_refuses(parts["engine"], built)
+    yield from refused_by("engine", parts["engine"], built)
     if INNER in parts["engine"]:
-        yield from _engine_refuses(inner_engine(parts["engine"]), built)
+        yield from refused_by("engine", inner_engine(parts["engine"]), built)
 
 
-def _engine_refuses(part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """An engine may say early what it cannot do."""
-    engine = _factory("engine", part, {})
-    if hasattr(engine.func, "refuses"):
-        asked = inspect.signature(engine.func.refuses).parameters
-        known = {**engine.keywords, **built}
+def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
+    """What an engine or a curriculum says of its settings before it can be made, if it says anything."""
+    factory = _factory(name, part, {})
+    if hasattr(factory.func, "refuses"):
+        asked = inspect.signature(factory.func.refuses).parameters
+        known = {**factory.keywords, **built}
         if asked.keys() <= known.keys():
-            yield from engine.func.refuses(**{word: known[word] for word in asked})
+            yield from factory.func.refuses(**{word: known[word] for word in asked})
 
 
 def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:

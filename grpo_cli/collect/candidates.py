@@ -1,0 +1,59 @@
+"""What curricula that learn from visits share: the problems that a step looks at, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.history import History
+from grpo_cli.types import Prompt
+
+
+class CandidateOrder:
+    """The next `pool` times as many problems as are wanted, in the order of epochs; all where there are fewer."""
+
+    def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, pool: int) -> None:
+        self._prompts, self._pool = prompts, pool
+        self._order = Epochs(prompts, per_step, seed)
+
+    def places(self, step: int, count: int, without: Set[str]) -> list[int]:
+        """Where they are in the task's sequence. UserError if fewer than `count` are left."""
+        left, wanted = len(self._prompts) - len(without), self._pool * count
+        if not count <= left <= wanted:
+            return self._order.places(step, min(wanted, max(left, count)), without)
+        every = range(len(self._prompts))
+        return [place for place in every if not (without and self._prompts[place].id in without)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._order.load_state_dict(state)
+
+
+def never_revisited(name: str, prompts: int, per_step: int, steps: int, history: History) -> Iterator[str]:
+    """What is wrong with a task whose problems come less than once on average. What a profile knows has come."""
+    visits = steps * per_step
+    if visits + len(history.profile) < prompts:
+        fitting = max(per_step, visits // 4)
+        yield (
+            f"curriculum={name} learns from earlier visits of a problem, but train.steps={steps} of "
+            f"train.prompts={per_step} visit the task's {prompts} problems {visits} times in all: give the task fewer "
+            f"(such as task.train_problems={fitting}), raise train.steps, or take curriculum=epochs"
+        )
+
+
+def not_at_least(key: str, value: int | float, least: int) -> Iterator[str]:
+    if not value >= least:
+        yield f"curriculum.{key}={value} must be at least {least}"
+
+
+def not_positive(key: str, value: int | float) -> Iterator[str]:
+    if not value > 0:
+        yield f"curriculum.{key}={value} must be more than 0"
+
+
+def no_share(key: str, value: int | float) -> Iterator[str]:
+    if not 0 <= value <= 1:
+        yield f"curriculum.{key}={value} must be from 0 to 1"

@@ -1,0 +1,430 @@
+"""Curricula that learn: their golden numbers, what they make of a bank of problems, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import made
+import numpy as np
+import pytest
+import torch
+from bank import Bank, BankRun, group_of, problems
+from hypothesis import given, settings
+
+from grpo_cli.collect.candidates import CandidateOrder
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.config.check import check
+from grpo_cli.config.instantiate import make
+from grpo_cli.errors import UserError
+from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.types import Prompt
+
+RULES = ("epochs", "dps", "target")
+
+
+def curriculum(
+    choice: str,
+    prompts: Sequence[Prompt],
+    *,
+    per_step: int = 1,
+    steps: int = 1000,
+    n: int = 8,
+    seed: int = 0,
+    history: History | None = None,
+    **changed: Any,
+) -> Any:
+    """As a run makes it of `conf/`."""
+    offered = {"prompts": prompts, "per_step": per_step, "steps": steps, "n": n, "seed": seed}
+    offered["history"] = History() if history is None else history
+    return make("curriculum", made.part("curriculum", choice, **changed), offered)
+
+
+def ids(prompts: Sequence[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
+
+
+# dps by hand
+
+
+def predictions(solved: Sequence[int | None], **changed: Any) -> list[float]:
+    """The chance to be mixed of a problem after each of its looks: how many of 8 rollouts solved it, None where none
+    was made of it."""
+    prompts = problems(2)
+    rule = curriculum("dps", prompts, per_step=2, pool=1, **changed)
+    found = []
+    for step, count in enumerate(solved):
+        rule.pick(step, 2, frozenset())
+        rule.observe(step, [group_of(prompts[1], 0), *([] if count is None else [group_of(prompts[0], count)])])
+        # a copy is asked, whose own visit changes nothing here
+        copy = curriculum("dps", prompts, per_step=2, pool=1, **changed)
+        copy.load_state_dict(rule.state_dict())
+        copy.pick(step + 1, 2, frozenset())
+        found.append(copy.observe(step + 1, [group_of(prompts[0], 4)])["curriculum/predicted_mixed"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("solved", "expected"),
+    [
+        ((4, 1, 7), (0.4, 0.52, 0.5636)),
+        ((4, None, None, None, None), (0.4, 0.3684, 0.3514, 0.3425, 0.3379)),
+        ((8, 8), (0.3, 0.24)),
+        ((0, 0, 3), (0.3, 0.24, 0.3243)),
+    ],
+)
+def test_a_problem_s_chance_to_be_mixed_is_that_of_its_chain(
+    solved: Sequence[int | None], expected: Sequence[float]
+) -> None:
+    assert predictions(solved) == pytest.approx(expected, abs=5e-5)
+
+
+def test_before_anything_is_seen_all_states_are_alike() -> None:
+    rule = curriculum("dps", problems(3), per_step=3)
+    rule.pick(0, 3, frozenset())
+    seen = [group_of(prompt, solved) for prompt, solved in zip(problems(3), (0, 5, 8), strict=True)]
+    metrics = rule.observe(0, seen)
+    assert metrics == {"curriculum/predicted_mixed": pytest.approx(1 / 3), "curriculum/hit": pytest.approx(1 / 3)}
+
+
+def test_what_was_seen_long_ago_counts_less_where_it_decays_and_more_with_less_of_a_prior() -> None:
+    """Mixed three times and then not looked at: who never forgets goes on expecting it."""
+    course = [4, 4, 4, None, None, None, None, None]
+    assert predictions(course, decay=0.5)[-1] < 0.35 < 0.4 < predictions(course, decay=1.0)[-1]
+    assert predictions([4] * 4, decay=0.0) == pytest.approx([0.4, 0.5, 0.5, 0.5]), "the last way alone counts"
+    assert predictions([4], prior=0.1)[0] > predictions([4], prior=1.0)[0] + 0.1
+
+
+def test_dps_takes_the_likeliest_candidates_and_draws_among_equals() -> None:
+    prompts = problems(8)
+    firsts = set()
+    for seed in range(20):
+        rule = curriculum("dps", prompts, per_step=2, pool=4, seed=seed)
+        rule.pick(0, 8, frozenset())
+        rule.observe(0, [group_of(prompt, 4 if prompt.id in ("q2", "q5") else 8) for prompt in prompts])
+        assert sorted(ids(rule.pick(1, 2, frozenset()))) == ["q2", "q5"]
+        firsts.update(ids(rule.pick(1, 2, frozenset({"q2", "q5"}))))
+    assert firsts == {"q0", "q1", "q3", "q4", "q6", "q7"}
+
+
+def test_a_problem_that_is_no_candidate_is_left_as_it_is() -> None:
+    prompts = problems(9)
+    rule = curriculum("dps", prompts, per_step=1, pool=3)
+    before = rule.state_dict()
+    rule.pick(0, 1, frozenset())
+    rule.observe(0, [])
+    after = rule.state_dict()
+    order = Epochs(prompts, 1, 0).places(0, 3, frozenset())
+    moved = (before["counts"] != after["counts"]).flatten(1).any(1) | (before["chances"] != after["chances"]).any(1)
+    assert not moved.any(), "a look without a visit changes no uniform chain"
+    rule.pick(1, 1, frozenset())
+    rule.observe(1, [group_of(prompts[Epochs(prompts, 1, 0).places(0, 6, frozenset())[i]], 4) for i in range(6)])
+    after = rule.state_dict()
+    moved = (before["counts"] != after["counts"]).flatten(1).any(1)
+    assert moved.sum() == 1, "of what it is told it learns what it has asked for"
+    assert not moved[order].any()
+
+
+def test_a_profile_gives_dps_its_first_beliefs() -> None:
+    prompts = problems(3)
+    history = History({"q1": [Visit(PROFILED, 4, 8)], "q2": [Visit(PROFILED, 8, 8)]})
+    rule = curriculum("dps", prompts, history=history)
+    assert rule.state_dict()["chances"][:, 1].tolist() == pytest.approx([1 / 3, 0.4, 0.3])
+    assert ids(rule.pick(0, 1, frozenset())) == ["q1"]
+
+
+# target by hand
+
+
+def with_rates(rates: Sequence[float]) -> History:
+    return History({f"q{i}": [Visit(0, round(100 * rate), 100)] for i, rate in enumerate(rates)})
+
+
+def first_picks(draws: int, rates: Sequence[float], **changed: Any) -> list[float]:
+    """How often each is picked first."""
+    rule = curriculum("target", problems(len(rates)), history=with_rates(rates), pool=100, **changed)
+    counts = Counter(rule.pick(step, 1, frozenset())[0].id for step in range(draws))
+    return [counts[f"q{i}"] / draws for i in range(len(rates))]
+
+
+def test_problems_are_drawn_by_how_near_their_rates_are() -> None:
+    expected = [0.0141, 0.1044, 0.7718, 0.1044, 0.0052]
+    draws = 5000
+    found = first_picks(draws, (0.1, 0.3, 0.5, 0.7, 1.0), temperature=0.1)
+    for share, chance in zip(found, expected, strict=True):
+        assert abs(share - chance) < 4 * np.sqrt(chance * (1 - chance) / draws)
+
+
+def test_at_a_low_temperature_the_nearest_is_taken() -> None:
+    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0)) == [0, 0, 1, 0, 0]
+    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0), target=1.0) == [0, 0, 0, 0, 1]
+    assert first_picks(50, (0.1, 0.3, 0.5, 0.7, 1.0), target=0.0) == [1, 0, 0, 0, 0]
+
+
+def test_two_of_a_draw_are_without_replacement_and_in_proportion() -> None:
+    """Of weights w the second is i, after j, with chance w_i / (1 - w_j)."""
+    rule = curriculum("target", problems(3), history=with_rates((0.5, 0.4, 0.3)), pool=3, temperature=0.1)
+    pairs = Counter(tuple(ids(rule.pick(step, 2, frozenset()))) for step in range(6000))
+    weights = np.exp([0.0, -1.0, -2.0]) / np.exp([0.0, -1.0, -2.0]).sum()
+    for (a, b), count in pairs.items():
+        i, j = int(a[1]), int(b[1])
+        assert count / 6000 == pytest.approx(weights[i] * weights[j] / (1 - weights[i]), abs=0.02)
+    assert len(pairs) == 6
+
+
+def test_an_unseen_problem_has_half_a_chance_and_a_visit_weighs_by_its_age() -> None:
+    history = History({"q0": [Visit(0, 8, 8), Visit(1, 0, 8)], "q1": [Visit(0, 2, 8)]})
+    rule = curriculum("target", problems(3), history=history, pool=3, decay=0.5)
+    rule.pick(0, 3, frozenset())
+    groups = [group_of(prompt, 0) for prompt in problems(3)]
+    found = rule.observe(0, groups)["curriculum/predicted_rate"]
+    assert found == pytest.approx((1 / 3 + 0.25 + 0.5) / 3)
+    rule.pick(1, 3, frozenset())
+    assert rule.observe(1, groups[2:]) == {"curriculum/predicted_rate": 0.5}, "what was not asked says nothing"
+
+
+# On a bank
+
+
+def on_bank(choice: str, seed: int, *, size: Sequence[int] = (500, 16, 8, 100), **changed: Any) -> BankRun:
+    count, prompts, n, steps = size
+    bank, history = Bank(count, seed), History()
+    rule = curriculum(choice, bank.problems, per_step=prompts, steps=steps, seed=seed, history=history, **changed)
+    return BankRun(bank, rule, history, prompts=prompts, n=n, seed=seed).steps(range(steps))
+
+
+@functools.cache
+def mean_on_bank(choice: str, **changed: Any) -> float:
+    return float(np.mean([np.mean(on_bank(choice, seed, **changed).mixed) for seed in range(3)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "changed", "expected"),
+    [
+        ("epochs", {}, 0.457),
+        ("target", {"pool": 8}, 0.782),
+        ("dps", {"pool": 3}, 0.701),
+        ("dps", {"pool": 8}, 0.799),
+        ("dps", {"pool": 32}, 0.878),
+    ],
+    ids=str,
+)
+def test_a_share_of_groups_is_mixed(choice: str, changed: Mapping[str, Any], expected: float) -> None:
+    """Against means over 20 seeds of a plain numpy program, whose streams are others."""
+    assert mean_on_bank(choice, **changed) == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.slow
+def test_who_never_forgets_is_late_where_ability_grows() -> None:
+    assert mean_on_bank("dps", pool=32, decay=1.0) < mean_on_bank("dps", pool=32) - 0.06
+
+
+@pytest.mark.slow
+def test_predictions_come_true_and_every_problem_is_visited_by_target() -> None:
+    run = on_bank("dps", 0)
+    late = run.metrics[50:]
+    assert np.mean([m["curriculum/hit"] for m in late]) == pytest.approx(np.mean(run.mixed[50:]))
+    assert np.mean([m["curriculum/predicted_mixed"] for m in late]) > 0.5
+    assert len(run.history) < 400, "dps sees a part of the problems, which is why prompts/distinct is written"
+    aimed = on_bank("target", 0)
+    assert len(aimed.history) == 500
+    assert np.mean([m["curriculum/predicted_rate"] for m in aimed.metrics]) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.slow
+def test_on_a_large_bank_dps_makes_twice_as_many_groups_mixed() -> None:
+    size = (2000, 64, 8, 200)
+    assert np.mean(on_bank("dps", 0, size=size, pool=32).mixed) >= 0.8
+    assert np.mean(on_bank("epochs", 0, size=(2000, 64, 8, 50)).mixed) <= 0.5
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("choice", RULES)
+def test_a_run_that_goes_on_picks_what_it_would_have_picked(choice: str) -> None:
+    def start(ability: float = 0.0) -> BankRun:
+        bank, history = Bank(60), History()
+        bank.ability = ability
+        rule = curriculum(choice, bank.problems, per_step=4, history=history)
+        return BankRun(bank, rule, history, prompts=4, n=4)
+
+    whole, first = start().steps(range(30)), start().steps(range(13))
+    saved = io.BytesIO()
+    torch.save({"curriculum": first.curriculum.state_dict(), "history": first.history.state_dict()}, saved)
+    kept = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    rest = start(first.bank.ability)
+    rest.history.load_state_dict(kept["history"])
+    rest.curriculum.load_state_dict(kept["curriculum"])
+    rest.steps(range(13, 30))
+    assert rest.picked == whole.picked[13:] and rest.metrics == whole.metrics[13:]
+    assert whole.picked[13:] != whole.picked[:17]
+
+
+COURSES = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=6, max_size=6)), max_size=8)
+
+
+@pytest.mark.parametrize("choice", RULES)
+@given(course=COURSES, pool=st.integers(1, 5), count=st.integers(1, 6), seed=st.integers(0, 3))
+@settings(max_examples=40)
+def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, count: int, seed: int) -> None:
+    prompts, history = problems(12), History()
+    words = {} if choice == "epochs" else {"pool": pool}
+    first = curriculum(choice, prompts, seed=seed, history=history, **words)
+    for step, (wanted, solved) in enumerate(course):
+        picked = first.pick(step, wanted, frozenset())
+        assert len(set(picked)) == wanted
+        groups = [group_of(prompt, solved[i], 5) for i, prompt in enumerate(picked[:-1] if solved[0] else picked)]
+        history.observe(step, groups)
+        first.observe(step, groups)
+    state = first.state_dict()
+    again = curriculum(choice, prompts, seed=seed, history=history, **words)
+    again.load_state_dict(state)
+    step = len(course)
+    picked = first.pick(step, count, frozenset())
+    first.observe(step, [group_of(prompt, 2, 5) for prompt in picked])
+    assert ids(again.pick(step, count, frozenset())) == ids(picked), "also once the first has gone on"
+    then = curriculum(choice, prompts, seed=seed, history=history, **words)
+    then.load_state_dict(state)
+    assert ids(then.pick(step, count, frozenset())) == ids(picked), "what was kept has not moved on"
+
+
+def test_a_checkpoint_of_another_rule_or_task_is_refused() -> None:
+    prompts = problems(6)
+    dps = curriculum("dps", prompts).state_dict()
+    with pytest.raises(UserError, match="holds what curriculum=dps has learnt, but this run has curriculum=target"):
+        curriculum("target", prompts).load_state_dict(dps)
+    with pytest.raises(UserError, match="holds nothing for curriculum=dps"):
+        curriculum("dps", prompts).load_state_dict(None)
+    with pytest.raises(UserError, match="holds what curriculum=epochs has learnt, but this run has curriculum=dps"):
+        curriculum("dps", prompts).load_state_dict(curriculum("epochs", prompts).state_dict())
+    with pytest.raises(UserError, match="has learnt of 6 problems, but the task has 5; resume with the task as it was"):
+        curriculum("dps", problems(5)).load_state_dict(dps)
+
+
+# Several picks in a step, and steps that are made again
+
+
+@pytest.mark.parametrize("choice", ["dps", "target"])
+def test_picks_of_a_step_add_up_and_a_step_can_be_made_again(choice: str) -> None:
+    prompts, history = problems(40), History()
+    rule = curriculum(choice, prompts, per_step=4, history=history)
+    for step in (0, 1, 1, 2, 0):
+        first = rule.pick(step, 3, frozenset())
+        second = rule.pick(step, 5, frozenset(ids(first)))
+        assert len({*ids(first), *ids(second)}) == 8
+        groups = [group_of(prompt, 4) for prompt in (*first, *second)]
+        history.observe(step, groups)
+        metrics = rule.observe(step, groups)
+        assert len(metrics) > 0
+        if choice == "dps":
+            assert metrics["curriculum/hit"] == 1.0, "of both picks"
+
+
+def test_what_is_drawn_is_a_function_of_seed_and_step() -> None:
+    def picks(choice: str, seed: int) -> list[list[str]]:
+        rule = curriculum(choice, problems(30), seed=seed, pool=100)
+        return [ids(rule.pick(step, 2, frozenset())) for step in (4, 5, 4)]
+
+    for choice in ("dps", "target"):
+        four, five, again = picks(choice, 0)
+        assert four == again != five and picks(choice, 1)[0] != four
+
+
+# Candidates, and the order of epochs
+
+
+def test_candidates_are_the_next_of_the_order_and_all_where_there_are_fewer() -> None:
+    prompts = problems(10)
+    order = Epochs(prompts, 2, 0)
+    some = CandidateOrder(prompts, 2, 0, pool=3)
+    for step in range(4):
+        assert some.places(step, 2, frozenset()) == order.places(step, 6, frozenset())
+    assert some.places(4, 4, frozenset()) == [*range(10)]
+    assert some.places(5, 3, frozenset({"q4"})) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert set(some.places(6, 2, frozenset({"q4", "q7"}))).isdisjoint({4, 7})
+    with pytest.raises(UserError, match="step 7 asks for 11 different problems, but the task has 10"):
+        some.places(6, 9, frozenset({"q4", "q7"}))
+
+
+def test_an_order_leaves_out_what_a_step_has_and_takes_any_number() -> None:
+    prompts = problems(7)
+    order = Epochs(prompts, 2, 0)
+    without = frozenset({"q1", "q5"})
+    for step in range(50):
+        found = ids(order.pick(step, 1 + step % 5, without))
+        assert len(set(found)) == 1 + step % 5 and without.isdisjoint(found)
+    with pytest.raises(UserError, match="asks for 8 different problems, but the task has 7"):
+        order.pick(50, 6, without)
+    plain = Epochs(prompts, 1, 0)
+    taken = [place for count in (1, 2, 3, 1) for place in plain.places(0, count, frozenset())]
+    assert sorted(taken) == [*range(7)], "an epoch whose steps differ in size still takes each once"
+
+
+def test_an_order_without_a_place_begins_where_steps_alone_would_have_led() -> None:
+    """As in a run that goes on from a checkpoint of before there were curricula."""
+    prompts = problems(7)
+    whole = Epochs(prompts, 2, 0)
+    picks = [ids(whole.pick(step, 2, frozenset())) for step in range(12)]
+    for step in range(12):
+        order = Epochs(prompts, 2, 0)
+        order.load_state_dict(None)
+        assert ids(order.pick(step, 2, frozenset())) == picks[step]
+        again = Epochs(prompts, 2, 0)
+        again.load_state_dict({"kind": "epochs", "epoch": -1, "place": 0})
+        assert ids(again.pick(step, 2, frozenset())) == picks[step]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("choice", ["dps", "target"])
+def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
+    build = partial(curriculum, choice, problems(100), per_step=4)
+    with pytest.raises(UserError) as told:
+        build(steps=24)
+    assert str(told.value) == (
+        f"curriculum={choice} learns from earlier visits of a problem, but train.steps=24 of train.prompts=4 visit the "
+        "task's 100 problems 96 times in all: give the task fewer (such as task.train_problems=24), raise train.steps, "
+        "or take curriculum=epochs"
+    )
+    build(steps=25)
+    build(steps=24, history=History({f"q{i}": [Visit(PROFILED, 1, 8)] for i in range(4)}))
+
+
+RANGES = [
+    ("dps", "pool", 0, "at least 1"),
+    ("dps", "decay", 1.5, "from 0 to 1"),
+    ("dps", "decay", -0.1, "from 0 to 1"),
+    ("dps", "prior", 0.0, "more than 0"),
+    ("target", "pool", 0, "at least 1"),
+    ("target", "decay", 1.5, "from 0 to 1"),
+    ("target", "temperature", 0.0, "more than 0"),
+    ("target", "target", 1.1, "from 0 to 1"),
+]
+
+
+@pytest.mark.parametrize(("choice", "key", "value", "limit"), RANGES)
+def test_a_setting_out_of_range_is_refused(choice: str, key: str, value: Any, limit: str) -> None:
+    with pytest.raises(UserError, match=f"curriculum.{key}={value} must be {limit}$"):
+        curriculum(choice, problems(5), **{key: value})
+
+
+def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded() -> None:
+    parts = made.settings().parts
+    words = {"decay": 1.5, "prior": 0.0}
+    for changed, said in (
+        (words, "curriculum.decay=1.5 must be from 0 to 1"),
+        (words, "curriculum.prior=0.0 must be more than 0"),
+        ({"pol": 3}, "curriculum.pol: grpo_cli.collect.dps.DynamicsPredictive takes no pol; did you mean pool?"),
+        ({"pool": 2.5}, "curriculum.pool=2.5 must be a whole number"),
+    ):
+        with pytest.raises(UserError) as told:
+            check(made.settings(parts={**parts, "curriculum": made.part("curriculum", "dps", **changed)}))
+        assert said in str(told.value)

@@ -4,9 +4,10 @@ arXiv 2606.08854)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Collection as Ids
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,9 @@ class Profiled:
     """Problems by the size of group that a profile suggests, the smallest first (sGPO, arXiv 2606.08854).
 
     Those that were solved in more than `trivial` of the answers are left out, and unsolved ones too but for a share
-    `unsolved` of them, which come in every phase. Unknown ones are taken for such that want `n`. A phase without
-    problems is skipped; one with fewer than a step wants is filled up from those after it, then those before.
+    `unsolved` of them, which come in every phase. Unknown ones are taken for such that want `n`; of a task with more
+    problems than could be profiled they are left out. A phase without problems is skipped; one with fewer than a step
+    wants is filled up from those after it, then those before.
     """
 
     def __init__(
@@ -166,7 +168,6 @@ class Profiled:
         self._phases: list[Bucket] = []
         self._borders: list[int] = []  # the step after each phase
         if history.profile:
-            self._check_count()
             self._arrange(self._suited(history.profile, n, trivial, unsolved))
 
     @staticmethod
@@ -185,17 +186,11 @@ class Profiled:
                 f"curriculum.sizes={[*sizes]}, such as {[1] * len(sizes)}"
             )
 
-    def _check_count(self) -> None:
-        if len(self._prompts) > MOST_PROFILED:
-            raise UserError(
-                f"curriculum=profile goes by what is known of each problem, but the task has {len(self._prompts)}, "
-                f"more than {MOST_PROFILED}: set task.train_problems=512, or take curriculum=target"
-            )
-
     def _suited(self, profile: Mapping[str, Visit], n: int, trivial: float, unsolved: float) -> dict[str, int]:
         """Which problems are trained on, by their sizes."""
         largest, found = self._all_sizes[-1], dict[str, int]()
-        for prompt in self._prompts:
+        few = len(self._prompts) <= MOST_PROFILED
+        for prompt in self._prompts if few else self._those_of(profile):
             visit = profile.get(prompt.id)
             if visit is None:
                 found[prompt.id] = next((size for size in self._all_sizes if size >= n), largest)
@@ -207,9 +202,13 @@ class Profiled:
                 found[prompt.id] = 0
         return found
 
+    def _those_of(self, ids: Ids[str]) -> list[Prompt]:
+        """Problems by their ids, in the task's order; those of a task may be many, and made as they are looked at."""
+        return list(islice((prompt for prompt in self._prompts if prompt.id in ids), len(ids)))
+
     def _arrange(self, sizes: Mapping[str, int]) -> None:
         """The phases, and how long each is."""
-        kept = [prompt for prompt in self._prompts if prompt.id in sizes]
+        kept = self._those_of(sizes)
         if len(kept) < self._per_step:
             raise UserError(
                 f"curriculum=profile leaves {len(kept)} of {len(self._prompts)} problems, and "

@@ -112,6 +112,30 @@ def test_dps_takes_the_likeliest_candidates_and_draws_among_equals() -> None:
     assert firsts == {"q0", "q1", "q3", "q4", "q6", "q7"}
 
 
+def test_chances_that_differ_by_rounding_are_alike() -> None:
+    """Never and always solved are mirror images, whose sums are made in another order: of bits that are not the same."""
+    prompts = problems(40)
+    rule = curriculum("dps", prompts, per_step=20, pool=2)
+    for step, solved in enumerate(((0, 8), None, (4, 4))):
+        rule.pick(step, 40, frozenset())
+        seen = [] if solved is None else [group_of(prompt, solved[i % 2]) for i, prompt in enumerate(prompts)]
+        rule.observe(step, seen)
+    chances = rule.state_dict()["chances"][:, 1]
+    assert chances[0] != chances[1] and chances[0] == pytest.approx(chances[1])
+    picked = [int(name[1:]) % 2 for name in ids(rule.pick(3, 20, frozenset()))]
+    assert 3 < sum(picked) < 17
+
+
+def test_a_step_that_is_made_again_looks_at_other_candidates_alone() -> None:
+    rule = curriculum("dps", problems(6), pool=1)
+    for solved in (4, 8):
+        (picked,) = rule.pick(0, 1, frozenset())
+        before = rule.state_dict()["counts"]
+        rule.observe(0, [group_of(picked, solved)])
+        moved = (before != rule.state_dict()["counts"]).flatten(1).any(1)
+        assert moved.nonzero().flatten().tolist() == [int(picked.id[1:])]
+
+
 def test_a_problem_that_is_no_candidate_is_left_as_it_is() -> None:
     prompts = problems(9)
     rule = curriculum("dps", prompts, per_step=1, pool=3)
@@ -290,6 +314,7 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
     picked = first.pick(step, count, frozenset())
     first.observe(step, [group_of(prompt, 2, 5) for prompt in picked])
     assert ids(again.pick(step, count, frozenset())) == ids(picked), "also once the first has gone on"
+    again.observe(step, [group_of(prompt, 0, 5) for prompt in picked])
     then = curriculum(choice, prompts, seed=seed, history=history, **words)
     then.load_state_dict(state)
     assert ids(then.pick(step, count, frozenset())) == ids(picked), "what was kept has not moved on"

@@ -27,14 +27,17 @@ from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Bench
 from grpo_cli.settings import SampleSettings, SplitExamSettings
-from grpo_cli.types import Prompt
+from grpo_cli.types import Prompt, Reward, Rollout
 
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
 DRAWN = SampleSettings(top_p=1.0, top_k=0, max_new_tokens=1, stop=())
 
 
 class TwoSplits(Bank):
-    """Whose held-out problems are others."""
+    """Whose held-out problems are others, and which rewards more than the answer."""
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(rollout.token_ids[0] + 0.5, {"correct": float(rollout.token_ids[0])})
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return self.problems if split == "train" else [replace(prompt, id=f"e-{prompt.id}") for prompt in self.problems]
@@ -61,8 +64,8 @@ def test_an_evaluation_of_the_problems_to_train_on_is_read_as_a_visit_before_tra
     assert len(history.profile) == 40 and len(history) == 0
     for prompt in bank.problems:
         rows = [row for row in result.examples if row.prompt_id == prompt.id and row.reason == "sampled"]
-        assert history.visits(prompt.id) == (Visit(PROFILED, sum(row.reward == 1.0 for row in rows), 8),)
-        assert all(row.solved == (row.reward == 1.0) for row in rows)
+        assert history.visits(prompt.id) == (Visit(PROFILED, sum(row.parts["correct"] == 1.0 for row in rows), 8),)
+        assert all(row.solved == (row.reward == 1.5) for row in rows)
     assert len({visit.solved for visit in history.profile.values()}) > 4
 
 
@@ -123,6 +126,11 @@ BAD: Mapping[str, tuple[Change, str]] = {
         lambda rows: [rows[0], [1, 2]],
         "line 2 of train.history=FILE does not say prompt_id, sample, reason, solved: it is no samples.jsonl, or was "
         f"written by an older version; write it again with {WRITE_IT}",
+    ),
+    "words for values": (
+        lambda rows: [row | {"solved": "no", "sample": 0.0} for row in rows],
+        "line 1 of train.history=FILE does not say sample, solved: it is no samples.jsonl, or was written by an older "
+        f"version; write it again with {WRITE_IT}",
     ),
     "no sampled answers": (
         lambda rows: [row for row in rows if row["reason"] == "greedy"],
@@ -209,6 +217,11 @@ def test_eight_probes_give_the_sizes_of_the_paper() -> None:
     assert [size for size, _ in seen] == sorted(size for size, _ in seen), "the smallest first"
 
 
+def test_unsolved_problems_lengthen_no_phase() -> None:
+    counts = [*[0] * 6, *[4] * 8, 1, 1]
+    assert [size for size, _ in phases_of(rule_of(counts, steps=10, unsolved=1.0), 10)] == [2] * 8 + [8] * 2
+
+
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [
@@ -284,6 +297,7 @@ def test_unsolved_problems_are_asked_as_often_as_those_of_their_phase() -> None:
     for metrics, sizes in zip(run.metrics, run.sizes, strict=True):
         assert set(sizes.values()) == {int(metrics["curriculum/phase"])}
     assert {size for of in run.sizes for name, size in of.items() if name == "q0"} == {2, 4}
+    assert bank_run([4, 0, 2], "epochs").steps(range(1)).sizes[0] == dict(q0=2, q1=4, q2=4)
     assert set(bank_run([0] * 3, "epochs").steps(range(1)).sizes[0].values()) == {8}, "alone as often as can be"
 
 
@@ -302,7 +316,7 @@ def test_the_rule_is_rehearsed_without_a_profile() -> None:
 
 def test_a_run_that_goes_on_does_not_depend_on_the_file() -> None:
     counts = [0, 0, None, *[4] * 6, *[2] * 6, 8]
-    whole, first = bank_run(counts, "profile").steps(range(20)), bank_run(counts, "profile").steps(range(9))
+    whole, first = bank_run(counts, "profile").steps(range(20)), bank_run(counts, "profile").steps(range(5))
     state, seen = first.curriculum.state_dict(), first.history.state_dict()  # type: ignore[attr-defined]
     for other in ([4] * len(counts), [None] * (len(counts) - 1)):
         rest = bank_run(counts, "profile")
@@ -313,8 +327,8 @@ def test_a_run_that_goes_on_does_not_depend_on_the_file() -> None:
         )
         rest.history.load_state_dict(seen)
         rest.curriculum.load_state_dict(state)
-        rest.steps(range(9, 20))
-        assert rest.picked == whole.picked[9:] and rest.sizes == whole.sizes[9:]
+        rest.steps(range(5, 20))
+        assert rest.picked == whole.picked[5:] and rest.sizes == whole.sizes[5:]
 
 
 def test_a_checkpoint_of_other_sizes_is_refused() -> None:

@@ -113,7 +113,7 @@ def test_dps_takes_the_likeliest_candidates_and_draws_among_equals() -> None:
 
 
 def test_chances_that_differ_by_rounding_are_alike() -> None:
-    """Never and always solved are mirror images, whose sums are made in another order: of bits that are not the same."""
+    """Never and always solved are mirror images, whose sums are made in another order, with other bits."""
     prompts = problems(40)
     rule = curriculum("dps", prompts, per_step=20, pool=2)
     for step, solved in enumerate(((0, 8), None, (4, 4))):

@@ -61,6 +61,7 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
         "reply": "2",
         "answer": "2",
         "reward": 1.0,
+        "solved": True,
         "parts": {"correct": 1.0},
         "length": 1,
         "finish": "eos",

@@ -107,7 +107,9 @@ class History:
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:
     """What a checkpoint holds of a rule, once it is known to be this rule's."""
     if state is None:
-        raise UserError(f"the checkpoint holds nothing for {group}={kind}; leave {group} as the run had it, or start a new one")
+        raise UserError(
+            f"the checkpoint holds nothing for {group}={kind}; leave {group} as the run had it, or start a new one"
+        )
     if state.get("kind") != kind:
         raise UserError(
             f"the checkpoint holds what {group}={state.get('kind')} has learnt, but this run has {group}={kind}; "

@@ -27,6 +27,7 @@ METRICS: Mapping[str, str] = {
     "response/truncated": "Share of rollouts that reached sampling.max_new_tokens without ending.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
+    "collect/problems": "Problems that rollouts were made of in the step.",
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
     "collect/rollouts_max": "Most rollouts of a problem in the step.",
     "collect/second_round": "Share of the step's rollouts that collector=dars made in its second round.",

@@ -123,6 +123,7 @@ def test_a_second_round_goes_on_where_the_first_has_ended() -> None:
     assert len(script.judged) == 10, "each is judged once"
     assert collection.metrics() == {
         "collect/rounds": 2.0,
+        "collect/problems": 2.0,
         "collect/rollouts_min": 5.0,
         "collect/rollouts_max": 5.0,
         "collect/failed": 2.0,

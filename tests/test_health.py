@@ -36,6 +36,16 @@ def test_metrics_that_were_not_measured_give_no_warning() -> None:
     assert [check.check({"eval/accuracy": 0.0}) for _ in range(20)] == [[]] * 20
 
 
+def test_a_run_that_meets_few_problems_is_warned_after_fifty_steps() -> None:
+    few, enough = ({"prompts/distinct": met, "collect/problems": 16.0} for met in (31.0, 32.0))
+    check = HealthCheck()
+    assert [check.check(few) for _ in range(49)] == [[]] * 49
+    [text] = check.check(few)
+    assert "prompts/distinct is 31 with 16 problems a step" in text and "curriculum" in text
+    check = HealthCheck()
+    assert [check.check(enough) for _ in range(60)] == [[]] * 60
+
+
 @pytest.mark.parametrize("case", ILL)
 def test_a_condition_is_warned_of_once_until_it_clears(case: str) -> None:
     values, key = ILL[case]

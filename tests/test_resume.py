@@ -90,24 +90,37 @@ def test_altered_records_are_refused_unless_they_are_accepted(tmp_path: Path) ->
 # The run that is to be killed waits in its third step (the first call is the rehearsal's) while there is a file `hold`,
 # so that it cannot end before.
 HELD = """
-import itertools, pathlib, time
+import pathlib, time
 from grpo_cli.advantage import grpo
 
-calls = itertools.count(1)
+saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
 def advantage(kept_rewards, group_rewards, **settings):
-    while next(calls) > 5 and pathlib.Path("hold").exists():
+    while saved.exists() and pathlib.Path("hold").exists():
         time.sleep(0.05)
     return grpo(kept_rewards, group_rewards, **settings)
 """
 
 
+FEW = "task.train_problems=12"
+
+
 @pytest.mark.slow
-def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path) -> None:
-    alone = start(tmp_path, *WORDS, "hydra.run.dir=alone")
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (),
+        ("curriculum=dps", "collector=exp3", "credit=gdro", FEW),
+        ("curriculum=target", "collector=mixed", "collector.pool=2", FEW),
+    ],
+    ids=["plain", "learning", "by_history"],
+)
+def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, rules: tuple[str, ...]) -> None:
+    words = (*WORDS, *rules)
+    alone = start(tmp_path, *words, "hydra.run.dir=alone")
     (tmp_path / "held.py").write_text(HELD)
     (tmp_path / "hold").touch()
-    killed = start(tmp_path, *WORDS, "hydra.run.dir=outputs/train/killed", "advantage._target_=held.advantage")
+    killed = start(tmp_path, *words, "hydra.run.dir=outputs/train/killed", "advantage._target_=held.advantage")
     wait_for(tmp_path, "outputs/train/killed/checkpoints/step_000002/COMPLETE", killed)
     killed.kill()
     killed.communicate()
@@ -122,8 +135,8 @@ def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "alone" / last / "model.safetensors")
     again = load_file(tmp_path / "outputs/train/killed" / last / "model.safetensors")
     assert weights.keys() == again.keys() and all((weights[name] == again[name]).all() for name in weights)
-    rows = [json.loads(line) for line in (tmp_path / "outputs/train/killed/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(7))
+    assert rows(tmp_path / "outputs/train/killed") == rows(tmp_path / "alone")
+    assert [row["step"] for row in rows(tmp_path / "alone")] == list(range(7))
 
 
 @pytest.mark.slow

@@ -178,6 +178,7 @@ class StepCollection:
         sizes = [len(of) for of in self._rollouts.values()]
         return {
             "collect/rounds": float(len(self._costs)),
+            "collect/problems": float(len(sizes)),
             "collect/rollouts_min": float(min(sizes)),
             "collect/rollouts_max": float(max(sizes)),
             **self._notes,

@@ -12,14 +12,15 @@ ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
 RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most
 EQUAL_STEPS = 5
+FEW_PROBLEMS_STEPS = 50
 
 
 class HealthCheck:
-    """Remembers which conditions hold and how long all rewards have been equal."""
+    """Remembers which conditions hold, how long all rewards have been equal, and how many steps there were."""
 
     def __init__(self) -> None:
         self._holding: set[str] = set()
-        self._equal_steps = 0
+        self._equal_steps = self._steps = 0
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """The warnings that are new with this step's metrics. A condition whose metric is absent stays as it was."""
@@ -28,6 +29,7 @@ class HealthCheck:
             "zero_std": _zero_std(metrics),
             "mismatch": _mismatch(metrics),
             "equal": self._all_equal(metrics),
+            "few_problems": self._few_problems(metrics),
         }
         new = [text for name, text in found.items() if text and name not in self._holding]
         for name, text in found.items():
@@ -48,6 +50,19 @@ class HealthCheck:
             "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers or "
             "its judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a "
             "higher sampling.temperature."
+        )
+
+    def _few_problems(self, metrics: Mapping[str, float]) -> str | None:
+        if "prompts/distinct" not in metrics:
+            return None
+        self._steps += 1
+        met, of_step = metrics["prompts/distinct"], metrics["collect/problems"]
+        if self._steps < FEW_PROBLEMS_STEPS or met >= 2 * of_step:
+            return ""
+        return (
+            f"prompts/distinct is {met:.0f} with {of_step:.0f} problems a step: the run trains on the same few over "
+            "and over, and may learn them by heart. Give the task more problems (task.train_problems), or choose a "
+            "curriculum that looks at more of them (curriculum=epochs, or a smaller curriculum.pool)."
         )
 
 

@@ -191,11 +191,15 @@ def test_proportional_counts_have_their_sum_and_their_least_and_follow_the_share
     assert sum(counts) == total and min(counts) >= least
     for (a, one), (b, other) in itertools.product(zip(shares, counts, strict=True), repeat=2):
         assert not (a > b + 1e-6 and one < other), "a larger share has fewer"
-    # those above the least differ from the proportion by less than one
-    above = [place for place, count in enumerate(counts) if count > least]
-    rest = sum(counts[place] for place in above)
-    for place in above:
-        assert abs(counts[place] - shares[place] * rest / sum(shares[p] for p in above)) < 1 + 1e-6
+    # The smallest shares are raised to the least, as few as will do; the others differ from the proportion by less
+    # than one.
+    order = sorted(range(len(shares)), key=lambda place: shares[place])
+    for raised in range(len(shares) + 1):
+        others = order[raised:]
+        exact = {p: shares[p] * (total - least * raised) / sum(shares[o] for o in others) for p in others}
+        if all(share >= least - 1e-9 for share in exact.values()):
+            break
+    assert all(abs(counts[place] - share) < 1 + 1e-6 for place, share in exact.items())
 
 
 def test_equal_remainders_are_drawn_among():

@@ -32,7 +32,7 @@ from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 EXPERIMENTS = [name for name in choices("experiment") if name != "none"]
-RULES = [name for name in choices("downsample") if name != "all"]
+RULES = [name for name in choices("downsample") if name not in ("all", "median")]  # which keep any m of n
 
 
 # What reaches the update

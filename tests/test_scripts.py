@@ -55,7 +55,10 @@ def test_the_studies_are_named_by_their_script():
     told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
     assert all(f"scripts/reproduce.sh {name} " in told for name in (*STUDIES, "infinite_sampling"))
     wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "name a study: infinite_sampling, pods, sparse_rl, pods_real" in wrong.stderr
+    assert (
+        wrong.returncode == 2
+        and "name a study: infinite_sampling, pods, sparse_rl, frontier_a, pods_real" in wrong.stderr
+    )
 
 
 def test_no_bench_goes_untried():

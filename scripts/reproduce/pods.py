@@ -53,7 +53,8 @@ class Plan:
         return {"grpo": "GRPO 16", "grpo_ga": "GRPO-GA 64"} | {rule: f"PODS 64→16 {rule}" for rule in self.rules}
 
 
-RULES = {rule: f"downsample={rule}" for rule in choices("downsample") if rule != "all"}
+# Those that choose any m of n, which median does not.
+RULES = {rule: f"downsample={rule}" for rule in choices("downsample") if rule not in ("all", "median")}
 EMBEDDED = Plan(
     name="pods",
     task="the embedded task",

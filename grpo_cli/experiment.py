@@ -103,8 +103,10 @@ def set_up(
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
     task = make("task", settings.parts["task"], offered)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    of_worker = partial(worker_engine, settings, eos, pad, decode)
-    more = {"warn": warn, "decode": decode, "build": of_worker, **engine}
+    # Told to workers of engine=ray, who may not have the code of a collector of one's own.
+    per_step = collection_size(settings).at_once if isinstance(settings, RunSettings) else None
+    of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
+    more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
 
 
@@ -119,7 +121,6 @@ def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
     """The rollout engine with its sampler, scheduler, predictor and sparsity."""
     offered = {"model": model, "eos_token_ids": eos, "pad_token_id": pad, "seed": settings.seed, **more}
-    offered["rollouts_per_step"] = collection_size(settings).at_once if isinstance(settings, RunSettings) else None
     built = engine_parts(settings.parts, offered)
     engine = make("engine", settings.parts["engine"], {**offered, **built})
     if not isinstance(engine, Engine):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small import FakeEngine
 from test_train import GRPO, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
@@ -32,10 +33,8 @@ from grpo_cli.types import EngineStats, Finish, GroupRequest, Prompt, Request, R
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
 
-class Scripted:
+class Scripted(FakeEngine):
     """An engine and a task: sample s of a problem earns 1 if s is in `right`. Last request first, as engines may."""
-
-    reads_stop_strings = False
 
     def __init__(self, right: Set[int] = frozenset()) -> None:
         self.right = right
@@ -58,16 +57,6 @@ class Scripted:
 
     def stats(self) -> EngineStats:
         return EngineStats(decode_steps=1, generated_tokens=len(self.asked[-1]), slots=1, slot_utilisation=1.0)
-
-    def update_weights(self) -> None: ...
-
-    def facts(self) -> Mapping[str, Any]:
-        return {}
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def collection_of(script: Scripted, *, n: int = 3, prompts: int = 2, step: int = 4, seed: int = 7) -> StepCollection:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import FakeEngine
 
 from grpo_cli.collect import ci
 from grpo_cli.collect.allocation import Exp3, likeliest
@@ -28,7 +29,7 @@ from grpo_cli.config.instantiate import function
 from grpo_cli.errors import UserError
 from grpo_cli.history import History, Visit
 from grpo_cli.settings import Sampling
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 Solves = Callable[[Request], bool]
 
@@ -41,10 +42,8 @@ def collector(choice: str, **changed: Any) -> Any:
     return function("collector", made.part("collector", choice, **changed), ("collection",))
 
 
-class Bank:
+class Bank(FakeEngine):
     """Engine and task whose rollouts are right or wrong as `solves` has it. Rollouts come back last first."""
-
-    reads_stop_strings = False
 
     def __init__(self, solves: Solves) -> None:
         self.solves = solves
@@ -64,19 +63,6 @@ class Bank:
 
     def text(self, token_ids: Sequence[int]) -> str:
         return ""
-
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-    def update_weights(self) -> None: ...
-
-    def facts(self) -> Mapping[str, Any]:
-        return {}
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def problems(count: int) -> list[Prompt]:

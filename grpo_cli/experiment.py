@@ -287,24 +287,28 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     tracker = _logger(settings, "eval", print, partial(print, file=sys.stderr))
     summary: dict[str, Any] = {"status": "failed"}
     try:
-        result, seconds, engine = _evaluated(settings)
+        result, seconds, engine, costs = _evaluated(settings)
         tracker.log(Record(0, result.metrics, result.examples))
         asked = {"checkpoint": settings.checkpoint, "model": settings.model.path, "k": settings.eval.k}
         problems = len({example.prompt_id for example in result.examples})
         code = dataclasses.asdict(code_version())
         found = {"split": settings.eval.split, "problems": problems, "seconds": seconds, **result.metrics}
-        summary = {"status": "completed", **asked, **found, "engine": engine, "code": code}
+        summary = {"status": "completed", **asked, **found, **costs, "engine": engine, "code": code}
         write_summary(Path(settings.run_dir), summary)
     finally:
         tracker.close(summary)
     return result
 
 
-def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[str, Any]]:
-    """The evaluation, its samples written, how many seconds both took, and what the engine says of itself."""
+def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[str, Any], Mapping[str, float]]:
+    """The evaluation, its samples written, how many seconds both took, what the engine says of itself, and what of
+    keys and values was saved."""
     bench = set_up(settings, settings.model)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):
         result = evaluate_with(bench, settings.eval, settings.sampling, settings.seed, settings.eval.split)
     write_samples(Path(settings.run_dir), result.examples)
-    return result, time.perf_counter() - start, bench.engine.facts()
+    stats = bench.engine.stats()
+    saved = {name: value for name, value in stats.details.items() if name.startswith("engine/kv_saving")}
+    costs = {"engine/kv_peak_bytes": float(stats.kv_peak_bytes), **saved}
+    return result, time.perf_counter() - start, bench.engine.facts(), costs

@@ -362,6 +362,16 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3 + 3 * 2
 
 
+def test_an_evaluation_with_evicted_keys_says_what_it_saved(elsewhere):
+    few = ("sparsity=streaming", "sparsity.budget=8", "sparsity.window=4", "sparsity.buffer=2")
+    for words in ((), few):
+        done = grpo("eval", *words, "eval.problems=4", "eval.k=1", "logger=jsonl", f"hydra.run.dir=run{len(words)}")
+        assert done.exit_code == 0, done.output
+    dense, evicted = (json.loads((elsewhere / f"run{n}" / "summary.json").read_text()) for n in (0, 4))
+    assert 0 < evicted["engine/kv_saving_mean"] < 1 and "engine/kv_saving_mean" not in dense
+    assert 0 < evicted["engine/kv_peak_bytes"] < dense["engine/kv_peak_bytes"]
+
+
 def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
     rule = "def worst(group, keep, rng):\n    return group.totals.argsort()[:keep].tolist()\n"
     (elsewhere / "rules_for_this_test.py").write_text(rule)

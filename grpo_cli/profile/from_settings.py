@@ -65,8 +65,9 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
     if not is_ours(settings):
         name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
         notes.append(
-            f"rollouts by {name}, which takes memory of its own (vLLM as much as engine.memory): prefill, decode and "
-            "eval are not predicted, and what fits is said of the update alone"
+            f"rollouts by {name}, which takes memory of its own (vLLM as much as engine.memory; Ray and workers on "
+            "this machine count in what is measured): prefill, decode and eval are not predicted, and what fits is "
+            "said of the update alone"
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")

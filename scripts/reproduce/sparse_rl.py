@@ -94,9 +94,9 @@ def evaluate_all(
     }
     study.run_all("eval", words, out, args)
     read = {name: json.loads((out / name / "summary.json").read_text(encoding="utf-8")) for name in words}
-    names = ("eval/accuracy", ACCURACY, "eval/length_mean")
+    names = ("eval/accuracy", ACCURACY, "eval/length_mean", "engine/kv_saving_mean")
     return {
-        run.name: {c: {name: read[f"evaluations/{run.name}/{c}"][name] for name in names} for c in caches}
+        run.name: {c: {name: read[f"evaluations/{run.name}/{c}"].get(name, 0.0) for name in names} for c in caches}
         for run in runs
     }
 
@@ -139,10 +139,13 @@ def results_table(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str
 def robustness_table(
     arms: Mapping[str, Sequence[Run]], found: Mapping[str, Mapping[str, Mapping[str, float]]], caches: Sequence[str]
 ) -> str:
-    """Accuracy of each trained policy under each cache."""
-    lines = [
-        [arm, *(study.spread(found[r.name][c][ACCURACY] for r in runs) for c in caches)] for arm, runs in arms.items()
-    ]
+    """Accuracy of each trained policy under each cache that it was evaluated in."""
+
+    def of(runs: Sequence[Run], cache: str) -> str:
+        there = [found[run.name][cache][ACCURACY] for run in runs if cache in found[run.name]]
+        return study.spread(there) if there else ""
+
+    lines = [[arm, *(of(runs, cache) for cache in caches)] for arm, runs in arms.items()]
     return study.markdown(("trained", *(f"evaluated {cache}" for cache in caches)), lines)
 
 

@@ -1,0 +1,102 @@
+"""`engine=ray` in a cluster that was there before: two nodes, which ask for a token, of which one goes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.test_whole_runs import WORDS, ended, rows, started, told
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+WORKERS = 4  # of which each node of two CPUs has two
+LONGER = (*WORDS, "train.steps=40", "train.checkpoint_every=20")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def node(*words: str) -> subprocess.Popen[bytes]:
+    """A node of two CPUs, in a group of processes of its own."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", *words]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, start_new_session=True, **quiet)
+
+
+def end(node: subprocess.Popen[bytes]) -> None:
+    """As a machine ends: all of its processes at once."""
+    family = [node.pid]
+    with suppress(psutil.NoSuchProcess):
+        family += [child.pid for child in psutil.Process(node.pid).children(recursive=True)]
+    for pid in family:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    node.wait()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of two nodes, and the one that may go."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.util import get_node_ip_address
+
+    address = f"{get_node_ip_address()}:{free_port()}"
+    folder = Path(f"/tmp/grpo_nodes_{os.getpid()}")  # sockets have short names
+    head = node("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false", f"--temp-dir={folder}")
+    other = node(f"--address={address}")
+    try:
+        yield address, other
+    finally:
+        end(other)
+        end(head)
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def joined(folder: Path, address: str) -> tuple[Path, subprocess.Popen[str]]:
+    """A run on the cluster, once it has room: nodes take seconds to come up."""
+    asked = ("engine=ray", f"engine.address={address}", f"engine.workers={WORKERS}", "engine.threads=1")
+    for number in range(60):
+        run = folder / f"run{number}"
+        process = started(run, *LONGER, *asked)
+        while process.poll() is None and not rows(run):
+            time.sleep(0.05)
+        if not process.poll():
+            return run, process
+        said = process.communicate()[0]
+        assert "nobody answers" in said or "do not fit" in said or "cannot be joined" in said, said
+        time.sleep(1)
+    raise AssertionError(said)
+
+
+def test_a_node_that_goes_changes_no_record(tmp_path, cluster):
+    address, other = cluster
+    alone = tmp_path / "alone"
+    run, process = joined(tmp_path, address)
+    while rows(run)[-1].get("engine/workers") != WORKERS:  # who comes later takes part from then on
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    end(other)
+    said = process.communicate()[0]
+    assert process.returncode == 0 and said.count("is lost (") >= 2, said
+    ended(alone, *LONGER)
+    assert told(run) == told(alone)

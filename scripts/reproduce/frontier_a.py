@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import study
+from common import settings_of
 from study import Column, Rows, Run, mean, over_seeds, sampled
 
 from grpo_cli.report import plots
@@ -89,16 +90,33 @@ def profile_of(seed: int, out: Path) -> tuple[Path, int]:
     return file, sum(row["length"] for row in rows if row["reason"] == "sampled")
 
 
+def mean_size(file: Path) -> float:
+    """Of a group in a run with this profile, over its steps, of which each size has as many as it has problems."""
+    solved: dict[str, list[bool]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["reason"] == "sampled":
+            solved.setdefault(row["prompt_id"], []).append(row["solved"])
+    shares = [statistics.mean(of) for of in solved.values()]
+    chosen = settings_of(*WAYS[PROFILED]).parts["curriculum"]
+    sizes, trivial = chosen["sizes"], chosen["trivial"]
+    return statistics.mean(
+        next((size for size in sizes if size * share >= 1), sizes[-1]) for share in shares if 0 < share <= trivial
+    )
+
+
 def others(args: argparse.Namespace, out: Path) -> list[Run]:
     """All but the baselines, each to end with the tokens of the baseline of its seed."""
     spent = {run.seed: int(study.read_rows(run, out)[-1]["tokens/generated"]) for run in baselines(args)}
 
     def run(arm: str, seed: int) -> Run:
-        tokens, more = spent[seed], (f"train.steps={LONGEST * args.steps}",)
+        tokens, steps, more = spent[seed], LONGEST * args.steps, tuple[str, ...]()
         if arm == PROFILED:
             file, cost = profile_of(seed, out)
-            tokens, more = max(1, tokens - cost), (*more, f"train.history={file}")
-        return run_of(arm, seed, args, *more, f"train.max_generated={tokens}")
+            # Its phases are parts of train.steps: about as many as its tokens will last.
+            steps = max(1, round((1 - cost / tokens) * args.steps * 8 / mean_size(file)))
+            tokens, more = max(1, tokens - cost), (f"train.history={file}",)
+        return run_of(arm, seed, args, *more, f"train.steps={steps}", f"train.max_generated={tokens}")
 
     arms = [arm for arm in args.arms if arm != BASELINE]
     return study.in_turns([[run(arm, seed) for arm in arms] for seed in args.seeds])

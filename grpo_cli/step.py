@@ -50,9 +50,10 @@ class Step:
         """Step number `step`, from 0; adds what was done to `progress`."""
         start = time.perf_counter()
         with self._span("step"):
-            collection = self._collection(step)
+            version = self.learner.updates
+            collection = self._collection(step, version)
             scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
-            everything, verdict = collate(scored, self._parts.bench.pad_token_id), None
+            everything, verdict = collate(scored, self._parts.bench.pad_token_id, version), None
             if self._parts.rules.correction.rejects:  # then it has to be asked before any are chosen
                 with self._span("logprobs"):
                     everything, verdict = self._corrected(everything)
@@ -68,7 +69,7 @@ class Step:
         metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         return Record(step, metrics, examples(self._parts.bench.task, selected, self._settings.record.rollouts))
 
-    def _collection(self, step: int) -> StepCollection:
+    def _collection(self, step: int, version: int) -> StepCollection:
         settings, parts = self._settings, self._parts
         return StepCollection(
             n=settings.n,
@@ -79,6 +80,7 @@ class Step:
             curriculum=parts.curriculum,
             task=parts.bench.task,
             history=parts.history,
+            version=version,
             span=self._span,
             autocast=self.learner.autocast,
         )

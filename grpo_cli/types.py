@@ -25,6 +25,7 @@ class Finish(StrEnum):
     EOS = "eos"
     STOP = "stop"  # one of `sampling.stop`
     LENGTH = "length"
+    PARTIAL = "partial"  # stopped from outside, and can be resumed
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,25 @@ class Round:
     requests: tuple[GroupRequest, ...]
 
 
+GIVEN = -1  # in place of a version: nobody drew these tokens
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` tokens of a rollout that follow each other, drawn from the weights after `version` updates."""
+
+    version: int
+    count: int
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
-    from (temperature, truncation and evicted KV entries included). `kept_kv` is the most response
-    tokens whose KV the engine held for this rollout in any layer.
+    from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
+    most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
+    tokens; an engine leaves it empty, the step that asked knows.
     """
 
     request: Request
@@ -79,6 +92,7 @@ class Rollout:
     sampler_logprobs: tuple[float, ...]
     finish: Finish
     kept_kv: int
+    spans: tuple[Span, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -161,7 +175,8 @@ class Batch:
     `response_mask` the fields are zero. `loss_mask` is the part of `response_mask` that is trained on (a correction may
     take tokens away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has
     not moved since the rollouts: its own detached log-probabilities are the old policy's. Advantages are 0 until the
-    rows that are trained on have been selected.
+    rows that are trained on have been selected. `lags` is by how many updates the weights that drew a token are older
+    than those at the start of the step, and -1 where it was given; None: all are of now.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -173,6 +188,7 @@ class Batch:
     ref_logprobs: Float[Tensor, "B T"] | None
     advantages: Float[Tensor, "B"]
     lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
+    lags: Int[Tensor, "B T"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_cli.learner.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
+from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Verdict
 
 
 def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) -> ScoredGroup:
@@ -42,6 +42,24 @@ def test_each_row_is_prompt_response_padding_and_each_number_stands_at_its_token
     assert batch.advantages.tolist() == [1.0, -1.0, 0.25]
     assert batch.lengths.tolist() == [4, 5, 2]
     assert batch.policy_logprobs is None and batch.ref_logprobs is None
+
+
+def test_each_token_is_as_old_as_the_weights_that_drew_it() -> None:
+    """Prompts of 1 token; of the first row two tokens are of version 3 and one of 5, of the other one was given."""
+    prompt = Prompt("p", (1,), "")
+    drawn = [
+        Rollout(
+            Request(prompt, 0, 0, Sampling.plain(3)), (2, 2, 2), (-1.0,) * 3, Finish.EOS, 3, (Span(3, 2), Span(5, 1))
+        ),
+        Rollout(
+            Request(prompt, 1, 1, Sampling.plain(3)), (2, 2), (-1.0,) * 2, Finish.EOS, 2, (Span(GIVEN, 1), Span(5, 1))
+        ),
+    ]
+    group = ScoredGroup(prompt, tuple(drawn), (Reward(0.0), Reward(1.0)))
+    lags = collate([group], 0, version=5).lags
+    assert lags is not None and lags.tolist() == [[0, 2, 2, 0], [0, -1, 0, 0]]
+    fresh = replace(drawn[0], spans=(Span(5, 3),))
+    assert collate([ScoredGroup(prompt, (fresh,), (Reward(0.0),))], 0, version=5).lags is None
 
 
 def test_totals_count_every_sequence_and_only_tokens_that_are_trained_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,16 @@ from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import EngineStats, Group, Prompt, Request, Rollout, Round, ScoredGroup
+from grpo_cli.types import EngineStats, Group, Prompt, Request, Rollout, Round, ScoredGroup, Span
 
 MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end
 
 
 class StepCollection:
-    """What a collector is given (see `interfaces.Collection`), and what has come of its rounds."""
+    """What a collector is given (see `interfaces.Collection`), and what has come of its rounds.
+
+    `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
+    """
 
     def __init__(
         self,
@@ -34,10 +38,11 @@ class StepCollection:
         curriculum: Curriculum,
         task: Task,
         history: History,
+        version: int = 0,
         span: Callable[[str], AbstractContextManager[None]],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._n, self._prompts, self._step = n, prompts, step
+        self._n, self._prompts, self._step, self._version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
         self._curriculum, self._task, self._history = curriculum, task, history
         self._span, self._autocast = span, autocast
@@ -153,7 +158,8 @@ class StepCollection:
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in engine.generate(requests):
-                self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
+                of_problem = self._rollouts[rollout.request.prompt.id]
+                of_problem[rollout.request.sample] = replace(rollout, spans=(Span(self._version, len(rollout)),))
         self.rollout_seconds += time.perf_counter() - start
         self._costs.append(engine.stats())
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.types import Batch, ScoredGroup, Totals, Verdict
+from grpo_cli.types import GIVEN, Batch, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
 PASS_COST = 512
 
 
-def collate(groups: Sequence[ScoredGroup], pad_token_id: int) -> Batch:
-    """One row per rollout, group by group, on the CPU.
+def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
+    """One row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the step.
 
     Every response token is to be trained on with weight 1 until a correction says otherwise.
     """
@@ -44,7 +44,20 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int) -> Batch:
         ref_logprobs=None,
         advantages=torch.zeros(len(rollouts)),
         lengths=torch.tensor(lengths),
+        lags=_lags(rollouts, starts, input_ids.shape, version),
     )
+
+
+def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
+    """By how many updates each token is older than `version`, -1 where it was given; None where all are of now."""
+    if all(span.version == version for rollout in rollouts for span in rollout.spans):
+        return None
+    lags = torch.zeros(shape, dtype=torch.long)
+    for row, (rollout, start) in enumerate(zip(rollouts, starts, strict=True)):
+        for span in rollout.spans:
+            lags[row, start : start + span.count] = GIVEN if span.version == GIVEN else version - span.version
+            start += span.count
+    return lags
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:

@@ -111,7 +111,8 @@ def novelty(
     solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
     kept = list(inputs.kept)
     compared = likely[kept if stats_over == "kept" else list(inputs.baseline)]
-    more = rarity_bonus(advantages, likely[kept] - compared.mean(), bonus, cap)
+    relative = likely[kept] - compared[~compared.isnan()].mean()
+    more = rarity_bonus(advantages, relative, bonus, cap).nan_to_num(0.0)  # one that was given whole is not rare
     return torch.where(solved[kept], advantages + more, advantages).to(kept_rewards.dtype)
 
 
@@ -152,7 +153,11 @@ def per_part(
 
 
 def _mean_logprob(rollout: Rollout) -> float:
-    return sum(rollout.sampler_logprobs) / len(rollout.sampler_logprobs) if rollout.sampler_logprobs else 0.0
+    """Of the tokens that were drawn; NaN if all were given."""
+    if not rollout.token_ids:
+        return 0.0
+    drawn = [logprob for logprob in rollout.sampler_logprobs if not math.isnan(logprob)]
+    return sum(drawn) / len(drawn) if drawn else math.nan
 
 
 def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:

@@ -1,10 +1,10 @@
 """Sampler/policy mismatch. Importance weights and rejected tokens by xi = dense old policy / sampler, always measured.
 
 xi, the sparsity ratio, is 1 when the sampler drew from the dense policy. Evicted KV entries (Sparse-RL, arXiv
-2601.10079) or a foreign engine make it differ. Two orthogonal parts answer: reweighting (`importance` sampling)
-multiplies a token's loss, `rejection` (and the mask band) takes tokens out of the loss and out of its divisors. This
-module never looks at the learner's own ratio, which the loss clips. Presets, with their sources, are the YAML files of
-`conf/correction`.
+2601.10079), a foreign engine, or weights of earlier updates make it differ. Two orthogonal parts answer: reweighting
+(`importance` sampling) multiplies a token's loss, `rejection` (and the mask band) takes tokens out of the loss and out
+of its divisors. This module never looks at the learner's own ratio, which the loss clips. Presets, with their sources,
+are the YAML files of `conf/correction`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Correct:
     mask_low/high     tokens with xi_t outside [mask_low, mask_high] leave the loss and its divisors; None for no bound.
     count_rejected    whether rejected rollouts count in their group's reward statistics (read by the trainer; the
                       released code counts them).
+    prox              now | drawn | ewma: whose probabilities the old policy's are (see `learner.old_policy`).
+    prox_window       how many updates the average of ewma looks back; 0 is no average.
     """
 
     importance: str
@@ -53,6 +55,8 @@ class Correct:
     mask_low: float | int | None
     mask_high: float | int | None
     count_rejected: bool
+    prox: str
+    prox_window: float | int
 
     def __post_init__(self) -> None:
         problems = list(self._of_another_kind()) or [
@@ -62,6 +66,7 @@ class Correct:
             _disordered("is_threshold_low", self.is_threshold_low, "is_threshold", self.is_threshold),
             _disordered("mask_low", self.mask_low, "mask_high", self.mask_high),
             "" if 0 < self.veto < 1 else f"correction.veto={self.veto} must be between 0 and 1",
+            *_prox_problems(self.prox, self.prox_window),
         ]
         if any(problems):
             raise UserError("\n".join(filter(None, problems)))
@@ -158,6 +163,70 @@ class Correct:
         return weights.expand_as(log_ratio)
 
 
+@dataclass(frozen=True)
+class Gated:
+    """Truncated importance sampling per token, but for rollouts that are far from the policy and no better than others
+    (F-TIS, arXiv 2605.22537).
+
+    A rollout takes part if its advantage is above 0, or if the estimated KL(policy || sampler) summed over its tokens,
+    xi log xi - xi + 1 of each, is less than `gate` (null: always). One that does not gets weight 0 and counts in the
+    divisors and in its group's statistics. The estimator is ours: the paper's could not be had. This one is unbiased
+    for tokens of the sampler, and never negative.
+    """
+
+    is_threshold: float | int | None
+    gate: float | int | None
+    prox: str
+    prox_window: float | int
+
+    needs_policy_logprobs = True
+    rejects = False
+    count_rejected = True
+
+    def __post_init__(self) -> None:
+        problems = [
+            *_not_a_bound("is_threshold", self.is_threshold),
+            *_not_a_bound("gate", self.gate),
+            *_prox_problems(self.prox, self.prox_window),
+        ]
+        if any(problems):
+            raise UserError("\n".join(filter(None, problems)))
+
+    def __call__(
+        self,
+        sampler_logprobs: Float[Tensor, "B T"],
+        policy_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        advantages: Float[Tensor, " B"],
+    ) -> Verdict:
+        """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
+        _check_sampler(sampler_logprobs, mask)
+        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
+        distance = kl_of_rows(log_ratio)
+        most = math.inf if self.gate is None else self.gate
+        # A NaN is not left out: the trainer's guard against bad steps is to see it.
+        gated = (advantages <= 0) & (distance >= most)
+        weights = _bounded_exp(log_ratio).clamp(max=math.inf if self.is_threshold is None else self.is_threshold)
+        weights = weights.masked_fill(~mask | gated[:, None], 0.0)
+        metrics = {**_metrics(log_ratio, weights, mask, mask)}
+        metrics["mismatch/gated"] = float(_mean(gated.float(), mask.any(dim=1)))
+        reasons = self._reasons(mask.any(dim=1).tolist(), gated.tolist(), distance.tolist())
+        return Verdict(weights, mask, reasons, metrics)
+
+    def _reasons(self, answered: list[bool], gated: list[bool], distance: list[float]) -> tuple[str, ...]:
+        empty = "empty: no response token"
+        return tuple(
+            empty if not some else f"gate: a KL of {kl:.3g} >= {self.gate}, and no advantage" if out else ""
+            for some, out, kl in zip(answered, gated, distance, strict=True)
+        )
+
+
+def kl_of_rows(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """The estimate of each row's KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1."""
+    bounded = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return (bounded.exp() * bounded - bounded.expm1()).sum(dim=1)
+
+
 def log_sparsity_ratio(
     sampler_logprobs: Float[Tensor, "B T"], policy_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
@@ -230,6 +299,19 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
 
 def _unknown(word: str, value: object, choices: tuple[str, ...]) -> str:
     return "" if value in choices else f"correction.{word}={value} is unknown: use {', '.join(choices)}"
+
+
+def _prox_problems(prox: object, window: object) -> Iterator[str]:
+    yield _unknown("prox", prox, ("now", "drawn", "ewma"))
+    if isinstance(window, bool) or not isinstance(window, int | float) or not 0 <= window < math.inf:
+        yield f"correction.prox_window={window!r} must be a number of updates, 0 or more"
+
+
+def _not_a_bound(word: str, value: object) -> Iterator[str]:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        yield f"correction.{word}={value!r} must be a number or null"
+    elif value is not None and not value > 0:
+        yield f"correction.{word}={value} must be more than 0, or null for no bound"
 
 
 def _disordered(low_word: str, low: float | int | None, high_word: str, high: float | int | None) -> str:

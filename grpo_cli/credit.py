@@ -24,6 +24,14 @@ def none(batch: Batch, problems: Sequence[str], history: History) -> Float[Tenso
     return None
 
 
+def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
+    """Tokens of earlier weights count nothing; those of now count, and given ones, which are of no weights at all.
+
+    What counts nothing stays in the divisors of the loss, and in its KL term, where old tokens are no bias.
+    """
+    return None if batch.lags is None else (batch.lags <= 0).to(batch.weights.dtype)
+
+
 class PromptGdro:
     """Problems weigh by the bin of their solved share, bins by how often they failed (Prompt-GDRO, arXiv 2601.19280).
 

@@ -184,7 +184,9 @@ class Correction(Protocol):
     """Sampler/policy mismatch: importance weights and the tokens left to train on, from xi = policy / sampler.
 
     Asked once in a step: about all rollouts if it `rejects`, else about those that are trained on. The mismatch is
-    measured whatever is applied.
+    measured whatever is applied. `mask` holds the tokens that were drawn; given ones are never shown to it. One that
+    has a parameter `advantages` is given those of the rows by that name, and must not reject: rollouts are rejected
+    before anybody knows their advantages.
     """
 
     @property
@@ -198,6 +200,15 @@ class Correction(Protocol):
     @property
     def count_rejected(self) -> bool:
         """Whether rejected rollouts count in their group's reward statistics."""
+
+    @property
+    def prox(self) -> str:
+        """now, drawn or ewma: whose log-probabilities it gets as the policy's, and the clip of the loss measures from
+        (see `learner.old_policy`)."""
+
+    @property
+    def prox_window(self) -> float | int:
+        """Over how many updates the average of ewma looks back."""
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import Finish, ScoredGroup
+from grpo_cli.types import Batch, Finish, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -49,11 +49,11 @@ METRICS: Mapping[str, str] = {
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
     "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
-    "optim/lr": "Learning rate of the step.",
+    "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
-    "mismatch/ratio_mean": "Mean over all rollouts' tokens of policy (no dropout) / sampler probability; 1 if equal.",
+    "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",
     "mismatch/ratio_min": "Smallest of those ratios in the step.",
     "mismatch/log_ratio_q001": "0.1 % quantile of the logarithm of that ratio.",
     "mismatch/log_ratio_q01": "1 % quantile of the logarithm of that ratio.",
@@ -61,8 +61,16 @@ METRICS: Mapping[str, str] = {
     "mismatch/rejected": "Share of rollouts that the correction took out of the loss altogether.",
     "mismatch/masked_tokens": "Share of response tokens that the correction took out of the loss.",
     "mismatch/weight_mean": "Mean importance weight over the response tokens left in the loss.",
+    "mismatch/gated": "Share of rollouts that correction=ftis left out: no better than others, and far off.",
     "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
     "than all and the correction rejects none: then no forward pass is made for the others.",
+    "off/token_share": "Share of the trained tokens that weights of earlier updates have drawn.",
+    "off/lag_mean": "By how many updates the weights that drew a trained token are older, on average.",
+    "off/lag_max": "The largest of those numbers.",
+    "off/given_share": "Share of the trained tokens that nobody drew: they were given.",
+    "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
+    "off/active": "Share of tokens neither masked nor clipped; below 0.9 correction.prox=ewma averages anew.",
+    "off/prox_resets": "How often that average has begun anew since the run began.",
     "engine/decode_steps": "Batched forward passes that made one token per busy slot.",
     "engine/slots": "Slots the engine decoded with; under sampler.kv_budget the most rollouts that ran at a time.",
     "engine/slot_utilisation": "Share of slot-steps that produced a token.",
@@ -152,6 +160,22 @@ def kept_metrics(kept: Sequence[ScoredGroup]) -> dict[str, float]:
     if not len(totals):
         return {}
     return {"reward/kept_mean": float(totals.mean()), "group/zero_std_kept": zero_std_share(kept)}
+
+
+def reuse_metrics(batch: Batch) -> dict[str, float]:
+    """How much of what is trained on is old or was given: of the tokens that have a weight in the policy loss. Lags
+    count in updates, over those that were drawn. Empty where all of the step is new."""
+    if batch.lags is None:
+        return {}
+    trained = batch.loss_mask & (batch.weights != 0)
+    drawn = (batch.lags * (trained & batch.drawn_mask)).clamp(min=0)
+    tokens, sampled = int(trained.sum()), int((trained & batch.drawn_mask).sum())
+    return {
+        "off/token_share": int((drawn > 0).sum()) / max(tokens, 1),
+        "off/lag_mean": int(drawn.sum()) / max(sampled, 1),
+        "off/lag_max": float(drawn.max()),
+        "off/given_share": (tokens - sampled) / max(tokens, 1),
+    }
 
 
 def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:

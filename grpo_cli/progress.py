@@ -33,12 +33,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step's updates were made from, and what came of them."""
+    """What a step's updates were made from, and what came of them. `reuse` is empty where nothing was used again."""
 
     updates: tuple[Update, ...]
     rollouts: int
     tokens: int
     mismatch: Mapping[str, float]
+    reuse: Mapping[str, float]
 
 
 def step_metrics(
@@ -60,6 +61,7 @@ def step_metrics(
         **kept_metrics([selection.kept for selection in selected if selection.indices]),
         **losses,
         **trained.mismatch,
+        **trained.reuse,
         **stats.details,
         "optim/skipped_steps": progress.skipped_steps,
         "optim/empty_steps": progress.empty_steps,

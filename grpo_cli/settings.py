@@ -117,6 +117,8 @@ class OptimSettings:
     max_grad_norm: float
     name: str  # adamw | adamw8bit
     offload: bool
+    ess: str  # none | sqrt | linear
+    ess_reference: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,11 @@ from grpo_cli.collect.requests import seed_of
 from grpo_cli.errors import UserError
 from grpo_cli.examples import examples
 from grpo_cli.interfaces import Parts, Remembers
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on
 from grpo_cli.learner.learner import Learner, Update
+from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.memory import peak_bytes, reserved_bytes
-from grpo_cli.metrics import of_trained
+from grpo_cli.metrics import of_trained, reuse_metrics
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.runs import layout
 from grpo_cli.select import Selection, batch_rows, row_weights, select
@@ -41,10 +42,12 @@ class Step:
         self.learner = Learner(
             model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
+        correction = parts.rules.correction
+        self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
         several = train.epochs * train.minibatches > 1
-        self._old_policy_apart = parts.rules.correction.needs_policy_logprobs or several or self.learner.drops
+        self._old_policy_first = correction.needs_policy_logprobs or several or self.learner.drops
 
     def run(self, step: int, progress: Progress) -> Record:
         """Step number `step`, from 0; adds what was done to `progress`."""
@@ -141,20 +144,23 @@ class Step:
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step)
             progress.empty_steps += 1
-            return Trained((), 0, 0, verdict.metrics if verdict else {})
+            return Trained((), 0, 0, verdict.metrics if verdict else {}, {})
         advantages = torch.cat([selection.advantages for selection in selected])
         batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
+        weighted = bool(batch.weights.any())
         batch = self._credited(batch, selected)
+        by_credit = weighted and not batch.weights.any()
         of_all = verdict is not None or len(batch) == len(everything)
         with self._span("logprobs"):
             if self._parts.reference is not None:
-                reference = self._logprobs(self._parts.reference, "ref_logprobs", batch)
+                with self._span("ref_logprobs"):
+                    reference = self.learner.logprobs(self._parts.reference, batch)
                 batch = replace(batch, ref_logprobs=reference)
-            if verdict is None and self._old_policy_apart:
+            if verdict is None and (self._old_policy_first or self.old_policy.apart):
                 batch, verdict = self._corrected(batch)
-        rollouts, tokens = len(batch), int(batch.loss_mask.sum())
+        rollouts, tokens, reuse = len(batch), int(batch.loss_mask.sum()), reuse_metrics(batch)
         if not batch.weights.any():
-            self._warn_of_rejection(step)
+            self._warn_of_rejection(step, by_credit)
             rollouts, tokens = 0, 0
         with self._span("update"):
             updates = self._update(batch, step, progress)
@@ -163,7 +169,16 @@ class Step:
         if verdict is None and updates:  # the learner's own pass was of the policy before it moved
             verdict = self._verdict(batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
-        return Trained(updates, rollouts, tokens, mismatch if of_all else of_trained(mismatch))
+        reuse |= self._settled(updates, mismatch)
+        return Trained(updates, rollouts, tokens, mismatch if of_all else of_trained(mismatch), reuse)
+
+    def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
+        """Tell the old policy what became of the step, if it moved anything; a loss need not say what it clipped."""
+        clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
+        if not clipped:
+            return {}
+        left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
+        return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
     def _credited(self, batch: Batch, selected: Sequence[Selection]) -> Batch:
         """The batch with what each row and each token counts, before a correction weighs them."""
@@ -175,22 +190,25 @@ class Step:
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
         """The batch with the old policy's log-probabilities and what the correction makes of them."""
-        policy = self._logprobs(self._parts.bench.model, "policy_logprobs", batch)
+        with self._span("policy_logprobs"):
+            policy = self.old_policy.logprobs(batch)
         verdict = self._verdict(batch, policy)
         return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
 
     def _verdict(self, batch: Batch, policy_logprobs: Tensor) -> Verdict:
-        return self._parts.rules.correction(batch.sampler_logprobs, policy_logprobs, batch.response_mask)
+        return verdict_on(self._parts.rules.correction, batch, policy_logprobs)
 
-    def _logprobs(self, model: Any, span: str, batch: Batch) -> Tensor:
-        with self._span(span):
-            return self.learner.logprobs(model, batch)
-
-    def _warn_of_rejection(self, step: int) -> None:
+    def _warn_of_rejection(self, step: int, by_credit: bool = False) -> None:
+        if by_credit:
+            return self._parts.warn(
+                f"step {step + 1}: the credit gave no token a weight, so that none of them teaches; with credit=fresh "
+                "collect more that is new, or use credit=none with a correction"
+            )
         self._parts.warn(
             f"step {step + 1}: every rollout was rejected by the correction, so that none of them teaches; look at "
-            "mismatch/log_ratio_q001, then raise sparsity.budget, lower correction.veto, or widen "
-            "correction.is_threshold_low and correction.is_threshold or correction.mask_low and correction.mask_high"
+            "mismatch/log_ratio_q001, then raise sparsity.budget, lower correction.veto, raise correction.gate, or "
+            "widen correction.is_threshold_low and correction.is_threshold or correction.mask_low and "
+            "correction.mask_high"
         )
 
     def _update(self, batch: Batch, step: int, progress: Progress) -> tuple[Update, ...]:
@@ -204,12 +222,14 @@ class Step:
             for part in minibatches(batch, settings.train.minibatches, rng):
                 if not part.loss_mask.any():
                     continue
-                if self.learner.updates == begun:
+                if self.learner.updates == begun and not self.old_policy.apart:
                     # It has not moved, and is the old policy itself: what another pass says of that differs by rounding
                     # and dropout, which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
                 update = self.learner.update(part, step)
                 updates.append(update)
+                if update.moved:
+                    self.old_policy.follow()
                 if update.fault is None:
                     progress.bad_in_a_row = 0
                 else:

@@ -35,7 +35,9 @@ class Trainer:
         self._step = Step(settings, parts)
         self._learner = self._step.learner
         self._progress = Progress()
-        self._health = HealthCheck()
+        correction = parts.rules.correction
+        answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
+        self._health = HealthCheck(reuse_is_answered=answered)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._done: Record | None = None  # of the last step that this process has finished
@@ -150,6 +152,8 @@ class Trainer:
             "optimizer": self._learner.state_dict(),
             "schedule": schedule_of(self._settings.optim, self._settings.train),
         }
+        if (old_policy := self._step.old_policy.state_dict()) is not None:
+            state["old_policy"] = old_policy
         with self._parts.meter.span("checkpoint"):
             save_checkpoint(
                 self._run_dir / layout.CHECKPOINTS,
@@ -192,6 +196,7 @@ class Trainer:
         self._learner.load_state_dict(state["optimizer"])
         self._parts.bench.engine.load_state_dict(state["engine"])
         self._step.load_state_dict(state.get("rules", {}))
+        self._step.old_policy.load_state_dict(state.get("old_policy"))
         set_rng_state(state["rng"])
         self._finish(None)
         self._say_if_the_rate_jumps(state)

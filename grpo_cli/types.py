@@ -172,10 +172,11 @@ class Batch:
     """Rollouts as tensors, one row each: prompt, response, padding on the right.
 
     Position t of every `B T` field speaks of token t (so a log-probability at t was predicted from t - 1); outside
-    `response_mask` the fields are zero. `loss_mask` is the part of `response_mask` that is trained on (a correction may
-    take tokens away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has
-    not moved since the rollouts: its own detached log-probabilities are the old policy's. Advantages are 0 until the
-    rows that are trained on have been selected. `lags` is by how many updates the weights that drew a token are older
+    `response_mask` the fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of
+    `response_mask` that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss.
+    `policy_logprobs is None` means that the learner has not moved since the step began: its own detached
+    log-probabilities are the old policy's. Advantages are 0 until the rows that are trained on have been selected.
+    `lags` is by how many updates the weights that drew a token are older
     than those at the start of the step, and -1 where it was given; None: all are of now.
     """
 
@@ -192,6 +193,11 @@ class Batch:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def drawn_mask(self) -> Bool[Tensor, "B T"]:
+        """The response tokens that were drawn: all that a mismatch can be told of."""
+        return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)
 
 
 @dataclass(frozen=True)

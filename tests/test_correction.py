@@ -20,10 +20,11 @@ from grpo_cli.config.instantiate import make
 from grpo_cli.correction import Correct
 from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import Batch, Totals
+from grpo_cli.learner.batch import takes_advantages
+from grpo_cli.types import Batch, Totals, Verdict
 
 
-def composed(*overrides: str) -> Correct:
+def composed(*overrides: str) -> Correction:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return make("correction", OmegaConf.to_container(compose("train", [*overrides, "run_dir=x"]).correction), {})
 
@@ -31,14 +32,20 @@ def composed(*overrides: str) -> Correct:
 PRESETS = {name: composed(f"correction={name}") for name in choices("correction")}
 
 
-def apply(part: Correct, xi: list[list[float]], mask: list[list[int]] | None = None):
+def asked(part: Correction, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:
+    """Its verdict; one that looks at advantages is told that no rollout is better than others."""
+    named = {"advantages": torch.full((len(mask),), -1.0)} if takes_advantages(part) else {}
+    return part(sampler, policy, mask, **named)
+
+
+def apply(part: Correction, xi: list[list[float]], mask: list[list[int]] | None = None):
     """Weights, mask and metrics for given ratios; where the mask is 0 the log-probabilities are garbage."""
     ratios = torch.tensor(xi, dtype=torch.float64)
     valid = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
     sampler = torch.full_like(ratios, -2.0).float()
     policy = (sampler + ratios.log()).float()
     garbage = valid == 0
-    verdict = part(sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage)
+    verdict = asked(part, sampler.masked_fill(garbage, math.nan), policy.masked_fill(garbage, -math.inf), ~garbage)
     return verdict.weights.tolist(), verdict.mask.int().tolist(), verdict.metrics
 
 
@@ -148,7 +155,8 @@ def test_without_a_mismatch_no_preset_changes_anything(name):
     part = PRESETS[name]
     weights, kept, metrics = apply(part, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1, 1, 1], [1, 0, 0]])
     assert weights == [[1, 1, 1], [1, 0, 0]] and kept == [[1, 1, 1], [1, 0, 0]]
-    assert metrics == {
+    assert {"mismatch/gated": 0.0, **metrics} == {
+        "mismatch/gated": 0,
         "mismatch/ratio_mean": 1,
         "mismatch/ratio_min": 1,
         "mismatch/log_ratio_q001": 0,
@@ -193,7 +201,7 @@ def test_sequence_weights_are_unbiased_over_all_sequences():
 def test_nothing_flows_back_through_the_ratio(name):
     sampler = torch.full((2, 3), -1.0, requires_grad=True)
     policy = torch.full((2, 3), -1.2, requires_grad=True)
-    verdict = PRESETS[name](sampler, policy, torch.ones(2, 3, dtype=torch.bool))
+    verdict = asked(PRESETS[name], sampler, policy, torch.ones(2, 3, dtype=torch.bool))
     assert not verdict.weights.requires_grad
 
 
@@ -273,7 +281,7 @@ def test_missing_sampler_logprobs_are_refused():
     sampler = torch.tensor([[-1.0, math.nan, -1.0]])
     for name in PRESETS:
         with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3"):
-            PRESETS[name](sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+            asked(PRESETS[name], sampler, torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
 
 
 def test_a_policy_that_is_no_number_is_not_masked_away():
@@ -281,7 +289,7 @@ def test_a_policy_that_is_no_number_is_not_masked_away():
     policy = torch.tensor([[-1.0, math.nan]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     for name in PRESETS:
-        verdict = PRESETS[name](torch.full((1, 2), -1.0), policy, mask)
+        verdict = asked(PRESETS[name], torch.full((1, 2), -1.0), policy, mask)
         assert verdict.mask.all() and (name == "none" or verdict.weights.isnan().any())
 
 
@@ -306,6 +314,8 @@ def test_a_preset_says_what_it_changes_and_has_all_else_from_the_base():
     assert PRESETS["none"] == made.correction()
     assert PRESETS["mis"] == made.correction(importance="token", is_mode="mask", is_threshold=5.0, is_threshold_low=0.5)
     assert PRESETS["sparse_rl"] == made.correction(importance="token", is_threshold=1.5, rejection="veto")
+    assert PRESETS["decoupled"] == made.correction(importance="token")
+    assert {(part.prox, part.prox_window) for part in PRESETS.values()} == {("now", 4)}
 
 
 def test_whole_numbers_are_what_a_person_means_by_them():
@@ -326,6 +336,10 @@ def test_whole_numbers_are_what_a_person_means_by_them():
         ({"veto": 0}, "correction.veto=0 must be between 0 and 1"),
         ({"is_threshold": -1}, "correction.is_threshold=-1 must not be negative"),
         ({"mask_low": 1.5, "mask_high": 0.5}, "mask_low=1.5 must not be greater than correction.mask_high=0.5"),
+        ({"prox": "old"}, "correction.prox=old is unknown: use now, drawn, ewma"),
+        ({"prox_window": -1}, "correction.prox_window=-1 must be a number of updates, 0 or more"),
+        ({"prox_window": math.inf}, "correction.prox_window=inf must be a number of updates, 0 or more"),
+        ({"prox_window": "4"}, "correction.prox_window='4' must be a number of updates, 0 or more"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(words, message):
@@ -353,3 +367,77 @@ def test_all_faults_are_told_at_once():
     with pytest.raises(UserError) as error:
         made.correction(importance="both", rejection="some", is_mode="cut", veto=2)
     assert len(str(error.value).splitlines()) == 4
+
+
+def test_decoupled_weights_have_no_bound_and_those_of_tis_have():
+    xi = [[0.5, 1.0, 2.5, 100.0]]
+    assert apply(PRESETS["decoupled"], xi)[0][0] == close(xi[0])
+    assert apply(PRESETS["tis"], xi)[0][0] == close([0.5, 1.0, 2.0, 2.0])
+
+
+def test_a_rollout_without_an_advantage_and_far_from_the_policy_weighs_nothing_and_counts():
+    """Tokens of k(xi) = 10: xi log xi - xi + 1 has that value at xi = 7.6387..., found by bisection."""
+    low, high = 1.0, 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * math.log(middle) - middle + 1 < 10 else (low, middle)
+    tokens = torch.tensor([8, 1, 8, 0])  # a KL of 80, 10, 80 and 0
+    log_ratio = (torch.arange(8) < tokens[:, None]) * math.log(low)
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    part = PRESETS["ftis"]
+    verdict = part(torch.zeros(4, 8), log_ratio, mask, torch.tensor([1.0, -1.0, -1.0, 0.5]))
+    assert correction.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
+    assert [bool(row.any()) for row in verdict.weights] == [True, True, False, True]
+    assert verdict.mask.all() and verdict.metrics["mismatch/gated"] == 0.25
+    assert (verdict.metrics["mismatch/rejected"], verdict.metrics["mismatch/masked_tokens"]) == (0.25, 0.25)
+    assert verdict.reasons == ("", "", "gate: a KL of 80 >= 50.0, and no advantage", "")
+    assert verdict.weights[0].tolist() == [2.0] * 8 and verdict.weights[3].tolist() == [1.0] * 8
+    none_better = part(torch.zeros(4, 8), log_ratio, mask, torch.zeros(4))
+    assert [bool(row.any()) for row in none_better.weights] == [False, True, False, True], "0 is no advantage"
+
+
+def test_without_a_gate_ftis_is_tis():
+    g = torch.Generator().manual_seed(0)
+    sampler, policy = (4 * torch.randn(6, 5, generator=g) for _ in range(2))
+    mask = torch.rand(6, 5, generator=g) < 0.8
+    open_gate, tis = replace(PRESETS["ftis"], gate=None), PRESETS["tis"]
+    one, other = open_gate(sampler, policy, mask, -torch.ones(6)), tis(sampler, policy, mask)
+    assert torch.equal(one.weights, other.weights) and torch.equal(one.mask, other.mask)
+    assert {**one.metrics} == {**other.metrics, "mismatch/gated": 0.0}
+
+
+@pytest.mark.parametrize(("xi", "kl"), [(0.5, 0.15343), (1.0, 0.0), (2.0, 0.38629)])
+def test_the_distance_of_a_token_is_never_negative_and_0_where_nothing_differs(xi: float, kl: float):
+    assert float(correction.kl_of_rows(torch.tensor([[math.log(xi)]]))) == pytest.approx(kl, abs=5e-6)
+
+
+def test_the_distance_is_that_of_the_policy_to_the_sampler_on_average_over_the_sampler():
+    g = torch.Generator().manual_seed(0)
+    policy, sampler = (torch.randn(50, generator=g).log_softmax(0) for _ in range(2))
+    expected = float((policy.exp() * (policy - sampler)).sum())
+    of_tokens = correction.kl_of_rows((policy - sampler)[:, None])
+    assert float(sampler.exp() @ of_tokens) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_policy_that_is_no_number_is_not_taken_for_a_far_one():
+    policy = torch.tensor([[-9.0, math.nan]])
+    verdict = asked(replace(PRESETS["ftis"], gate=1e-6), torch.full((1, 2), -1.0), policy, torch.ones(1, 2).bool())
+    assert verdict.weights.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"gate": 0}, "correction.gate=0 must be more than 0, or null for no bound"),
+        ({"gate": "50"}, "correction.gate='50' must be a number or null"),
+        ({"is_threshold": True}, "correction.is_threshold=True must be a number or null"),
+        ({"prox": "old"}, "correction.prox=old is unknown: use now, drawn, ewma"),
+    ],
+)
+def test_values_of_ftis_that_mean_nothing_are_refused_by_name(words, message):
+    part = object.__new__(correction.Gated)
+    for name, value in (asdict(PRESETS["ftis"]) | words).items():
+        object.__setattr__(part, name, value)
+    with pytest.raises(UserError) as refused:
+        part.__post_init__()
+    assert str(refused.value) == message

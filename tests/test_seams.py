@@ -163,6 +163,7 @@ class Counted:
         self._inner = inner
         self.needs_policy_logprobs, self.rejects = inner.needs_policy_logprobs, inner.rejects
         self.count_rejected = inner.count_rejected
+        self.prox, self.prox_window = inner.prox, inner.prox_window
         self.asked: list[int] = []
 
     def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Verdict:

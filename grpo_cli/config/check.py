@@ -35,6 +35,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 # Whether an advantage divides by the deviation of its group.
 _DIVIDES = {"grpo": True, "novelty": True, "per_part": True, "dr_grpo": False, "rloo": False}
 _COUNTED = ("rollout", "prompt")
+_ESS = ("none", "sqrt", "linear")
 _SPLITS = ("eval", "train")
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
@@ -58,6 +59,7 @@ def check(settings: RunSettings) -> None:
             *_engine_problems(settings),
             *_rule_problems(settings),
             *_curriculum_problems(settings),
+            *_drawn_problems(settings),
         ]
     )
 
@@ -183,6 +185,21 @@ def _together_problems(settings: RunSettings) -> Iterator[str]:
         )
 
 
+def _drawn_problems(settings: RunSettings) -> Iterator[str]:
+    """Where what was drawn from is not the policy as it was, its log-probabilities cannot stand for the policy's."""
+    parts = settings.parts
+    if parts["correction"].get("prox") != "drawn":
+        return
+    engine, sparsity = choice_of("engine", parts["engine"]), choice_of("sparsity", parts["sparsity"])
+    other = f"engine={engine}" if engine == "vllm" else f"engine.inner={parts['engine'].get('inner')}"
+    foreign = "vllm" in (engine, parts["engine"].get("inner"))
+    for setting in [other] * foreign + [f"sparsity={sparsity}"] * (sparsity != "dense"):
+        yield (
+            f"correction.prox=drawn takes the sampler for the old policy, which {setting} is not; use "
+            "correction.prox=now"
+        )
+
+
 def _seed_problems(seed: int) -> Iterator[str]:
     if not 0 <= seed < 2**64:
         yield f"seed={seed} must be from 0 to 2^64 - 1: NumPy and PyTorch take no other"
@@ -248,6 +265,8 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
         )
     yield from _at_least("optim.warmup_steps", optim.warmup_steps, 0)
     yield from _one_of("optim.schedule", optim.schedule, _SCHEDULES)
+    yield from _one_of("optim.ess", optim.ess, _ESS)
+    yield from _above_0("optim.ess_reference", optim.ess_reference, 1, "it is a share of the rollouts")
     for i, beta in enumerate(optim.betas):
         if not 0 <= beta < 1:
             yield f"optim.betas[{i}]={beta} must be at least 0 and less than 1"

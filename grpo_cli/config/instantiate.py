@@ -25,13 +25,13 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Sampler
 from grpo_cli.errors import UserError, closest, gathered, own_code, refuse
-from grpo_cli.interfaces import Loss, Rules
+from grpo_cli.interfaces import Correction, Loss, Rules
 from grpo_cli.types import Batch, LossOutput, Totals
 
 INNER = "inner"  # the word by which an engine names the one that its workers have
 # What is given by its name to a part that is called, if it has such a parameter.
 _BY_NAME = {"advantage": ("inputs",)}
-_PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor}
+_PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor, "correction": Correction}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
 
 
 def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
-    """What the engine will ask of it, and it has not."""
+    """What will be asked of it, and it has not."""
     protocol = _PROTOCOLS.get(name, object)
     lacking = [asked for asked in vars(protocol) if not asked.startswith("_") and not hasattr(made, asked)]
     if lacking:
@@ -203,6 +203,7 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
         made["credit"] = function("credit", parts["credit"], ("batch", "problems", "history"))
     with gathered(problems):
         made["correction"] = make("correction", parts["correction"], {})
+        refuse([*_unspoken("correction", parts["correction"], made["correction"])])
     with gathered(problems):
         loss = function("loss", parts["loss"], ("logprobs", "batch", "totals"))
         made["loss"] = loss if isinstance(loss, Loss) else OwnLoss(loss)

@@ -16,7 +16,7 @@ from grpo_cli.downsample import choose
 from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Loss, Rules
-from grpo_cli.learner.batch import corrected
+from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import (
@@ -66,9 +66,14 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))))
     advantages = advantages_of(rules.advantage, of_kept, of_group, inputs)
     _expect("advantage", advantages, (m,))
+    if rules.correction.rejects and takes_advantages(rules.correction):
+        raise UserError(
+            "correction: one that rejects is asked before rollouts are chosen, when nobody knows their advantages; "
+            "leave out the parameter advantages, or say rejects = False"
+        )
     logprobs = torch.full((m, 4), -1.0, requires_grad=True)
     batch = _made_up_batch(advantages, logprobs.detach())
-    verdict = rules.correction(batch.sampler_logprobs, logprobs.detach(), batch.response_mask)
+    verdict = verdict_on(rules.correction, batch, logprobs.detach())
     if not isinstance(verdict, Verdict) or len(verdict.reasons) != m:
         raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
     _expect("correction", verdict.weights, (m, 4))

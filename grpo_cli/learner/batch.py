@@ -5,6 +5,7 @@ Padding stands on the right, where a causal model never sees it. A part is trimm
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_cli.interfaces import Correction
 from grpo_cli.types import GIVEN, Batch, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
@@ -22,7 +24,8 @@ PASS_COST = 512
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
     """One row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the step.
 
-    Every response token is to be trained on with weight 1 until a correction says otherwise.
+    Every response token is to be trained on with weight 1 until a correction says otherwise. The NaN of given tokens
+    ends here; one of a token that was drawn stays, for the correction to refuse.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     starts = [len(rollout.request.prompt.token_ids) for rollout in rollouts]
@@ -34,6 +37,9 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
         input_ids[row, :length] = torch.tensor([*rollout.request.prompt.token_ids, *rollout.token_ids])
         sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
         response_mask[row, start:length] = True
+    lags = _lags(rollouts, starts, input_ids.shape, version)
+    if lags is not None:
+        sampler_logprobs.masked_fill_(lags == GIVEN, 0.0)
     return Batch(
         input_ids=input_ids,
         response_mask=response_mask,
@@ -44,7 +50,7 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
         ref_logprobs=None,
         advantages=torch.zeros(len(rollouts)),
         lengths=torch.tensor(lengths),
-        lags=_lags(rollouts, starts, input_ids.shape, version),
+        lags=lags,
     )
 
 
@@ -63,6 +69,32 @@ def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size,
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
     """The divisors of this batch as one update: sequences all count, tokens only where they are trained on."""
     return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
+
+
+def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Verdict:
+    """What a correction says of a batch, of which it is shown the tokens that were drawn; `old_logprobs` (B T) are the
+    old policy's of its response tokens.
+
+    Given tokens get weight 1 where their row is trained on, and stay where any token of it is left. A row without a
+    drawn token is none of the correction's business.
+    """
+    drawn = batch.drawn_mask
+    named = {"advantages": batch.advantages} if takes_advantages(correction) else {}
+    verdict = correction(batch.sampler_logprobs, old_logprobs, drawn, **named)
+    given = batch.response_mask & ~drawn
+    if not given.any():
+        return verdict
+    only_given = given.any(dim=1) & ~drawn.any(dim=1)
+    reasons = tuple("" if one else why for why, one in zip(verdict.reasons, only_given.tolist(), strict=True))
+    trained = torch.tensor([not why for why in reasons])
+    weights = torch.where(given, trained.float()[:, None], verdict.weights)
+    left = verdict.mask.any(dim=1) | only_given
+    return replace(verdict, weights=weights, mask=verdict.mask | (given & left[:, None]), reasons=reasons)
+
+
+def takes_advantages(correction: Correction) -> bool:
+    """Whether it has to know the advantages, and so can only be asked once rollouts are chosen."""
+    return "advantages" in inspect.signature(correction).parameters
 
 
 def corrected(batch: Batch, verdict: Verdict) -> Batch:

@@ -20,6 +20,7 @@ from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded
 from grpo_cli.learner.logprobs import PLAIN, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
+from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.memory import give_back_freed
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.model.crossing import fetched
@@ -118,18 +119,23 @@ class Learner:
             sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
             found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
             metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
+            own = _in_place(batch, parts, found[: len(parts)])
+            if self._optim.ess != "none" or batch.lags is not None:
+                metrics["off/ess"] = effective_share(batch, own)
             fault, moved = self._move(metrics, step)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed()
-        return Update(metrics, _in_place(batch, parts, found[: len(parts)]), fault, moved)
+        return Update(metrics, own, fault, moved)
 
     def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:
         """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
-        weight decay would move the weights. Notes the rate in `metrics`."""
+        weight decay would move the weights. Notes the rate in `metrics`, which `optim.ess` may have lowered."""
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is not None:
             return fault, False
         rate = learning_rate(self._optim, step, self._train.steps)
+        if self._optim.ess != "none":
+            rate *= rate_factor(self._optim.ess, metrics["off/ess"], self._optim.ess_reference)
         metrics["optim/lr"] = rate
         if metrics["optim/grad_norm"] == 0.0 and not self._has_gradient():
             return None, False
@@ -173,7 +179,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
-    ...     name="adamw", offload=False)
+    ...     name="adamw", offload=False, ess="none", ess_reference=1.0)
     >>> [learning_rate(half, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

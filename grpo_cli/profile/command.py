@@ -20,13 +20,19 @@ from grpo_cli.engine.lengths import read_trace
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import gib, parse_bytes
 from grpo_cli.interfaces import AdvantageFn, Rules
-from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory import is_out_of_memory
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, roofline
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
-from grpo_cli.profile.from_settings import estimator_of, not_predicted, process_alone, shapes_of, step_of
+from grpo_cli.profile.from_settings import (
+    estimator_of,
+    not_predicted,
+    optimizer_bytes,
+    process_alone,
+    shapes_of,
+    step_of,
+)
 from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
 from grpo_cli.select import advantages_of
@@ -56,7 +62,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
     dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
-    optimizer = state_bytes(shapes.trained, settings.optim, planned)
+    optimizer = optimizer_bytes(settings, shapes, planned)
     predicted, at_most = estimator.predict(step), estimator.predict(step.at_full_length())
     largest = estimator.largest(step, room)
     findings = Findings(

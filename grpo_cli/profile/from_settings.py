@@ -17,6 +17,7 @@ from grpo_cli.experiment import collection_size, is_ours
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
+from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
 from grpo_cli.memory import resident_bytes
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
@@ -37,7 +38,13 @@ def shapes_of(model: ModelSettings) -> ShapeModel:
 
 
 def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Estimator:
-    return Estimator(shapes, state_bytes(shapes.trained, settings.optim, device), other, device.type == "cpu")
+    return Estimator(shapes, optimizer_bytes(settings, shapes, device), other, device.type == "cpu")
+
+
+def optimizer_bytes(settings: RunSettings, shapes: ShapeModel, device: torch.device) -> int:
+    """What stays from update to update beside the weights: the optimizer's, and an average of them if there is one."""
+    average = average_bytes(shapes.trained, settings.parts["correction"].get("prox"))
+    return state_bytes(shapes.trained, settings.optim, device) + average
 
 
 def process_alone(device: torch.device) -> int:
@@ -109,9 +116,9 @@ def step_of(
         forward=make_forward(settings.train, settings.sampling.temperature),
         minibatches=settings.train.minibatches,
         passes=Passes(
-            policy_over_all=rules.correction.rejects,
+            policy_over_all=rules.correction.rejects and pass_before(rules.correction.prox, True),
             policy_over_kept=not rules.correction.rejects
-            and (rules.correction.needs_policy_logprobs or several or dropout),
+            and pass_before(rules.correction.prox, rules.correction.needs_policy_logprobs or several or dropout),
             reference=rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),

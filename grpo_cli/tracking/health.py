@@ -13,12 +13,17 @@ RATIO_RANGE = (0.9, 1.1)
 RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most
 EQUAL_STEPS = 5
 FEW_PROBLEMS_STEPS = 50
+LEAST_ESS = 0.1
 
 
 class HealthCheck:
-    """Remembers which conditions hold, how long all rewards have been equal, and how many steps there were."""
+    """Remembers which conditions hold, how long all rewards have been equal, and how many steps there were.
 
-    def __init__(self) -> None:
+    `reuse_is_answered`: a correction looks at how far tokens are from the policy, or the learning rate does.
+    """
+
+    def __init__(self, reuse_is_answered: bool = False) -> None:
+        self._reuse_is_answered = reuse_is_answered
         self._holding: set[str] = set()
         self._equal_steps = self._steps = 0
 
@@ -30,6 +35,8 @@ class HealthCheck:
             "mismatch": _mismatch(metrics),
             "equal": self._all_equal(metrics),
             "few_problems": self._few_problems(metrics),
+            "reuse": self._reuse(metrics),
+            "ess": _ess(metrics),
         }
         new = [text for name, text in found.items() if text and name not in self._holding]
         for name, text in found.items():
@@ -50,6 +57,18 @@ class HealthCheck:
             "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers or "
             "its judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) or a "
             "higher sampling.temperature."
+        )
+
+    def _reuse(self, metrics: Mapping[str, float]) -> str | None:
+        share = metrics.get("off/token_share")
+        if share is None:
+            return None
+        if share == 0.0 or self._reuse_is_answered:
+            return ""
+        return (
+            f"off/token_share is {share:.2f}: that share of the tokens was drawn by weights of earlier updates, and "
+            "nothing answers for it. Reweigh them (correction=tis), let the learning rate follow (optim.ess=sqrt), or "
+            "train on the new ones alone (credit=fresh)."
         )
 
     def _few_problems(self, metrics: Mapping[str, float]) -> str | None:
@@ -87,6 +106,17 @@ def _zero_std(metrics: Mapping[str, float]) -> str | None:
         f"group/zero_std is {share:.2f}: in that share of the groups all rewards are equal, and such a group teaches "
         f"nothing (reward/mean is {metrics.get('reward/mean', float('nan')):.2f}). Raise n or sampling.temperature, or "
         "choose problems that are neither too easy nor too hard (task)."
+    )
+
+
+def _ess(metrics: Mapping[str, float]) -> str | None:
+    share = metrics.get("off/ess")
+    if share is None or share >= LEAST_ESS:
+        return None if share is None else ""
+    return (
+        f"off/ess is {share:.3f}: the rollouts of an update are worth that share of their number, as the policy has "
+        "gone far from what drew them. Let the learning rate follow (optim.ess=sqrt), lower optim.lr, make fewer "
+        "updates of a step (train.epochs, train.minibatches), or use less that is old again."
     )
 
 

@@ -1,0 +1,187 @@
+"""The old policy, from which the clip measures how far the learner has gone: three kinds of it (`correction.prox`).
+
+The ratio of the learner to the sampler is a product: old policy / sampler, which the correction answers for, and
+learner / old policy, which the loss clips. `now` puts the border at the start of the step, `drawn` at the sampler, and
+`ewma` at an average of the weights so far (PPO-EWMA, arXiv 2110.00641). Of old rollouts they differ (arXiv 2605.12070).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.errors import UserError
+from grpo_cli.history import of_kind
+from grpo_cli.learner.learner import Learner
+from grpo_cli.types import GIVEN, Batch
+
+ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is too far behind, and begins anew
+_GROUP = "correction.prox"
+
+
+@runtime_checkable
+class OldPolicy(Protocol):
+    """Whose log-probabilities are the old ones."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is another than the learner at the start of the step, and so has to be known before an update."""
+
+    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+        """Of the batch's response tokens, on the CPU, without gradient. Asked before the step's first update."""
+
+    def follow(self) -> None:
+        """The optimizer has stepped."""
+
+    def settle(self, active: float) -> Mapping[str, float]:
+        """A step in which the weights moved is over; `active` is the share of its tokens that were neither masked nor
+        clipped. Metrics by their full names."""
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Plain values and tensors, which change with the next update; None: nothing to keep."""
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Put back what `state_dict` gave. UserError if the checkpoint is that of another kind."""
+
+
+def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> OldPolicy:
+    """What `correction.prox` and `correction.prox_window` say."""
+    if prox == "ewma":
+        return AveragedPolicy(model, learner, window)
+    return SamplerPolicy() if prox == "drawn" else StepPolicy(model, learner)
+
+
+def pass_before(prox: str, needed: bool) -> bool:
+    """Whether a step makes a forward pass for the old policy before its updates; `needed`: it does with `now`."""
+    return {"now": needed, "drawn": False, "ewma": True}[prox]
+
+
+def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
+    """What the average of `weights` takes: 4 bytes for each number of them, where there is one."""
+    return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0
+
+
+class StepPolicy:
+    """The learner as it is at the start of the step."""
+
+    apart = False
+
+    def __init__(self, model: Any, learner: Learner) -> None:
+        self._model, self._learner = model, learner
+
+    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+        return self._learner.logprobs(self._model, batch)
+
+    def follow(self) -> None: ...
+
+    def settle(self, active: float) -> Mapping[str, float]:
+        return {}
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            of_kind(state, _GROUP, "now")
+
+
+class SamplerPolicy:
+    """The sampler itself, where it is the policy as it was when it drew: no pass is made, and the clip measures from
+    where each token was drawn. The ratio that a correction sees is then 1 everywhere."""
+
+    apart = True
+
+    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+        given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
+        if given:
+            raise UserError(
+                f"correction.prox=drawn takes the sampler for the old policy, but {given} tokens of the step were "
+                "given, which nobody drew; use correction.prox=now"
+            )
+        return batch.sampler_logprobs
+
+    def follow(self) -> None: ...
+
+    def settle(self, active: float) -> Mapping[str, float]:
+        return {"off/active": active}
+
+    def state_dict(self) -> None:
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            of_kind(state, _GROUP, "drawn")
+
+
+class AveragedPolicy:
+    """An average of the trained weights over updates, of which one counts beta = window / (window + 2) of the next.
+
+    It is free of the bias of its beginning: after t updates since the start (or since a reset) it is
+    (1 - beta) * sum of beta^(t - i) * weights after update i, divided by 1 - beta^t. Before the first it is the learner
+    itself. It is kept in float32, whatever the weights are in, since what an update adds would round away in bfloat16,
+    and where they are; its pass takes the weights' place for as long as it lasts. Frozen weights are not copied.
+    """
+
+    def __init__(self, model: Any, learner: Learner, window: float | int) -> None:
+        self._model, self._learner = model, learner
+        self._weights: list[Tensor] = [weight for weight in model.parameters() if weight.requires_grad]
+        self._decay = window / (window + 2)
+        self._average: list[Tensor] = []
+        self._count = self._resets = 0
+
+    @property
+    def apart(self) -> bool:
+        return self._count > 0
+
+    def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
+        with self._in_their_place():
+            return self._learner.logprobs(self._model, batch)
+
+    @contextmanager
+    def _in_their_place(self) -> Iterator[None]:
+        """The model with the average's numbers. Its own stay where they are in memory: graphs hold their addresses."""
+        own = [weight.data for weight in self._weights]
+        try:
+            for weight, average in zip(self._weights, self._average, strict=False):  # there is none before an update
+                weight.data = average.to(weight.dtype)
+            yield
+        finally:
+            for weight, data in zip(self._weights, own, strict=True):
+                weight.data = data
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._average = [weight.detach().to(torch.float32, copy=True) for weight in self._weights]
+            return
+        # (1 - beta) / (1 - beta^t) of the way to the newest: the debiased average by steps, without a division.
+        share = (1 - self._decay) / (1 - self._decay**self._count)
+        for average, weight in zip(self._average, self._weights, strict=True):
+            average.lerp_(weight.detach().float(), share)
+
+    def settle(self, active: float) -> Mapping[str, float]:
+        if active < ACTIVE_LEAST:
+            self._average, self._count = [], 0
+            self._resets += 1
+        return {"off/active": active, "off/prox_resets": float(self._resets)}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"kind": "ewma", "count": self._count, "resets": self._resets, "average": list(self._average)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        state = of_kind(state, _GROUP, "ewma")
+        shapes = [average.shape for average in state["average"]]
+        if shapes and shapes != [weight.shape for weight in self._weights]:
+            raise UserError(
+                "the checkpoint's average of correction.prox=ewma is of other weights than those that are trained "
+                "here; resume with the same model.lora, or start a new run"
+            )
+        place = self._weights[0].device
+        self._average = [average.to(place, copy=True) for average in state["average"]]
+        self._count, self._resets = state["count"], state["resets"]

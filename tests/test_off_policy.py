@@ -1,0 +1,495 @@
+"""Tokens that are old or were given: who sees them, what they weigh, and what an update of them is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from small import small_model
+from test_seams import Spy, quiet
+from test_train import Recorder, make_trainer, settings_for
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.config.check import check
+from grpo_cli.config.choices import choices
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.rehearsal import rehearsed_rules
+from grpo_cli.credit import fresh
+from grpo_cli.errors import UserError
+from grpo_cli.history import History
+from grpo_cli.learner.batch import collate, corrected, verdict_on
+from grpo_cli.learner.learner import Learner
+from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.meter import NullMeter
+from grpo_cli.metrics import describe, reuse_metrics
+from grpo_cli.select import advantages_of
+from grpo_cli.settings import Sampling
+from grpo_cli.tracking.health import HealthCheck
+from grpo_cli.types import (
+    GIVEN,
+    AdvantageInputs,
+    Batch,
+    Finish,
+    LossOutput,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    ScoredGroup,
+    Span,
+    Totals,
+    Verdict,
+)
+
+PROMPT = Prompt("p", (1,), "")
+
+
+def rollout(sample: int, *spans: tuple[int, int], logprob: float = -1.0) -> Rollout:
+    """Of spans of (version, count); given tokens have no log-probability."""
+    logprobs = tuple(math.nan if version == GIVEN else logprob for version, count in spans for _ in range(count))
+    request, tokens = Request(PROMPT, sample, sample, Sampling.plain(8)), (2,) * len(logprobs)
+    return Rollout(request, tokens, logprobs, Finish.EOS, 0, tuple(Span(*span) for span in spans))
+
+
+def batch_of(*rollouts: Rollout, version: int = 5) -> Batch:
+    return collate([ScoredGroup(PROMPT, rollouts, tuple(Reward(0.0) for _ in rollouts))], 0, version)
+
+
+def response(tensor: torch.Tensor) -> list[list[float]]:
+    """Without the prompt's one token."""
+    return tensor[:, 1:].tolist()
+
+
+# Given tokens.
+
+
+def test_the_nan_of_a_given_token_does_not_enter_the_batch_and_that_of_a_drawn_one_does():
+    broken = replace(rollout(1, (5, 2)), sampler_logprobs=(-1.0, math.nan))
+    batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)), broken)
+    assert response(batch.sampler_logprobs)[0] == [0.0, -1.0] and batch.sampler_logprobs[1].isnan().sum() == 1
+    assert response(batch.drawn_mask) == [[False, True], [True, True]]
+    assert batch_of(rollout(0, (5, 2))).drawn_mask.sum() == 2, "all are of now"
+    with pytest.raises(UserError, match="no finite sampler log-probability for 1 of 3 response tokens"):
+        verdict_on(made.correction(), batch, batch.sampler_logprobs)
+
+
+def test_a_correction_is_shown_the_drawn_tokens_alone_and_given_ones_share_the_fate_of_their_row():
+    """Rows: two drawn after one given; a vetoed one; one that was given whole; an empty one."""
+    batch = batch_of(rollout(0, (GIVEN, 1), (4, 2)), rollout(1, (GIVEN, 1), (4, 1)), rollout(2, (GIVEN, 3)), rollout(3))
+    policy = torch.full(batch.weights.shape, -1.0) + math.log(1.5)
+    policy[1, 2] = -40.0
+    policy[0, 1] = -90.0  # of a given token: nobody drew it, and nobody asks
+    rules = made.correction(importance="token", is_threshold=2.0, rejection="veto")
+    verdict = verdict_on(rules, batch, policy)
+    assert response(verdict.mask) == [[True, True, True], [False] * 3, [True] * 3, [False] * 3]
+    assert response(verdict.weights)[0] == pytest.approx([1.0, 1.5, 1.5])
+    assert response(verdict.weights)[1:] == [[0.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert [why.partition(":")[0] for why in verdict.reasons] == ["", "veto", "", "empty"]
+    assert verdict.metrics["mismatch/ratio_mean"] == pytest.approx((1.5 + 1.5 + math.exp(-20)) / 3)
+    weighted = corrected(replace(batch, weights=batch.weights * 3.0), verdict)
+    assert response(weighted.weights)[0] == pytest.approx([3.0, 4.5, 4.5]), "the row's weight is multiplied"
+
+
+def test_a_given_token_of_a_row_that_is_weighed_to_nothing_counts_in_the_divisor_alone():
+    batch = batch_of(rollout(0, (GIVEN, 1), (4, 1)))
+    verdict = verdict_on(made.correction("mis"), batch, torch.full(batch.weights.shape, 3.0))  # xi = e^4
+    assert response(verdict.mask) == [[True, True]] and not verdict.weights.any()
+
+
+def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollout]) -> None:
+    """Every rollout of a run as `change` makes it, which is told of the version that drew it."""
+    run = StepCollection.run
+
+    def changed(self: StepCollection, collector: Any, engine: Any) -> list[ScoredGroup]:
+        scored = run(self, collector, engine)
+        return [replace(g, rollouts=tuple(change(r, self._version) for r in g.rollouts)) for g in scored]
+
+    monkeypatch.setattr(StepCollection, "run", changed)
+
+
+def given_then_old(made_now: Rollout, version: int) -> Rollout:
+    """The first token is given, the second is of three updates ago."""
+    given, old = min(1, len(made_now)), min(1, len(made_now) - 1)
+    spans = (Span(GIVEN, given), Span(version - 3, old), Span(version, len(made_now) - given - old))
+    return replace(made_now, sampler_logprobs=(math.nan, *made_now.sampler_logprobs[1:]), spans=spans)
+
+
+@pytest.mark.parametrize("choice", choices("correction"))
+@pytest.mark.parametrize("m", [2, 4])
+def test_no_number_of_a_step_with_given_tokens_is_nan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, m: int
+) -> None:
+    aged(monkeypatch, given_then_old)
+    spy, recorder = Spy(), Recorder()
+    settings = quiet(settings_for(tmp_path, steps=2, minibatches=2), m=m)
+    parts: dict[str, Any] = {"correction": made.correction(choice), "advantage": made.advantage("novelty")}
+    parts["downsample"] = lambda group, keep, rng: list(range(keep))
+    trainer = make_trainer(settings, loss=spy, trackers=(recorder,), **parts)
+    trainer._learner.updates = 10
+    summary = trainer.fit()
+    assert summary["skipped_steps"] == 0
+    for batch in spy.batches:
+        assert all(not tensor.isnan().any() for tensor in vars(batch).values() if tensor is not None)
+        given = batch.lags == GIVEN
+        assert given.any() and set(batch.weights[given].tolist()) <= {1.0} and batch.loss_mask[given].all()
+    for record in recorder.records[1:]:
+        assert all(map(math.isfinite, record.metrics.values()))
+        assert record.metrics["off/lag_max"] == 3.0 and record.metrics["off/given_share"] > 0
+        assert 0 < record.metrics["off/ess"] <= 1
+        assert [describe(name) for name in record.metrics]
+
+
+def test_a_rollout_that_was_given_whole_is_no_novelty_and_makes_none_of_the_others():
+    rewards = [Reward(1.0, {"correct": 1.0}), Reward(1.0, {"correct": 1.0}), Reward(0.0), Reward(0.0)]
+    drawn = [rollout(0, (5, 2), logprob=-3.0), rollout(2, (5, 2)), rollout(3, (5, 2))]
+    given = rollout(1, (GIVEN, 2))
+
+    def advantages(*rollouts: Rollout) -> torch.Tensor:
+        group = ScoredGroup(PROMPT, rollouts, tuple(rewards))
+        totals, everything = torch.tensor(group.totals), tuple(range(4))
+        rule = made.advantage("novelty", bonus=1.0, cap=10.0)
+        return advantages_of(rule, totals, totals, AdvantageInputs(group, everything, everything))
+
+    found = advantages(drawn[0], given, *drawn[1:])
+    plain = float(advantages(given, given, given, given)[0])
+    rare = 1 - math.exp(-3.0 + 5 / 3)  # the mean of -3, -1 and -1
+    assert found.tolist() == pytest.approx([plain + rare, plain, -plain, -plain], rel=1e-4)
+
+
+# Old tokens.
+
+
+class Table(torch.nn.Module):
+    """Two tokens of three, the second's distribution depending on the first: every string can be counted."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.nn.Parameter(torch.randn(4, 3, generator=generator, dtype=torch.float64))
+
+    def logprobs(self) -> torch.Tensor:
+        """Of all nine strings: zero for the prompt, then of both tokens."""
+        table = self.logits.log_softmax(dim=1)
+        rows = [torch.stack([table.new_zeros(()), table[0, a], table[1 + a, b]]) for a in range(3) for b in range(3)]
+        return torch.stack(rows)
+
+
+REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -0.5, 0.7, 0.1, -2.0])
+
+
+def mean_gradient(policy: Table, sampler: torch.Tensor, rule: Any) -> torch.Tensor:
+    """Of the loss, on average over what `sampler` draws (log-probabilities of each string's tokens): string by string,
+    through verdict and loss as a step goes through them."""
+    ids = torch.tensor([[0, a, b] for a in range(3) for b in range(3)])
+    mask = torch.ones(9, 3, dtype=torch.bool)
+    mask[:, 0] = False
+    zeros, lengths = torch.zeros(9, 3), torch.full((9,), 3)
+    batch = Batch(ids, mask, mask, mask.float(), sampler.float(), None, None, REWARDS, lengths, zeros.long() + 2)
+    batch = corrected(batch, verdict_on(rule, batch, policy.logprobs().detach().float()))
+    chances = sampler.sum(dim=1).exp()
+    gradient = torch.zeros_like(policy.logits)
+    for string, chance in enumerate(chances.tolist()):
+        one = {name: value[string : string + 1] for name, value in vars(batch).items() if value is not None}
+        # One sequence, of at most one token: the sum over what it has.
+        output = made.loss(aggregation="constant")(
+            policy.logprobs()[string : string + 1], replace(batch, **one), Totals(1, 2, 1)
+        )
+        gradient += chance * torch.autograd.grad(output.loss, policy.logits)[0]
+    return gradient
+
+
+def lagged(*versions: int) -> torch.Tensor:
+    """The first token drawn by the table of one version, the second by that of another."""
+    with torch.no_grad():
+        first, second = (Table(version).logprobs() for version in versions)
+    return torch.stack([first[:, 0], first[:, 1], second[:, 2]], dim=1)
+
+
+@pytest.mark.parametrize("versions", [(0, 0), (1, 1), (2, 2), (3, 1), (4, 0)])
+def test_importance_weights_of_sequences_have_no_bias_at_any_lag(versions: tuple[int, int]):
+    """Version 0 is the policy; a partial rollout has two. Exact: all strings are counted, none is sampled."""
+    policy = Table(0)
+    objective = (policy.logprobs().sum(dim=1).exp() * REWARDS).sum()
+    (exact,) = torch.autograd.grad(-objective, policy.logits)
+    found = mean_gradient(policy, lagged(*versions), made.correction(importance="sequence"))
+    assert torch.allclose(found, exact, atol=1e-6)
+    if versions != (0, 0):
+        uncorrected = mean_gradient(policy, lagged(*versions), made.correction())
+        assert not torch.allclose(uncorrected, exact, atol=1e-2)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_decoupled_weights_have_no_bias_where_only_the_last_token_is_paid_for(lag: int):
+    """Per token they answer for the token and not for those before it: the last token's part is exact given the first,
+    which the sampler drew."""
+    policy, old = Table(0), Table(lag)
+    sampler = lagged(lag, lag)
+    found = mean_gradient(policy, sampler, made.correction("decoupled"))
+    first = old.logits.log_softmax(dim=1)[0].exp().detach()
+    value = first @ (policy.logits.log_softmax(dim=1)[1:].exp() * REWARDS.reshape(3, 3)).sum(dim=1)
+    (exact,) = torch.autograd.grad(-value, policy.logits)
+    assert torch.allclose(found[1:], exact[1:], atol=1e-6)
+
+
+def test_credit_fresh_takes_the_weight_of_old_tokens_and_leaves_given_ones():
+    batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (5, 2)))
+    factors = fresh(batch, ["p", "p"], History())
+    assert factors is not None and response(factors)[0] == [1.0, 0.0, 0.0, 1.0] and factors[1].all()
+    assert fresh(batch_of(rollout(0, (5, 2))), ["p"], History()) is None
+
+
+def test_a_step_without_a_new_token_has_nothing_to_teach_under_credit_fresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
+    warnings = list[str]()
+    trainer = make_trainer(quiet(settings_for(tmp_path, steps=1)), credit=fresh, warn=warnings.append)
+    trainer._learner.updates = 10
+    assert trainer.fit()["empty_steps"] == 1
+    assert warnings == [
+        "step 1: the credit gave no token a weight, so that none of them teaches; with credit=fresh collect more that "
+        "is new, or use credit=none with a correction"
+    ]
+
+
+def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
+    batch = batch_of(rollout(0, (GIVEN, 1), (3, 2), (5, 1)), rollout(1, (4, 2)), rollout(2, (1, 4)))
+    weights = batch.weights.clone()
+    weights[2] = 0.0  # the oldest counts nothing
+    found = reuse_metrics(replace(batch, weights=weights))
+    expected = {"off/token_share": 4 / 6, "off/lag_mean": (2 + 2 + 0 + 1 + 1) / 5, "off/lag_max": 2.0}
+    assert found == {**expected, "off/given_share": 1 / 6}
+    assert reuse_metrics(batch)["off/lag_max"] == 4.0
+    assert reuse_metrics(batch_of(rollout(0, (5, 3)))) == {}
+    nothing = reuse_metrics(replace(batch, weights=0 * weights))
+    assert set(nothing.values()) == {0.0} and all(type(value) is float for value in nothing.values())
+
+
+def test_a_run_that_uses_nothing_again_has_no_metric_of_it(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(quiet(settings_for(tmp_path, steps=2)), trackers=(recorder,)).fit()
+    assert [name for record in recorder.records for name in record.metrics if name.startswith("off/")] == []
+
+
+# optim.ess
+
+
+def weighed(*weights: float, tokens: int = 2) -> tuple[Batch, torch.Tensor]:
+    """A batch of rows that the learner finds so many times as likely as the sampler did."""
+    batch = batch_of(*(rollout(i, (5, tokens)) for i in range(len(weights))))
+    shift = torch.tensor(weights).log()[:, None] / tokens
+    return batch, torch.where(batch.response_mask, batch.sampler_logprobs + shift, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "share", "root"),
+    [((8.0, *[1.0] * 7), 0.39613, 0.62939), ((1.0, 2.0, 3.0, 4.0), 0.83333, 0.91287), ((3.0, 3.0), 1.0, 1.0)],
+)
+def test_an_update_is_worth_its_effective_sample_size(weights: tuple[float, ...], share: float, root: float):
+    found = effective_share(*weighed(*weights))
+    assert found == pytest.approx(share, abs=5e-6) and found <= 1.0
+    assert rate_factor("sqrt", found, 1.0) == pytest.approx(root, abs=5e-6)
+    assert rate_factor("linear", found, 1.0) == found and rate_factor("none", found, 1.0) == 1.0
+    assert effective_share(*weighed(*(7 * w for w in weights))) == pytest.approx(found, rel=1e-5)
+
+
+def test_the_rate_is_left_alone_from_the_reference_on():
+    assert [rate_factor("linear", share, 0.5) for share in (0.125, 0.5, 0.9)] == [0.25, 1.0, 1.0]
+    assert rate_factor("sqrt", 0.125, 0.5) == 0.5
+
+
+def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_size():
+    batch = batch_of(rollout(0, (GIVEN, 1), (5, 1)), rollout(1, (4, 2)), rollout(2, (5, 2)), rollout(3, (GIVEN, 2)))
+    logprobs = batch.sampler_logprobs.clone()
+    logprobs[0, 1] = -50.0  # of a given token
+    logprobs[2] += 9.0
+    weights = batch.weights.clone()
+    weights[2] = 0.0
+    assert effective_share(replace(batch, weights=weights), logprobs) == 1.0
+    assert effective_share(batch, logprobs) == pytest.approx(1 / 3, rel=1e-3)
+    assert effective_share(replace(batch, weights=0 * weights), logprobs) == 1.0
+
+
+def test_a_rollout_s_weight_is_bounded_and_stays_a_number():
+    batch, logprobs = weighed(1.0, 1.0, tokens=4)
+    logprobs = logprobs + torch.tensor([[500.0], [-500.0]]) * batch.response_mask
+    assert effective_share(batch, logprobs) == pytest.approx(0.5)
+    assert effective_share(batch, (logprobs + 90.0 * batch.response_mask).bfloat16().float()) == pytest.approx(0.5)
+
+
+def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+    return LossOutput(-1000.0 * logprobs.sum(), {})
+
+
+def uneven() -> Batch:
+    """Four rows of different lengths, whose sampler was off by up to e^2."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 9, 0, 0], [5, 4, 3, 2, 0], [7, 8, 0, 0, 0]])
+    lengths = torch.tensor([5, 3, 4, 2])
+    mask = (torch.arange(5) < lengths[:, None]) & (torch.arange(5) > 0)
+    batch = Batch(ids, mask, mask, mask.float(), 0.0 * ids, None, None, torch.ones(4), lengths, 0 * ids)
+    with torch.no_grad():
+        exact = make_learner(10_000).logprobs(small_model(), batch)
+    return replace(batch, sampler_logprobs=exact + torch.tensor([[0.5], [-0.25], [0.0], [1.0]]) * mask)
+
+
+def make_learner(tokens: int, model: Any = None, **optim: Any) -> Learner:
+    words: dict[str, Any] = {"lr": 0.25, "warmup_steps": 0} | optim
+    train = made.train(micro_batch_tokens=tokens, logprob_chunk=64)
+    model = small_model() if model is None else model
+    return Learner(model, steep, made.model(""), Sampling.plain(4), train, made.optim(**words), NullMeter())
+
+
+@pytest.mark.parametrize("tokens", [10_000, 10, 1])
+def test_the_sample_size_is_that_of_the_whole_update_however_it_is_cut(tokens: int) -> None:
+    """Rows of 4, 2, 3 and 1 tokens: w = e^-2, e^0.5, 1, e^-1."""
+    w = torch.tensor([-2.0, 0.5, 0.0, -1.0]).exp()
+    share = float(w.sum() ** 2 / (4 * (w * w).sum()))
+    model = small_model()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    update = make_learner(tokens, model, ess="linear").update(uneven(), 0)
+    assert update.metrics["off/ess"] == pytest.approx(share, rel=1e-4)
+    assert update.metrics["optim/lr"] == 0.25 * update.metrics["off/ess"]
+    farthest = max(float((new.detach() - old).abs().max()) for old, new in zip(before, model.parameters(), strict=True))
+    assert farthest == pytest.approx(0.25 * share, rel=1e-3), "the first step of AdamW moves by the rate"
+
+
+def test_without_optim_ess_it_is_measured_where_anything_is_old_and_changes_nothing() -> None:
+    old = make_learner(10_000).update(uneven(), 0).metrics
+    new = make_learner(10_000).update(replace(uneven(), lags=None), 0).metrics
+    assert old["optim/lr"] == new["optim/lr"] == 0.25
+    assert 0 < old["off/ess"] < 1 and "off/ess" not in new
+    asked = make_learner(10_000, ess="sqrt", ess_reference=0.5).update(replace(uneven(), lags=None), 0).metrics
+    assert asked["optim/lr"] == 0.25 * min(1.0, math.sqrt(asked["off/ess"] / 0.5))
+
+
+def test_an_update_that_is_not_finite_is_still_a_fault_of_its_loss() -> None:
+    def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        return LossOutput(logprobs.sum() * math.nan, {})
+
+    learner = make_learner(10_000, ess="sqrt")
+    learner._loss = broken
+    assert learner.update(uneven(), 0).fault == "loss/total is nan"
+
+
+# What is said.
+
+
+def test_old_tokens_that_nothing_answers_for_are_warned_of() -> None:
+    (said,) = HealthCheck().check({"off/token_share": 0.25})
+    assert said.startswith("off/token_share is 0.25: ") and "correction=tis" in said and "optim.ess=sqrt" in said
+    assert HealthCheck(reuse_is_answered=True).check({"off/token_share": 0.25}) == []
+    assert HealthCheck().check({"off/token_share": 0.0}) == []
+
+
+def test_rollouts_that_are_worth_a_tenth_of_their_number_are_warned_of() -> None:
+    (said,) = HealthCheck(reuse_is_answered=True).check({"off/ess": 0.099})
+    assert said.startswith("off/ess is 0.099: ") and "optim.ess=sqrt" in said
+    assert HealthCheck().check({"off/ess": 0.1}) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "ess", "warned"),
+    [
+        ({}, "none", True),
+        ({"correction": made.correction("tis")}, "none", False),
+        ({"correction": made.correction(prox="drawn")}, "none", False),
+        ({"correction": made.correction(prox="ewma")}, "none", True),
+        ({}, "sqrt", False),
+    ],
+    ids=["nothing", "tis", "drawn", "ewma", "ess"],
+)
+def test_what_answers_for_old_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], ess: str, warned: bool
+) -> None:
+    aged(monkeypatch, lambda one, version: replace(one, spans=(Span(version - 2, len(one)),)))
+    warnings, settings = list[str](), quiet(settings_for(tmp_path, steps=1))
+    settings = replace(settings, optim=replace(settings.optim, ess=ess))
+    trainer = make_trainer(settings, warn=warnings.append, **parts)
+    trainer._learner.updates = 10
+    trainer.fit()
+    assert ["off/token_share is 1.00" in text for text in warnings] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optim.ess=square"], "optim.ess=square must be one of none, sqrt, linear; did you mean sqrt?"),
+        (["optim.ess_reference=0"], "optim.ess_reference=0.0 must be more than 0"),
+        (
+            ["optim.ess_reference=1.5"],
+            "optim.ess_reference=1.5 must be more than 0 and at most 1: it is a share of the rollouts",
+        ),
+        (
+            ["correction.prox=drawn", "engine=vllm"],
+            "correction.prox=drawn takes the sampler for the old policy, which engine=vllm is not; use "
+            "correction.prox=now",
+        ),
+        (
+            ["correction.prox=drawn", "engine=ray", "engine.inner=vllm"],
+            "correction.prox=drawn takes the sampler for the old policy, which engine.inner=vllm is not; use "
+            "correction.prox=now",
+        ),
+        (
+            ["correction=tis", "correction.prox=drawn", "sparsity=rkv"],
+            "correction.prox=drawn takes the sampler for the old policy, which sparsity=rkv is not; use "
+            "correction.prox=now",
+        ),
+        (["correction=ftis", "correction.gate=-1"], "correction.gate=-1.0 must be more than 0, or null for no bound"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check(settings_of(*words))
+    assert message in str(refused.value).splitlines()
+
+
+def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
+    check(settings_of("correction.prox=drawn"))
+    check(settings_of("correction=ftis", "correction.prox=drawn", "engine=ray"))
+
+
+class Rejects:
+    """A correction of one's own that asks for what nobody knows yet."""
+
+    needs_policy_logprobs = rejects = count_rejected = True
+    prox, prox_window = "now", 0
+
+    def __call__(self, sampler: Any, policy: Any, mask: Any, advantages: Any) -> Verdict:
+        raise AssertionError("it is not asked")
+
+
+class Silent:
+    """One that does not say all that it has to."""
+
+    needs_policy_logprobs = rejects = False
+
+    def __call__(self, sampler: Any, policy: Any, mask: Any) -> Verdict:
+        raise AssertionError("it is not asked")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "Rejects",
+            "correction: one that rejects is asked before rollouts are chosen, when nobody knows their advantages; "
+            "leave out the parameter advantages, or say rejects = False",
+        ),
+        (
+            "Silent",
+            "correction: test_off_policy.Silent has no count_rejected, prox, prox_window; see "
+            "grpo_cli.interfaces.Correction",
+        ),
+    ],
+)
+def test_a_correction_of_one_s_own_that_cannot_be_asked_is_refused(kind: str, message: str) -> None:
+    parts = {**made.settings().parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
+    with pytest.raises(UserError) as refused:
+        rehearsed_rules(parts, 4, 4, 2)
+    assert str(refused.value) == message

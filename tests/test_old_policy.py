@@ -1,0 +1,327 @@
+"""From which policy the clip measures: the learner of the step's start, the sampler, or an average of weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from small import small_model
+from test_off_policy import aged, given_then_old
+from test_seams import Counted, Spy, close, quiet, said_by
+from test_train import Recorder, make_trainer, settings_for
+
+from grpo_cli.errors import UserError
+from grpo_cli.learner.old_policy import AveragedPolicy, OldPolicy, average_bytes, old_policy, pass_before
+from grpo_cli.runs.checkpoint import load_state
+from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.types import Span
+
+
+class Weights(torch.nn.Module):
+    """One trained weight, and a frozen one."""
+
+    def __init__(self, value: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.tensor([value], dtype=dtype))
+        self.frozen = torch.nn.Parameter(torch.tensor([7.0]), requires_grad=False)
+
+
+class Sees:
+    """As much of a learner as makes a pass: what it says of a batch is the weight that it finds."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self._fails = fails
+        self.dtypes: list[torch.dtype] = []
+
+    def logprobs(self, model: Weights, batch: Any) -> torch.Tensor:
+        self.dtypes.append(model.trained.dtype)
+        if self._fails:
+            raise RuntimeError("no memory")
+        return model.trained.detach().float().clone()[None]
+
+
+def averaged(model: Weights, window: float | int, learner: Any = None) -> AveragedPolicy:
+    """Past the type checks, which want a whole learner."""
+    made_now = object.__new__(AveragedPolicy)
+    AveragedPolicy.__init__.__wrapped__(made_now, model, learner or Sees(), window)  # type: ignore[attr-defined]
+    return made_now
+
+
+def seen(policy: Any) -> float:
+    return float(type(policy).logprobs.__wrapped__(policy, None))
+
+
+def moved(policy: AveragedPolicy, model: Weights, *values: float) -> None:
+    for value in values:
+        model.trained.data.fill_(value)
+        policy.follow()
+
+
+@pytest.mark.parametrize(
+    ("window", "beta"), [(0, 0.0), (1, 1 / 3), (2, 0.5), (4, 2 / 3), (8, 0.8), (16, 8 / 9)], ids=str
+)
+def test_the_average_is_decayed_by_its_window_and_has_no_bias_of_its_beginning(window: int, beta: float):
+    model = Weights(5.0)
+    policy = averaged(model, window)
+    assert seen(policy) == 5.0 and not policy.apart, "before the first update it is the learner"
+    moved(policy, model, 3.0)
+    assert seen(policy) == 3.0 and policy.apart, "after one update it is the learner, too"
+    moved(policy, model, 1.0, 10.0)
+    plain = beta * (beta * (1 - beta) * 3.0 + (1 - beta) * 1.0) + (1 - beta) * 10.0
+    assert seen(policy) == pytest.approx(plain / (1 - beta**3), rel=1e-6)
+
+
+def test_without_a_window_it_is_the_learner_to_the_bit():
+    model = Weights()
+    policy = averaged(model, 0)
+    for value in (0.1, -3.7, 1e-8, 5e7):
+        moved(policy, model, value)
+        assert seen(policy) == float(model.trained.detach())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_weights_come_back_where_they_were(fails: bool):
+    """A recorded graph reads them by their address."""
+    model = Weights()
+    policy = averaged(model, 4, Sees(fails))
+    moved(policy, model, 1.0, 2.0)
+    address = model.trained.data_ptr()
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            seen(policy)
+    else:
+        assert 1.0 < seen(policy) < 2.0
+    assert (model.trained.data_ptr(), float(model.trained.detach())) == (address, 2.0)
+
+
+def test_what_rounds_away_in_bfloat16_is_kept_in_the_average():
+    """From 1 to 1 + 2^-7 and back: the mean of bfloat16's two neighbours is none of its numbers."""
+    model, learner = Weights(1.0, torch.bfloat16), Sees()
+    policy = averaged(model, 16, learner)
+    moved(policy, model, *[1.0, 1.0078125] * 8)
+    (average,) = policy.state_dict()["average"]
+    assert average.dtype == torch.float32 and 1.0 < float(average) < 1.0078125
+    bits = model.trained.detach().clone()
+    seen(policy)
+    assert learner.dtypes == [torch.bfloat16] and torch.equal(model.trained.detach(), bits)
+
+
+def test_only_trained_weights_are_averaged():
+    model = Weights()
+    policy = averaged(model, 4)
+    moved(policy, model, 1.0)
+    assert [average.shape for average in policy.state_dict()["average"]] == [(1,)]
+    assert average_bytes([torch.zeros(3, 5)], "ewma") == 60 and average_bytes([torch.zeros(3, 5)], "now") == 0
+
+
+def test_the_average_begins_anew_where_fewer_than_nine_tenths_of_the_tokens_teach():
+    model = Weights()
+    policy = averaged(model, 4)
+    moved(policy, model, 1.0, 2.0)
+    assert policy.settle(0.9) == {"off/active": 0.9, "off/prox_resets": 0.0} and policy.apart
+    assert policy.settle(0.89) == {"off/active": 0.89, "off/prox_resets": 1.0} and not policy.apart
+    assert seen(policy) == 2.0
+    moved(policy, model, 4.0)
+    assert seen(policy) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("prox", "needed", "made_before"),
+    [("now", False, False), ("now", True, True), ("drawn", True, False), ("ewma", False, True)],
+)
+def test_which_of_them_cost_a_pass(prox: str, needed: bool, made_before: bool):
+    assert pass_before(prox, needed) is made_before
+
+
+# In whole steps.
+
+MANY = {"steps": 2, "minibatches": 2}
+UNCLIPPED = made.loss(clip_low=1.0, clip_high=1e6)
+
+
+def made_passes(trainer: Any) -> list[int]:
+    """Filled with the rows of every pass that is made without gradient."""
+    passes, exact = list[int](), trainer._learner.logprobs
+    trainer._learner.logprobs = lambda *given: passes.append(len(given[1])) or exact(*given)
+    return passes
+
+
+@pytest.mark.parametrize("choice", ["none", "tis", "mis", "sparse_rl", "ftis"])
+def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """All is of two updates ago, and the sampler was e^0.3 off: xi would be e^-0.3, and is 1."""
+
+    def older(one: Any, version: int) -> Any:
+        logprobs = tuple(logprob + 0.3 for logprob in one.sampler_logprobs)
+        return replace(one, sampler_logprobs=logprobs, spans=(Span(version - 2, len(one)),))
+
+    aged(monkeypatch, older)
+    spy, recorder = Spy(), Recorder()
+    settings = quiet(settings_for(tmp_path, **MANY))
+    trainer = make_trainer(settings, loss=spy, correction=made.correction(choice, prox="drawn"), trackers=(recorder,))
+    trainer._learner.updates = 10
+    passes = made_passes(trainer)
+    trainer.fit()
+    assert passes == [] and len(spy.batches) == 4
+    for batch in spy.batches:
+        assert batch.policy_logprobs is not None and torch.equal(batch.policy_logprobs, batch.sampler_logprobs)
+        assert torch.equal(batch.weights, batch.response_mask.float())
+    first = recorder.records[1].metrics
+    assert first["mismatch/ratio_mean"] == 1.0 and first["loss/policy_ratio_mean"] == pytest.approx(
+        math.exp(-0.3), rel=0.05
+    )
+    assert first["off/active"] == 1.0 - first["loss/clip_fraction"] and "off/prox_resets" not in first
+
+
+@pytest.mark.parametrize("choice", ["none", "tis"])
+def test_what_was_drawn_now_is_the_same_from_now_and_from_drawn(tmp_path: Path, choice: str) -> None:
+    found: dict[str, list[Any]] = {}
+    for prox in ("now", "drawn"):
+        recorder, model = Recorder(), small_model()
+        settings = quiet(settings_for(tmp_path / prox, **MANY))
+        parts: dict[str, Any] = {"correction": made.correction(choice, prox=prox), "trackers": (recorder,)}
+        make_trainer(settings, model=model, **parts).fit()
+        losses = [record.metrics for record in recorder.records[1:]]
+        found[prox] = [[metrics[name] for metrics in losses] for name in ("loss/total", "loss/policy_ratio_mean")]
+        found[prox].append([weight.detach().clone() for weight in model.parameters()])
+    assert found["drawn"][0] == pytest.approx(found["now"][0], abs=1e-5)
+    assert found["drawn"][1] == pytest.approx(found["now"][1], abs=1e-5)
+    for one, other in zip(found["drawn"][2], found["now"][2], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aged(monkeypatch, given_then_old)
+    trainer = make_trainer(quiet(settings_for(tmp_path)), correction=made.correction(prox="drawn"))
+    trainer._learner.updates = 10
+    with pytest.raises(UserError) as refused:
+        trainer.fit()
+    assert str(refused.value) == (
+        "correction.prox=drawn takes the sampler for the old policy, but 12 tokens of the step were given, which "
+        "nobody drew; use correction.prox=now"
+    )
+
+
+class Weightless(Counted):
+    """Notes the policy that a correction is told of."""
+
+    def __call__(self, sampler: torch.Tensor, policy: torch.Tensor, mask: torch.Tensor) -> Any:
+        self.told = policy
+        return super().__call__(sampler, policy, mask)
+
+
+def test_the_average_is_what_the_clip_measures_from_and_what_the_correction_is_told_of(tmp_path: Path) -> None:
+    """Three updates in steps of one; before the third the average of the first two is (beta * a + b) / (beta + 1)."""
+    spy, model, weights = Spy(UNCLIPPED), small_model(), list[Any]()
+    correction = Weightless(made.correction("tis", prox="ewma", prox_window=2))
+    trainer = make_trainer(
+        quiet(settings_for(tmp_path, steps=3)),
+        model=model,
+        loss=spy,
+        correction=correction,
+        trackers=(Recorder(lambda record: weights.append(copy.deepcopy(model))),),
+    )
+    trainer.fit()
+    assert [batch.policy_logprobs is None for batch in spy.batches] == [True, False, False]
+    _, once, twice, _ = weights
+    average = copy.deepcopy(twice)
+    for mean, a, b in zip(average.parameters(), once.parameters(), twice.parameters(), strict=True):
+        mean.data = (0.5 * a.data + b.data) / 1.5
+    second, third = spy.batches[1:]
+    assert close(second.policy_logprobs, said_by(once, second, 1.0))
+    assert close(third.policy_logprobs, said_by(average, third, 1.0))
+    assert not close(third.policy_logprobs, said_by(twice, third, 1.0))
+    rows = [told.sum(dim=1).sort().values for told in (correction.told, said_by(average, third, 1.0))]
+    assert torch.allclose(*rows, atol=1e-4), "in the step's order, where the loss sees them by length"
+
+
+def test_the_average_follows_every_update_and_no_fault(tmp_path: Path) -> None:
+    faulty = [False, True, False, False]
+    spy = Spy(UNCLIPPED, lambda call, said: replace(said, loss=said.loss * math.inf) if faulty[call] else said)
+    settings = quiet(settings_for(tmp_path, steps=1, epochs=2, minibatches=2))
+    trainer = make_trainer(settings, loss=spy, correction=made.correction(prox="ewma"))
+    trainer.fit()
+    assert trainer._step.old_policy._count == 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("high", [None, 1.0])
+def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
+    tmp_path: Path, window: int, high: float | None
+) -> None:
+    """With `mask_high` 1 nearly half of the tokens are masked, and the average begins anew in every step."""
+    part = made.correction(prox="ewma", prox_window=window, mask_high=high)
+    settings = {name: quiet(settings_for(tmp_path / name, steps=4, minibatches=2)) for name in ("alone", "cut")}
+    records: dict[str, Recorder] = {name: Recorder() for name in ("alone", "cut", "again")}
+    parts: dict[str, Any] = {"correction": part, "loss": UNCLIPPED}
+    make_trainer(settings["alone"], **parts, trackers=(records["alone"],)).fit()
+    short = replace(settings["cut"], train=replace(settings["cut"].train, steps=2))
+    make_trainer(short, **parts, trackers=(records["cut"],)).fit()
+    checkpoint = find_checkpoint(tmp_path / "cut").path
+    assert checkpoint is not None
+    make_trainer(settings["cut"], **parts, trackers=(records["again"],), checkpoint=checkpoint).fit()
+    ends = [find_checkpoint(tmp_path / name).path for name in ("alone", "cut")]
+    alone, cut = (load_state(end)["old_policy"] for end in ends if end)
+    assert (alone["count"], alone["resets"]) == (cut["count"], cut["resets"])
+    assert (alone["resets"] > 0) == (high is not None) and (alone["count"] > 0) == (high is None)
+    assert all(torch.equal(one, other) for one, other in zip(alone["average"], cut["average"], strict=True))
+
+    def told(recorder: Recorder, step: int) -> dict[str, float]:
+        moving = ("time/", "clock/", "speed/", "memory/")
+        (record,) = (record for record in recorder.records if record.step == step)
+        return {name: value for name, value in record.metrics.items() if not name.startswith(moving)}
+
+    for step in (3, 4):
+        assert told(records["again"], step) == told(records["alone"], step)
+    assert "off/active" in told(records["again"], 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "ewma",
+            "now",
+            "the checkpoint holds what correction.prox=ewma has learnt, but this run has correction.prox=now; resume "
+            "with correction.prox=ewma, or start a new run",
+        ),
+        (
+            "ewma",
+            "drawn",
+            "the checkpoint holds what correction.prox=ewma has learnt, but this run has correction.prox=drawn; resume "
+            "with correction.prox=ewma, or start a new run",
+        ),
+        (
+            "now",
+            "ewma",
+            "the checkpoint holds nothing for correction.prox=ewma; leave correction.prox as the run had it, or start "
+            "a new one",
+        ),
+    ],
+)
+def test_a_run_does_not_go_on_from_another_old_policy(tmp_path: Path, before: str, after: str, message: str) -> None:
+    settings = quiet(settings_for(tmp_path, steps=1))
+    make_trainer(settings, correction=made.correction(prox=before)).fit()
+    checkpoint = find_checkpoint(tmp_path).path
+    with pytest.raises(UserError) as refused:
+        make_trainer(settings, correction=made.correction(prox=after), checkpoint=checkpoint)
+    assert str(refused.value) == message
+
+
+def test_an_average_of_other_weights_is_refused():
+    policy = averaged(Weights(), 4)
+    with pytest.raises(UserError, match="of other weights than those that are trained here; resume with the same"):
+        policy.load_state_dict({"kind": "ewma", "count": 1, "resets": 0, "average": [torch.zeros(2)]})
+
+
+def test_each_kind_is_an_old_policy(tmp_path: Path) -> None:
+    trainer = make_trainer(quiet(settings_for(tmp_path)))
+    for prox in ("now", "drawn", "ewma"):
+        assert isinstance(old_policy(prox, 4, small_model(), trainer._learner), OldPolicy)

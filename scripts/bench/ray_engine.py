@@ -6,7 +6,7 @@
     python scripts/bench/ray_engine.py kills --kills 50
 
 rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
-         The arms take turns, each in a process of its own, which makes the same rollouts once before it is measured.
+         The arms take turns, each in a process of its own, which makes those of one problem until all workers are there.
          Seconds are of the clock, since the workers' are not this process's: it wants a quiet machine.
 weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
          the same bytes in memory.
@@ -133,8 +133,11 @@ def rate_child(words: Sequence[str], out: Path) -> None:
     settings, bench = bench_of(args, *ARMS[args.arm], f"sampler={args.sampler}", f"sampler.slots={args.slots}")
     problems = bench.task.prompts("train")
     requests = requests_for([problems[i] for i in range(args.prompts)], args.n, settings.sampling, settings.seed, 0)
-    for _ in range(2):  # and until all workers are there
-        list(bench.engine.generate(requests))
+    wanted = dict(settings.parts["engine"]).get("workers", 0)
+    while True:
+        list(bench.engine.generate(requests[: args.n]))
+        if bench.engine.stats().details.get("engine/workers", 0) >= wanted:
+            break
     bench.engine.update_weights()
     start = time.perf_counter()
     tokens = sum(len(rollout) for rollout in bench.engine.generate(requests))

@@ -209,9 +209,11 @@ def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curric
         raise UserError(f"curriculum: {settings.parts['curriculum']['_target_']} has no pick(step, count, without)")
     wanted = collection_size(settings).picked
     if wanted > len(prompts):
+        collector = settings.parts["collector"]
+        lower = "train.prompts or collector.pool" if "pool" in collector else "train.prompts"
         raise UserError(
-            f"collector={choice_of('collector', settings.parts['collector'])} looks at {wanted} problems a step, but "
-            f"the task has {len(prompts)}: lower train.prompts or collector.pool"
+            f"collector={choice_of('collector', collector)} looks at {wanted} problems a step, but the task has "
+            f"{len(prompts)}: lower {lower}"
         )
     return made
 

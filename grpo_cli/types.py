@@ -27,6 +27,11 @@ class Finish(StrEnum):
     LENGTH = "length"
     PARTIAL = "partial"  # stopped from outside, and can be resumed
 
+    @property
+    def complete(self) -> bool:
+        """Whether the model itself came to the end, and was not cut off."""
+        return self in (Finish.EOS, Finish.STOP)
+
 
 @dataclass(frozen=True)
 class Prompt:

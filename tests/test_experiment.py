@@ -19,10 +19,12 @@ from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.rehearsal import rehearsed_rules
 from grpo_cli.errors import UserError
-from grpo_cli.experiment import pick_device, set_up
+from grpo_cli.experiment import curriculum_of, pick_device, set_up
+from grpo_cli.history import History
 from grpo_cli.memory import expand_segments
 from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.tracking.introduction import introduction
+from grpo_cli.types import GroupRequest, Round
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS: dict[str, dict[str, Any]] = {
@@ -361,3 +363,25 @@ def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
     assert said(8) == [first]
     spare = "sampler.slots=9 is more than the 8 rollouts of a step (train.prompts=2 x n=4), so 8 slots are allocated"
     assert said(9) == [first, spare]
+
+
+def twice_as_many(collection):
+    wanted = collection.pick(2 * collection.prompts)
+    yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in wanted[: collection.prompts]))
+
+
+@pytest.mark.parametrize(
+    ("collector", "said"),
+    [
+        (["collector=mixed"], "collector=mixed looks at 24 .*, but the task has 12: .*prompts or collector.pool$"),
+        (
+            [f"collector._target_={__name__}.twice_as_many"],
+            " looks at 16 .*, but the task has 12: lower train.prompts$",
+        ),
+    ],
+)
+def test_a_step_that_wants_more_problems_than_there_are_says_what_to_lower(collector, said):
+    words = ("task.train_problems=12", "train.prompts=8", "device=cpu", "logger=jsonl")
+    settings = settings_of(*words, *collector)
+    with pytest.raises(UserError, match=said):
+        curriculum_of(settings, set_up(settings, settings.model, print).task, History())

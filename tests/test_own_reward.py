@@ -122,7 +122,7 @@ def test_a_reply_is_finished_unless_it_was_cut_off(tmp_path: Path) -> None:
     prompt = task.prompts("train")[0]
     said = [replace(rollout_of(prompt, "a", TOKENIZER), finish=finish) for finish in Finish]
     found = {rollout.finish: task.reward(prompt, rollout).parts["finished"] for rollout in said}
-    assert found == {Finish.EOS: 1.0, Finish.STOP: 1.0, Finish.LENGTH: 0.0}
+    assert found == {Finish.EOS: 1.0, Finish.STOP: 1.0, Finish.LENGTH: 0.0, Finish.PARTIAL: 0.0}
 
 
 def test_evaluated_replies_are_judged_by_rows_of_their_own(tmp_path: Path) -> None:

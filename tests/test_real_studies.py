@@ -141,17 +141,27 @@ def test_the_study_of_eviction_plans_its_caches_and_its_training(model: Path) ->
         (8, "none"),
         (8, "veto"),
     ]
-    assert list(sparse_rl_real.evaluated(args)) == ["dense", "h2o_4", "h2o_8", "h2o_16", "rkv_4", "rkv_8", "rkv_16"]
+    assert list(sparse_rl_real.evaluated(args, "sparse")) == ["dense", "h2o_8", "rkv_8"]
+    kept = ["h2o_4", "h2o_16", "rkv_4", "rkv_16"]
+    whole = [f"{policy}_{budget}_whole" for policy in ("h2o", "rkv") for budget in (16, 24, 40)]
+    dense = sparse_rl_real.evaluated(args, "dense")
+    assert list(dense) == ["dense", "h2o_8", "rkv_8", *kept, *whole]
+    for words in dense.values():
+        check(settings_of(*words))
 
 
-def test_half_of_the_keys_is_asked_for_most_of_the_accuracy() -> None:
+def test_half_of_the_reads_saved_are_asked_for_most_of_the_accuracy() -> None:
     def run(arm: str) -> study.Run:
         return study.Run("s", arm, 0, ())
 
-    def found(**accuracy: float) -> dict[str, dict[str, float]]:
-        return {name: {study.ACCURACY: value, "eval/length_mean": 24.0} for name, value in accuracy.items()}
+    def found(**tried: tuple[float, float]) -> dict[str, dict[str, float]]:
+        return {
+            name: {study.ACCURACY: accuracy, "engine/kv_saving_mean": saved}
+            for name, (accuracy, saved) in tried.items()
+        }
 
-    # 8 + 4 keys are half of 24; 16 + 4 are more. The corrected run is not asked.
-    tried = {"s/dense/seed0": found(dense=0.8, rkv_4=0.5, rkv_8=0.78, rkv_16=0.8), "s/sparse/seed0": found(dense=0.1)}
+    # rkv_16 saves too little to be asked, rkv_4 saves the most and is worse; the run that evicted is not asked.
+    dense = found(dense=(0.8, 0.0), rkv_4=(0.5, 0.7), rkv_8=(0.78, 0.5), rkv_16=(0.8, 0.49))
+    tried = {"s/dense/seed0": dense, "s/sparse/seed0": found(dense=(0.1, 0.0), rkv_4=(0.9, 0.9))}
     (wanted,) = sparse_rl_real._wanted([run("dense"), run("sparse")], tried)
     assert wanted.found == pytest.approx(0.975) and wanted.holds

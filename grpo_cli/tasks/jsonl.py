@@ -16,7 +16,7 @@ from grpo_cli.tasks.own import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.rows import read_rows
-from grpo_cli.types import Finish, Prompt, Reward, Rollout
+from grpo_cli.types import Prompt, Reward, Rollout
 
 
 class Jsonl:
@@ -99,7 +99,7 @@ class Jsonl:
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
             text=self.text(rollout.token_ids),
             answer=prompt.answer,
-            finished=rollout.finish is not Finish.LENGTH,
+            finished=rollout.finish.complete,
             length=len(rollout),
             problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
         )

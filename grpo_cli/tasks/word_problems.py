@@ -16,7 +16,7 @@ from grpo_cli.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
-from grpo_cli.types import Finish, Prompt, Reward, Rollout
+from grpo_cli.types import Prompt, Reward, Rollout
 
 MOST_STEPS = 8
 
@@ -160,7 +160,7 @@ class WordProblems:
         raise UserError(f"task=word_problems was asked for the split {split!r}; it has train and eval")
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        ended = rollout.finish is not Finish.LENGTH
+        ended = rollout.finish.complete
         found = extract_answer(self.text(rollout.token_ids))
         right = equal(found.value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))

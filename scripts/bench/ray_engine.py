@@ -6,7 +6,7 @@
     python scripts/bench/ray_engine.py kills --kills 50
 
 rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
-         The arms take turns, each in a process of its own, which makes the same rollouts once before it is measured.
+         The arms take turns, each in a process of its own, which makes one problem's until all workers are there.
          Seconds are of the clock, since the workers' are not this process's: it wants a quiet machine.
 weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
          the same bytes in memory.
@@ -133,8 +133,11 @@ def rate_child(words: Sequence[str], out: Path) -> None:
     settings, bench = bench_of(args, *ARMS[args.arm], f"sampler={args.sampler}", f"sampler.slots={args.slots}")
     problems = bench.task.prompts("train")
     requests = requests_for([problems[i] for i in range(args.prompts)], args.n, settings.sampling, settings.seed, 0)
-    for _ in range(2):  # and until all workers are there
-        list(bench.engine.generate(requests))
+    wanted = dict(settings.parts["engine"]).get("workers", 0)
+    while True:
+        list(bench.engine.generate(requests[: args.n]))
+        if bench.engine.stats().details.get("engine/workers", 0) >= wanted:
+            break
     bench.engine.update_weights()
     start = time.perf_counter()
     tokens = sum(len(rollout) for rollout in bench.engine.generate(requests))
@@ -224,13 +227,14 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
     while run.poll() is None:
         time.sleep(draw.uniform(0.2, args.pause))
         own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RayWorker")]
-        if own and done < args.kills and (folder / "killed" / "metrics.jsonl").exists():
+        # Three that are killed as fast as they start are given up, as they should be.
+        if own and done < args.kills and _at_work(folder / "killed") >= 2:
             draw.choice(own).kill()
             done += 1
-    left = _train(folder, "left", args.steps)
-    assert left.wait() == 0, "the run that nobody disturbs ends well"
     if run.returncode:
         raise SystemExit((folder / "killed.txt").read_text()[-2000:])
+    left = _train(folder, "left", args.steps)
+    assert left.wait() == 0, "the run that nobody disturbs ends well"
     rows = {name: _told(folder / name) for name in ("killed", "left")}
     texts = {name: (folder / name / "rollouts.jsonl").read_bytes() for name in rows}
     again = sum(row.get("engine/requests_again", 0.0) for row in _rows(folder / "killed"))
@@ -240,8 +244,17 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
     return finish(args, {"kills": done, "requests_again": again, "equal": bool(same)}, checks, "ray")
 
 
+def _at_work(run: Path) -> float:
+    """How many workers there were at the end of the last step."""
+    rows = _rows(run)
+    return float(rows[-1].get("engine/workers", 0)) if rows else 0.0
+
+
 def _rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The records so far; of a run that goes on the last line may be half written."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _told(run: Path) -> list[dict[str, Any]]:
@@ -259,7 +272,7 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--slots", type=positive, default=32, help="of each worker")
     made.add_argument("--requests", type=positive, default=8192, help="of dealing")
     made.add_argument("--kills", type=positive, default=50)
-    made.add_argument("--steps", type=positive, default=250, help="of kills")
+    made.add_argument("--steps", type=positive, default=600, help="of kills")
     made.add_argument("--pause", type=float, default=3.0, help="seconds between two kills, at most")
     args = parsed(made, words, tokens=8, prompts=2, n=4, requests=512, kills=1, steps=6, rounds=1)
     args.model = args.model.resolve()

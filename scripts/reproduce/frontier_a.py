@@ -34,6 +34,7 @@ BASELINE, PROFILED = "epochs", "profile"
 COMMON = ("n=8", "m=8", "downsample=all", "train.prompts=16", "eval.every=10", "eval.problems=448", "eval.k=4")
 TASK = ("task.train_problems=512", "task.max_terms=10")
 STEPS = 160
+FIGURES = ("ways.png", "small_groups.png")
 LONGEST = 20  # times as many steps as the baseline's, which an arm with short answers may need for its tokens
 WAYS: Mapping[str, tuple[str, ...]] = {
     BASELINE: (),
@@ -156,12 +157,14 @@ def draw_allocation(path: Path, points: Mapping[str, Sequence[tuple[float, float
     with plots.paper_style():
         import matplotlib.pyplot as plt
 
-        figure, panels = plt.subplots(1, len(points), figsize=(3.2 * len(points), 2.6), sharey=True, squeeze=False)
+        size = (3.2 * len(points), 2.8)
+        figure, panels = plt.subplots(1, len(points), figsize=size, sharey=True, squeeze=False, layout="constrained")
         for panel, (name, found) in zip(panels[0], points.items(), strict=True):
             x, y = np.array(found).T
             panel.plot(x, y, ".", markersize=3, alpha=0.5)
-            panel.set(title=name, xlabel="share of a problem's rollouts that are right", ylim=(0, None))
-        panels[0][0].set_ylabel("rollouts a visit")
+            panel.set_title(name)
+        panels[0][0].set(ylabel="rollouts a visit", ylim=(0, None))  # of all panels, now that all are drawn
+        figure.supxlabel("share of a problem's rollouts that are right", fontsize=9)
         path.write_bytes(plots.png(figure))
 
 
@@ -184,9 +187,10 @@ def report(args: argparse.Namespace, out: Path) -> None:
         name: {arm: [sampled(r) for r in rows[arm].values()] for arm in arms if arm in rows}
         for name, arms in {"which problems, how often": WAYS, "small groups": [BASELINE, *SMALL]}.items()
     }
-    targets = {name: statistics.mean(sampled(r).accuracy[-1] for r in base.values()) for name in panels}
+    target = statistics.mean(sampled(r).accuracy[-1] for r in base.values())
     title = f"equal generated tokens, {len(args.seeds)} seed(s): mean and deviation; dashed: the baseline's end"
-    study.plot(out / "frontier_a.png", title, panels, targets)
+    for (name, arms), file in zip(panels.items(), FIGURES, strict=True):  # few enough arms each for all to be named
+        study.plot(out / file, title, {name: arms}, {name: target})
     shown = [arm for arm in (BASELINE, "mixed", "dars", PROFILED) if arm in rows]
     seed = args.seeds[0]
     named = {run.arm: run for run in runs if run.seed == seed}

@@ -58,9 +58,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    from ray.util import get_node_ip_address
-
-    address = f"{get_node_ip_address()}:{free_port()}"
+    # Not here: what is in Ray's environment when it is imported would be so for this process's other tests.
+    asked = [sys.executable, "-c", "from ray.util import get_node_ip_address; print(get_node_ip_address())"]
+    address = f"{subprocess.check_output(asked, text=True).strip()}:{free_port()}"
     folder = Path(f"/tmp/grpo_nodes_{os.getpid()}")  # sockets have short names
     head = node("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false", f"--temp-dir={folder}")
     other = node(f"--address={address}")

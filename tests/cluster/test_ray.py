@@ -264,6 +264,16 @@ def test_this_machine_only_is_listened_on(ray_engine):
     assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+def test_a_ray_that_would_listen_to_other_machines_is_ended(ray_engine, monkeypatch):
+    from ray._private import ray_constants
+
+    ray_cluster._session.close()
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # as where Ray was imported before
+    with pytest.raises(UserError, match="imported before .* set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 in the env"):
+        ray_engine(1)
+    assert not [child for child in psutil.Process().children() if "ray" in child.name()]
+
+
 def test_sigterm_stays_the_runs_own(ray_engine):
     before = signal.getsignal(signal.SIGTERM)
     ray_cluster._session.close()

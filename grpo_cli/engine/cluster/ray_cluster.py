@@ -136,10 +136,20 @@ class _Session:
         atexit.register(self.close)
         if address is None:
             self._own = [child for child in psutil.Process().children() if child.pid not in before]
+            self._check_alone(ray.nodes()[0]["NodeManagerAddress"])
         else:
             for node in ray.nodes():
                 check_public(node["NodeManagerAddress"])
             _check_room(workers, needs, ray.nodes(), ray.available_resources())
+
+    def _check_alone(self, host: str) -> None:
+        """Ray reads what keeps it on the loopback interface when it is imported, which may have been before."""
+        if not ipaddress.ip_address(host).is_loopback:
+            self.close()
+            raise UserError(
+                f"Ray was imported before engine=ray was made, and listens on {host} instead of this machine only: "
+                f"set {' '.join(f'{name}={value}' for name, value in _LOOPBACK.items())} in the environment"
+            )
 
     def check(self) -> None:
         """Raises UserError if a part of the Ray that was started here has ended. Ray would end this process for it,

@@ -173,6 +173,7 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
+    _say_what_depends_on_memory(settings, console.warn)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
     for line in introduction(replace(settings, model=weights), everything, trained, bench.device):
@@ -181,6 +182,15 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
+
+
+def _say_what_depends_on_memory(settings: RunSettings, warn: Callable[[str], None]) -> None:
+    if settings.parts["sampler"].get("on_oom") == "halve" and collection_size(settings).partial:
+        warn(
+            "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
+            f"collector={choice_of('collector', settings.parts['collector'])} trains on in which step: a run may not "
+            "repeat itself on another device (sampler.on_oom=fail does)"
+        )
 
 
 def parts_of(
@@ -211,7 +221,8 @@ def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curric
     if wanted > len(prompts):
         raise UserError(
             f"collector={choice_of('collector', settings.parts['collector'])} looks at {wanted} problems a step, but "
-            f"the task has {len(prompts)}: lower train.prompts or collector.pool"
+            f"the task has {len(prompts)}: lower train.prompts, or what it takes beside them (collector.pool, "
+            "collector.surplus)"
         )
     return made
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from made import full, infinite, mean_length, micro, prefix_head
 from small import FakeEngine, contents, make_engine, small_model, some_requests
+from test_graph import Again
 from test_resume import rows, trained
 from test_stop import cut, stopping
 from test_stop import engine as reading_engine
@@ -28,6 +29,7 @@ from grpo_cli.collect.resuming import begun, first_seed, from_plain, joined, res
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.cluster.engine import RayEngine
 from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.generation import BEHIND
 from grpo_cli.engine.sample import uniforms
 from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
 from grpo_cli.errors import UserError
@@ -98,9 +100,26 @@ def engine_of(sampler: str, plan: str) -> TorchEngine:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
+    goes_on_as_itself(engine_of(sampler, plan))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_so_it_does_where_the_host_is_a_step_behind(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BEHIND, "cpu", 1)
+    goes_on_as_itself(engine_of(sampler, "fifo"))
+    goes_on_as_itself(engine_of(sampler, "parked"))
+
+
+def test_so_it_does_where_steps_are_captured_and_kept() -> None:
+    engine = engine_of("infinite", "fifo")
+    engine._capture = Again()  # type: ignore[assignment]
+    goes_on_as_itself(engine)
+
+
+def goes_on_as_itself(engine: TorchEngine) -> None:
     requests = some_requests(n=6)
     whole = by_key(list(make_engine(MODEL).generate(requests)))
-    engine, begun_before = engine_of(sampler, plan), {key(begun(r)): begun(r) for r in requests}
+    begun_before = {key(begun(r)): begun(r) for r in requests}
     rounds = 0
     while left := [rollout for rollout in begun_before.values() if rollout.finish is Finish.PARTIAL]:
         rounds += 1
@@ -172,20 +191,25 @@ def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_o
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("stop", [("d",), ("fgf", "cc", "e"), ("aa", "bd", "ge", "ff")])
-def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...]) -> None:
-    requests = some_requests(n=6)
-    plain = by_key(list(reading_engine().generate(requests)))
-    for count in range(1, 12):  # the border moves on, a token at a time
-        for request in stopping(requests, stop):
-            rollout = plain[request.prompt.id, request.sample]
-            length, finish = cut(rollout, stop)
-            if length <= count:
-                continue
-            start = Rollout(request, rollout.token_ids[:count], rollout.sampler_logprobs[:count], Finish.PARTIAL, 0)
-            (rest,) = reading_engine().generate([rest_of(start)])
-            assert (joined(start, rest, 0).token_ids, rest.finish.value) == (rollout.token_ids[:length], finish)
-            break
+@pytest.mark.parametrize("stop", [("d",), ("fgf", "cc", "e"), tuple("a" + letter for letter in "bcdefghij")])
+@pytest.mark.parametrize("before", [1, 2, 5])
+def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...], before: int) -> None:
+    """Rollouts that were stopped so many tokens before the one that completes a string."""
+    requests = stopping(some_requests(n=12), stop)
+    plain = by_key(list(reading_engine().generate(some_requests(n=12))))
+    whole, parts = dict[tuple[str, int], Rollout](), list[Rollout]()
+    for request in requests:
+        rollout = plain[request.prompt.id, request.sample]
+        length, finish = cut(rollout, stop)
+        made = max(0, length - before)
+        whole[key(rollout)] = replace(rollout, token_ids=rollout.token_ids[:length], finish=Finish(finish))
+        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL, 0))
+    asked = [rest_of(part) for part in parts]
+    of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
+    assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
+    for rest in reading_engine().generate(asked):
+        found = joined(of[key(rest)], rest, 0)
+        assert (found.token_ids, found.finish) == (whole[key(found)].token_ids, whole[key(found)].finish)
 
 
 def test_what_evicts_keys_refuses_to_go_on() -> None:
@@ -394,8 +418,8 @@ def test_another_surplus_goes_on_with_what_is_held() -> None:
 
 
 def test_a_surplus_counts_in_decimals() -> None:
-    """In floating point 1.1 times 10 is more than 11."""
-    assert rehearsed(Partial(surplus=0.1, max_lag=4), n=2, prompts=10).picked == 11
+    """In floating point 1.1 times 50 is more than 55."""
+    assert rehearsed(Partial(surplus=0.1, max_lag=4), n=2, prompts=50).picked == 55
 
 
 def test_a_rehearsal_knows_what_is_under_way_and_that_it_goes_on() -> None:

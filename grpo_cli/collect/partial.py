@@ -37,7 +37,7 @@ class Partial:
                 "updates old as a step makes"
             )
         refuse(problems)
-        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 10 is more than 11
+        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
         self._max_lag = max_lag
         self._held: tuple[Group, ...] = ()
 

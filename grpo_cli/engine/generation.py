@@ -100,14 +100,9 @@ class Generation:
     def _left_over(self) -> Iterator[tuple[Sequence, Rollout]]:
         """All that has not ended, with the tokens that it has: running, parked, waiting, or given back."""
         for sequence in self._sequences:
-            if self._transcripts.has_ended(sequence.index):
-                continue
-            if sequence.parked is not None:
-                self.kv.parked -= sequence.parked.nbytes
-                sequence.parked = None
-            self._give_up_slot(sequence)
-            yield sequence, self._rollout(sequence, Finish.PARTIAL)
-        self.waiting, self.kv.set_aside = [], 0
+            if not self._transcripts.has_ended(sequence.index):
+                self._give_up_slot(sequence)
+                yield sequence, self._rollout(sequence, Finish.PARTIAL)
 
     def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
         """About how many of them will run at a time."""

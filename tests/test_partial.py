@@ -28,6 +28,7 @@ from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.resuming import begun, first_seed, from_plain, joined, rest_of, to_plain
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.cluster.engine import RayEngine
+from grpo_cli.engine.decoder import Decoder
 from grpo_cli.engine.engine import TorchEngine
 from grpo_cli.engine.generation import BEHIND
 from grpo_cli.engine.sample import uniforms
@@ -210,6 +211,27 @@ def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ..
     for rest in reading_engine().generate(asked):
         found = joined(of[key(rest)], rest, 0)
         assert (found.token_ids, found.finish) == (whole[key(found)].token_ids, whole[key(found)].finish)
+
+
+def test_what_runs_out_of_memory_before_it_has_enough_goes_on_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, warned, steps = some_requests(n=6), list[str](), list[int]()
+    whole = by_key(list(make_engine(MODEL).generate(requests)))
+    engine = make_engine(MODEL, sampler=full(on_oom="halve"), warn=warned.append)
+    step = Decoder.step
+
+    def once(decoder: Decoder, *words: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 8:
+            raise MemoryError("CUDA out of memory")
+        return step(decoder, *words)
+
+    monkeypatch.setattr(Decoder, "step", once)
+    made = by_key(list(engine.generate(requests, after(9))))
+    assert len(warned) == 1 and made.keys() == whole.keys()
+    assert 9 <= sum(ended(rollout) for rollout in made.values()) < len(made)
+    for name, rollout in made.items():
+        assert rollout.token_ids == whole[name].token_ids[: len(rollout)]
+        assert not ended(rollout) or len(rollout) == len(whole[name])
 
 
 def test_what_evicts_keys_refuses_to_go_on() -> None:

@@ -173,6 +173,7 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
+    _say_what_depends_on_memory(settings, console.warn)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
     for line in introduction(replace(settings, model=weights), everything, trained, bench.device):
@@ -181,6 +182,15 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
+
+
+def _say_what_depends_on_memory(settings: RunSettings, warn: Callable[[str], None]) -> None:
+    if settings.parts["sampler"].get("on_oom") == "halve" and collection_size(settings).partial:
+        warn(
+            "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
+            f"collector={choice_of('collector', settings.parts['collector'])} trains on in which step: a run may not "
+            "repeat itself on another device (sampler.on_oom=fail does)"
+        )
 
 
 def parts_of(
@@ -210,10 +220,10 @@ def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curric
     wanted = collection_size(settings).picked
     if wanted > len(prompts):
         collector = settings.parts["collector"]
-        lower = "train.prompts or collector.pool" if "pool" in collector else "train.prompts"
+        more = [f"collector.{name}" for name in ("pool", "surplus") if name in collector]
         raise UserError(
             f"collector={choice_of('collector', collector)} looks at {wanted} problems a step, but the task has "
-            f"{len(prompts)}: lower {lower}"
+            f"{len(prompts)}: lower {' or '.join(['train.prompts', *more])}"
         )
     return made
 

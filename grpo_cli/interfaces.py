@@ -63,7 +63,11 @@ class Engine(Protocol):
     def reads_stop_strings(self) -> bool:
         """Whether a rollout ends at one of `sampling.stop`; if not, stop strings are refused."""
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]: ...
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One rollout per request. `enough` is asked once of each that ends, until it says yes: then the others come
+        back with `Finish.PARTIAL` and the tokens that they have, if any."""
 
     def stats(self) -> EngineStats:
         """What the last `generate` cost; complete once its iterator is exhausted."""
@@ -94,6 +98,7 @@ class Collection(Protocol):
     """What a collector may use while it collects one step's rollouts.
 
     `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
+    `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
     """
 
     @property
@@ -106,24 +111,28 @@ class Collection(Protocol):
     def step(self) -> int: ...
 
     @property
+    def version(self) -> int: ...
+
+    @property
     def rng(self) -> np.random.Generator: ...
 
     @property
     def history(self) -> History:
         """Of the steps before this one."""
 
-    def pick(self, count: int) -> Sequence[Prompt]:
-        """`count` problems of the curriculum, none of which this step has picked before."""
+    def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
+        """`count` problems of the curriculum, none of which this step has picked or resumed before, nor one whose id is
+        in `without`."""
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
-        """Judge rollouts; each is judged once, however often it is asked for."""
+        """Judge the rollouts that are at their end; each is judged once, however often it is asked for."""
 
     def note(self, figure: str, value: int | float) -> None:
         """A number for the record, as `collect/<figure>`."""
 
 
 # A collector yields rounds, and is sent all groups so far, in the order in which they were first requested. It returns
-# the ids of the problems that the step trains on; None: all.
+# the ids of the problems that the step trains on, whose rollouts are all at their end by then; None: all.
 Rounds = Generator[Round, Sequence[Group], Sequence[str] | None]
 
 

@@ -31,6 +31,8 @@ METRICS: Mapping[str, str] = {
     "collect/rollouts_min": "Fewest rollouts of a problem in the step.",
     "collect/rollouts_max": "Most rollouts of a problem in the step.",
     "collect/second_round": "Share of the step's rollouts that collector=dars made in its second round.",
+    "collect/carried_rollouts": "Rollouts that collector=partial left partial or not begun, for the next step.",
+    "collect/carried_tokens": "Tokens that they have so far.",
     "collect/expected_mixed": "Mixed groups that collector=mixed expected of its step; group/mixed is what came.",
     "collect/<figure>": "A figure that the chosen collector reports about itself.",
     "curriculum/predicted_mixed": "Mean chance, as curriculum=dps saw it, that a problem of the step would be mixed.",

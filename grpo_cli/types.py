@@ -1,8 +1,8 @@
 """The values that travel through a run, and nothing that acts on them.
 
 Each is frozen, and its type says how far along the line it is:
-prompt -> group request -> request -> rollout -> group -> scored group (-> kept scored group) -> batch -> loss ->
-record.
+prompt -> group request -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group (->
+kept scored group) -> batch -> loss -> record.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` says that it is made to measure: nothing may be learnt from it, not even how long such rollouts are.
+    `resumed` is how many tokens at the prompt's end are the rollout's own, drawn before: a stop string may have begun
+    in them, and how many more it takes says little of how long rollouts are.
     """
 
     prompt: Prompt
@@ -54,6 +56,12 @@ class Request:
     seed: int
     sampling: Sampling
     held_out: bool = False
+    resumed: int = 0
+
+    @property
+    def teaches_length(self) -> bool:
+        """Whether a predictor may learn from how long the answer is."""
+        return not self.held_out and not self.resumed
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,6 @@ class GroupRequest:
 
     prompt: Prompt
     count: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a collector requests at one time: the engine makes all of it before the collector goes on."""
-
-    requests: tuple[GroupRequest, ...]
 
 
 GIVEN = -1  # in place of a version: nobody drew these tokens
@@ -109,6 +110,25 @@ class Group:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rollout is at its end."""
+        return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a collector requests at one time: the engine makes all of it before the collector goes on.
+
+    `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
+    same random stream. Once so many of the step's groups as `enough` says are whole, the round ends and what is under
+    way comes back partial; None: not before all are at their end.
+    """
+
+    requests: tuple[GroupRequest, ...] = ()
+    resumed: tuple[Group, ...] = ()
+    enough: int | None = None
 
 
 # Beyond it (either side of 0) float64 has not all whole numbers, and a float32 has not the squares of many.

@@ -239,6 +239,22 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         ),
         (["collector=dars", "collector.divided=true", "n=40"], "collector.most=32 is less than n=40"),
         (["collector=mixed", "collector.pool=0"], "collector.pool=0 must be at least 1"),
+        (
+            ["collector=partial", "sparsity=snapkv"],
+            "collector=partial goes on with partial rollouts, whose tokens sparsity=snapkv would count as prompt; use "
+            "sparsity=dense, or collector=equal",
+        ),
+        (
+            ["collector=partial", "engine=ray"],
+            "collector=partial stops rollouts before their end, which engine=ray cannot, as its workers tell of a "
+            "rollout when it has ended; use engine=torch or engine=vllm, or collector=equal",
+        ),
+        (
+            ["collector=partial", "predictor=oracle", "predictor.lengths=x.jsonl"],
+            "predictor=oracle knows how long whole rollouts were, and collector=partial makes them in parts; use",
+        ),
+        (["collector=partial", "collector.surplus=-1"], "collector.surplus=-1.0 must be at least 0 and finite"),
+        (["collector=partial", "collector.max_lag=0"], "collector.max_lag=0 must be at least 1"),
         (["collector=mixed", "collector.pool=many"], "collector.pool=many must be a whole number"),
         (["credit=gdro", "credit.window=50"], "credit.window=50 must be from 1 to 8"),
         (["credit=gdro", "credit.bins=3.5"], "credit.bins=3.5 must be a number of bins, or edges"),
@@ -364,6 +380,8 @@ def test_every_rollout_may_be_a_minibatch_of_its_own():
         ["advantage=per_part", "+advantage.weights.short=0.5"],
         ["advantage=novelty", "collector=ci", "train.count_by=prompt", "train.max_generated=5e6"],
         ["train.max_generated=1000"],
+        ["collector=partial", "advantage=median", "n=9"],
+        ["collector=partial", "collector.surplus=0", "sparsity=snapkv"],
     ],
     ids=" ".join,
 )

@@ -103,6 +103,20 @@ def advantage(kept_rewards, group_rewards, **settings):
 
 
 FEW = "task.train_problems=12"
+# The same in the middle of the third step's rollouts, as somebody is to take a slot that has fallen free.
+HALFWAY = """
+import pathlib, time
+from grpo_cli.engine.schedule import Fifo
+
+saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
+
+class Halfway(Fifo):
+    def plan(self, waiting, running, free_slots):
+        while saved.exists() and running and pathlib.Path("hold").exists():
+            pathlib.Path("waiting").touch()
+            time.sleep(0.05)
+        return super().plan(waiting, running, free_slots)
+"""
 
 
 @pytest.mark.slow
@@ -116,12 +130,29 @@ FEW = "task.train_problems=12"
     ids=["plain", "learning", "by_history"],
 )
 def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, rules: tuple[str, ...]) -> None:
-    words = (*WORDS, *rules)
+    held_up = (HELD, "advantage._target_=held.advantage", "outputs/train/killed/checkpoints/step_000002/COMPLETE")
+    kill_and_resume(tmp_path, (*WORDS, *rules), *held_up)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [4, 1])
+def test_kill_9_in_the_middle_of_a_round_loses_no_partial_rollout(tmp_path: Path, max_lag: int) -> None:
+    words = (*WORDS, "collector=partial", f"collector.max_lag={max_lag}", "sampler=infinite", "sampler.slots=3")
+    words = (*words, "record.rollouts=-1", "optim.lr=1e-3")
+    kill_and_resume(tmp_path, words, HALFWAY, "scheduler._target_=held.Halfway", "waiting")
+    assert rows(tmp_path / "alone")[2]["collect/carried_tokens"], "the checkpoint holds some"
+    ours, theirs = (tmp_path / run / "rollouts.jsonl" for run in ("alone", "outputs/train/killed"))
+    assert ours.read_text() == theirs.read_text()
+
+
+def kill_and_resume(tmp_path: Path, words: tuple[str, ...], code: str, held_up: str, until: str) -> None:
+    """Two runs of the same words: one left alone, one that `code` holds up until a file is there, killed, and gone on
+    with. They end alike."""
     alone = start(tmp_path, *words, "hydra.run.dir=alone")
-    (tmp_path / "held.py").write_text(HELD)
+    (tmp_path / "held.py").write_text(code)
     (tmp_path / "hold").touch()
-    killed = start(tmp_path, *words, "hydra.run.dir=outputs/train/killed", "advantage._target_=held.advantage")
-    wait_for(tmp_path, "outputs/train/killed/checkpoints/step_000002/COMPLETE", killed)
+    killed = start(tmp_path, *words, "hydra.run.dir=outputs/train/killed", held_up)
+    wait_for(tmp_path, until, killed)
     killed.kill()
     killed.communicate()
     (tmp_path / "hold").unlink()

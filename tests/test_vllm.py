@@ -18,18 +18,19 @@ import made
 import numpy as np
 import pytest
 import torch
-from made import infinite, micro
+from made import full, infinite, micro
 from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm as engine_module
 from grpo_cli.collect.requests import requests_for
+from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.engine.vllm import VllmEngine
 from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.tasks.arithmetic import Arithmetic
-from grpo_cli.types import Prompt, Request, Rollout
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -114,11 +115,46 @@ def test_what_is_not_finished_is_taken_back(engine: VllmEngine, task: Arithmetic
     assert len(list(engine.generate(requests))) == 16
 
 
+def stopped_and_resumed(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
+    """Each to its end, in rounds that stop when a third of what is left has ended."""
+    done, left = list[Rollout](), [begun(request) for request in requests]
+    while left:
+        asked = [rest_of(rollout) for rollout in left]
+        of = {(r.prompt.id, r.sample): rollout for r, rollout in zip(asked, left, strict=True)}
+        ended = list[Rollout]()
+
+        def enough(rollout: Rollout, ended: list[Rollout] = ended, wanted: int = 1 + len(left) // 3) -> bool:
+            ended.append(rollout)
+            return len(ended) >= wanted
+
+        made = list(engine.generate(asked, enough))
+        assert len(made) == len(asked) and {(r.request.prompt.id, r.request.sample) for r in made} == of.keys()
+        assert engine.stats().generated_tokens == sum(map(len, made))
+        parts = [joined(of[r.request.prompt.id, r.request.sample], r, 0) for r in made]
+        left = [rollout for rollout in parts if rollout.finish is Finish.PARTIAL]
+        done += [rollout for rollout in parts if rollout.finish is not Finish.PARTIAL]
+    return done
+
+
+@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=7)], ids=str)
+def test_what_is_stopped_goes_on_where_it_was(model: PreTrainedModel, task: Arithmetic, sampler: Any):
+    engine = vllm_engine(model, sampler=sampler)
+    requests = requests_of(task, 4, 6, max_new_tokens=40)
+    rollouts = stopped_and_resumed(engine, requests)
+    assert {id(rollout.request) for rollout in rollouts} == {id(request) for request in requests}
+    assert any(len(rollout) > 1 for rollout in rollouts) and worst(model, rollouts) < CLOSE
+    assert len(list(engine.generate(requests))) == 24, "nothing is left of what was stopped"
+    greedy = requests_of(task, 12, 1, temperature=0.0)
+    assert contents(stopped_and_resumed(engine, greedy)) == contents(make_engine(model).generate(greedy))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
 def test_rollouts_are_those_of_the_torch_engine_in_distribution(
-    engine: VllmEngine, model: PreTrainedModel, task: Arithmetic
+    engine: VllmEngine, model: PreTrainedModel, task: Arithmetic, stopped: bool
 ):
-    """Lengths and rewards of 2,048 rollouts each, over the same prompts with other seeds.
+    """Lengths and rewards of 2,048 rollouts each, over the same prompts with other seeds; also of such as were stopped
+    and resumed on the way.
 
     Kolmogorov-Smirnov: for equal distributions the largest distance between two empirical ones of n each exceeds
     1.95 sqrt(2 / n) in 0.1 % of cases. Rewards are 0 or 1: the shares' difference against 3.3 standard errors.
@@ -126,7 +162,8 @@ def test_rollouts_are_those_of_the_torch_engine_in_distribution(
     requests = requests_of(task, 32, 64)
     torch_engine = make_engine(model)
     lengths, rewards = [], []
-    for rollouts in (list(engine.generate(requests)), list(torch_engine.generate(requests))):
+    made = stopped_and_resumed(engine, requests) if stopped else list(engine.generate(requests))
+    for rollouts in (made, list(torch_engine.generate(requests))):
         lengths.append(np.sort([len(rollout) for rollout in rollouts]))
         rewards.append(np.mean([task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]))
     grid = np.arange(129)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from grpo_cli.collect.requests import score_all, seed_of
+from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.engine.costs import together
 from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import EngineStats, Group, Prompt, Request, Rollout, Round, ScoredGroup, Span
+from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end
 
@@ -49,7 +50,7 @@ class StepCollection:
         self._rng = np.random.default_rng(seed_of(seed, step, "collector"))
         self._picked: dict[str, Prompt] = {}
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in the order of the requests
-        self._scored: dict[str, ScoredGroup] = {}
+        self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._notes: dict[str, float] = {}
         self._costs: list[EngineStats] = []
         self.rollout_seconds = 0.0
@@ -67,6 +68,10 @@ class StepCollection:
         return self._step
 
     @property
+    def version(self) -> int:
+        return self._version
+
+    @property
     def rng(self) -> np.random.Generator:
         return self._rng
 
@@ -74,30 +79,28 @@ class StepCollection:
     def history(self) -> History:
         return self._history
 
-    def pick(self, count: int) -> Sequence[Prompt]:
-        found = self._curriculum.pick(self._step, count, self._picked.keys())
+    def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
+        found = self._curriculum.pick(self._step, count, self._picked.keys() | without)
         self._picked |= {prompt.id: prompt for prompt in found}
         return found
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
-        lacking = [group for group in groups if self._lacks(group)]
+        lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
         if lacking:
             with self._span("reward"):
-                fresh = score_all(self._task, [self._unjudged(group) for group in lacking])
-            for group, new in zip(lacking, fresh, strict=True):
-                known = self._scored.get(group.prompt.id, ScoredGroup(group.prompt, (), ()))
-                rollouts, rewards = (*known.rollouts, *new.rollouts), (*known.rewards, *new.rewards)
-                self._scored[group.prompt.id] = ScoredGroup(group.prompt, rollouts, rewards)
-        return [self._scored[group.prompt.id] for group in groups]
-
-    def _lacks(self, group: Group) -> bool:
-        known = self._scored.get(group.prompt.id)
-        return known is None or len(known.rollouts) < len(group.rollouts)
+                fresh = score_all(self._task, lacking)
+            for group in fresh:
+                samples = [rollout.request.sample for rollout in group.rollouts]
+                self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, group.rewards, strict=True))
+        return [self._judged(group) for group in groups]
 
     def _unjudged(self, group: Group) -> Group:
-        """Samples are numbered on, so those that were judged come first."""
-        known = self._scored.get(group.prompt.id)
-        return Group(group.prompt, group.rollouts[len(known.rollouts) if known else 0 :])
+        known = self._rewards.get(group.prompt.id, {})
+        return Group(group.prompt, tuple(r for r in _ended(group) if r.request.sample not in known))
+
+    def _judged(self, group: Group) -> ScoredGroup:
+        rollouts, rewards = _ended(group), self._rewards.get(group.prompt.id, {})
+        return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
 
     def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
@@ -121,17 +124,60 @@ class StepCollection:
                 wanted = rounds.send(answer)
             except StopIteration as end:
                 return list(self.score(self._chosen(end.value)))
-            requests = self._requests(wanted, number)
-            self._make(requests, engine)
+            partial = self._begun(wanted, number)
+            self._make(partial, self._goal(wanted.enough, partial, number), engine)
             answer = self.groups
         raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
 
-    def _requests(self, wanted: Any, number: int) -> list[Request]:
+    def _begun(self, wanted: Any, number: int) -> list[Rollout]:
+        """What a round is to bring to its end: partial rollouts, most of them with no token yet."""
         if not isinstance(wanted, Round):
             kind = type(wanted).__name__
             raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
-        if not wanted.requests:
+        if not wanted.requests and not wanted.resumed:
             raise UserError(f"round {number + 1} of the collector is empty: leave it out")
+        found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
+        if len({_key(rollout.request) for rollout in found}) < len(found):
+            raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
+        found += map(begun, self._requests(wanted, number))
+        for rollout in found:
+            self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
+        return found
+
+    def _resumed(self, group: Group, number: int) -> list[Rollout]:
+        """The partial rollouts of a group, which becomes one of this step."""
+        name, given = group.prompt.id, {rollout.request.sample: rollout for rollout in group.rollouts}
+        own = self._rollouts.setdefault(name, given)
+        if (
+            self._picked.setdefault(name, group.prompt) != group.prompt
+            or own.keys() < given.keys()
+            or any(own[sample].request != rollout.request for sample, rollout in given.items())
+        ):
+            raise UserError(
+                f"round {number + 1} of the collector resumes problem {name!r}, of which this step has made another "
+                "group: pick no problem of which one is held (collection.pick(count, without=...))"
+            )
+        partial = [rollout for rollout in own.values() if rollout.finish is Finish.PARTIAL]
+        if not partial:
+            raise UserError(
+                f"round {number + 1} of the collector resumes problem {name!r}, of which no rollout is partial: leave "
+                "it out"
+            )
+        for rollout in partial:
+            self._check_sampling(name, rollout.request.sampling)
+        return partial
+
+    def _check_sampling(self, name: str, before: Sampling) -> None:
+        """One rollout is drawn in one way, and no longer than it was to be."""
+        if before != self._sampling:
+            now = vars(self._sampling)
+            changed = {f"sampling.{key}": (value, now[key]) for key, value in vars(before).items() if value != now[key]}
+            raise UserError(
+                f"rollouts of problem {name!r} were begun with {_said(changed, 0)}, and this run has "
+                f"{_said(changed, 1)}: resume with what they were begun with, or start a new run"
+            )
+
+    def _requests(self, wanted: Round, number: int) -> list[Request]:
         made: list[Request] = []
         for group in wanted.requests:
             name = group.prompt.id
@@ -152,20 +198,37 @@ class StepCollection:
             ]
         return made
 
-    def _make(self, requests: Sequence[Request], engine: Engine) -> None:
-        for request in requests:
-            self._rollouts.setdefault(request.prompt.id, {})
+    def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> _Goal | None:
+        whole = sum(group.whole for group in self.groups)
+        if enough is not None and enough <= whole:
+            raise UserError(
+                f"round {number + 1} of the collector ends at enough={enough} whole groups, and there are {whole} "
+                "before it: ask for more, or leave the round out"
+            )
+        return None if enough is None else _Goal(enough, whole, partial)
+
+    def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine) -> None:
+        asked = [rest_of(rollout) for rollout in partial]
+        of = {_key(request): rollout for request, rollout in zip(asked, partial, strict=True)}
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
-            for rollout in engine.generate(requests):
-                of_problem = self._rollouts[rollout.request.prompt.id]
-                of_problem[rollout.request.sample] = replace(rollout, spans=(Span(self._version, len(rollout)),))
+            # Engines of one's own may not know how to stop, which they need not as long as nobody asks for it.
+            for rest in engine.generate(asked) if goal is None else engine.generate(asked, goal):
+                assert rest.finish is not Finish.PARTIAL or goal, "an engine stops nothing unless it is told to"
+                rollout = joined(of[_key(rest.request)], rest, self._version)
+                self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start
         self._costs.append(engine.stats())
 
     def _chosen(self, names: Sequence[str] | None) -> list[Group]:
         if not self._rollouts:
             raise UserError("the collector ended without a round: it has to yield at least one")
+        unfinished = [g.prompt.id for g in self.groups if not g.whole and (names is None or g.prompt.id in names)]
+        if unfinished:
+            raise UserError(
+                f"the collector returned problem {unfinished[0]!r}, of which some rollouts are partial: resume them "
+                "before it is trained on, in a later round or step"
+            )
         if names is None:
             return self.groups
         unknown = [name for name in names if name not in self._rollouts]
@@ -189,3 +252,31 @@ class StepCollection:
             "collect/rollouts_max": float(max(sizes)),
             **self._notes,
         }
+
+
+class _Goal:
+    """Says when so many groups are whole, as the rollouts that are `under_way` end."""
+
+    def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
+        self._enough, self._whole = enough, whole
+        self._problems = {_key(rest_of(rollout)): rollout.request.prompt.id for rollout in under_way}
+        self._left = Counter(self._problems.values())
+
+    def __call__(self, rollout: Rollout) -> bool:
+        problem = self._problems[_key(rollout.request)]
+        self._left[problem] -= 1
+        self._whole += not self._left[problem]
+        return self._whole >= self._enough
+
+
+def _key(request: Request) -> tuple[str, int]:
+    """By which an answer is known again; a request that resumes has a prompt of its own."""
+    return request.prompt.id, request.sample
+
+
+def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:
+    return " ".join(f"{key}={values[which]}" for key, values in changed.items())
+
+
+def _ended(group: Group) -> tuple[Rollout, ...]:
+    return tuple(rollout for rollout in group.rollouts if rollout.finish is not Finish.PARTIAL)

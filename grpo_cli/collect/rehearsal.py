@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil
@@ -26,13 +26,14 @@ _SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
 @dataclass(frozen=True)
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
-    rollouts altogether, and rounds."""
+    rollouts altogether, and rounds; and whether it leaves rollouts partial, to go on with in a later step."""
 
     picked: int
     problems: int
     at_once: int
     rollouts: int
     rounds: int
+    partial: bool = False
 
     @classmethod
     def equal(cls, n: int, prompts: int) -> CollectionSize:
@@ -58,31 +59,46 @@ def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
         at_once=most("at_once", longer),
         rollouts=most("rollouts", longer),
         rounds=most("rounds", 1.0),
+        partial=any(one.partial for one in seen),
     )
 
 
 def _tried(collector: Collector, n: int, prompts: int, script: Sequence[float]) -> CollectionSize:
+    """The most of a step; of two, if the first leaves partial rollouts that the second may resume."""
     made_up = _MadeUp(script)
+    first = _step(collector, n, prompts, made_up, 0)
+    if not first.partial:
+        return first
+    second = _step(collector, n, prompts, made_up, 1)
+    largest = {name: max(number, vars(second)[name]) for name, number in vars(first).items()}
+    return CollectionSize(**largest)
+
+
+def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: int) -> CollectionSize:
     collection = StepCollection(
         n=n,
         prompts=prompts,
-        sampling=Sampling.plain(1),
+        sampling=Sampling.plain(3),
         seed=0,
-        step=0,
+        step=step,
         curriculum=made_up,
         task=made_up,
         history=History(),
+        version=step,
         span=lambda name: nullcontext(),
     )
+    before, made_up.rounds, made_up.stopped = made_up.picked, [], False
     with own_code("collector"):
         collection.run(collector, made_up)
     rounds = made_up.rounds
     return CollectionSize(
-        picked=made_up.picked,
-        problems=max(len({request.prompt.id for request in requests}) for requests in rounds),
+        picked=made_up.picked - before,
+        # One that is resumed is of a longer prompt, by the name of that and more.
+        problems=max(len({request.prompt.id.partition("+")[0] for request in requests}) for requests in rounds),
         at_once=max(map(len, rounds)),
         rollouts=sum(map(len, rounds)),
         rounds=len(rounds),
+        partial=made_up.stopped,
     )
 
 
@@ -95,14 +111,27 @@ class _MadeUp:
         self._script = script
         self.picked = 0
         self.rounds: list[Sequence[Request]] = []
+        self.stopped = False
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         self.picked += count
         return [Prompt(f"rehearsal-{i}", (0,), "0") for i in range(self.picked - count, self.picked)]
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One token each. Of those that are stopped every second has one, too."""
         self.rounds.append(requests)
-        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in requests)
+        stop = False
+        for request in requests:
+            if stop:
+                tokens = request.sample % 2 if request.sampling.max_new_tokens > 1 else 0
+                self.stopped = True
+                yield Rollout(request, (0,) * tokens, (-1.0,) * tokens, Finish.PARTIAL, 0)
+                continue
+            rollout = Rollout(request, (0,), (-1.0,), Finish.EOS, 0)
+            yield rollout
+            stop = enough is not None and enough(rollout)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return []

@@ -163,7 +163,7 @@ def _together_problems(settings: RunSettings) -> Iterator[str]:
     n, m = settings.n, settings.m
     names = {group: choice_of(group, settings.parts[group]) for group in ("collector", "advantage", "downsample")}
     of_medians = [f"{group}=median" for group in ("advantage", "downsample") if names[group] == "median"]
-    if of_medians and names["collector"] != "equal":
+    if of_medians and names["collector"] not in ("equal", "partial"):
         yield (
             f"collector={names['collector']} makes groups of any size, of which {' and '.join(of_medians)} would not "
             f"know the one in the middle; use collector=equal"
@@ -347,14 +347,36 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         rules = rules_of(settings.parts)
         problems: list[str] = []
         with gathered(problems):
-            if n >= 2 and prompts >= 1:
-                rehearsed(rules.collector, n, prompts)
+            if n >= 2 and prompts >= 1 and rehearsed(rules.collector, n, prompts).partial:
+                refuse([*_partial_problems(settings)])
         with gathered(problems):
             if n >= 2 and 1 <= m <= n:
                 try_choice(rules, n, m)
         refuse(problems)
 
     return _refused(ask)
+
+
+def _partial_problems(settings: RunSettings) -> Iterator[str]:
+    """Of a collector that leaves rollouts partial and resumes them."""
+    parts = settings.parts
+    names = {group: choice_of(group, parts[group]) for group in ("collector", "sparsity", "engine", "predictor")}
+    collector = f"collector={names['collector']}"
+    if names["sparsity"] != "dense":
+        yield (
+            f"{collector} goes on with partial rollouts, whose tokens sparsity={names['sparsity']} would count as "
+            "prompt; use sparsity=dense, or collector=equal"
+        )
+    if "inner" in parts["engine"]:
+        yield (
+            f"{collector} stops rollouts before their end, which engine={names['engine']} cannot, as its workers tell "
+            "of a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"
+        )
+    if names["predictor"] == "oracle":
+        yield (
+            f"predictor=oracle knows how long whole rollouts were, and {collector} makes them in parts; use "
+            "predictor=mean"
+        )
 
 
 def _curriculum_problems(settings: RunSettings) -> list[str]:

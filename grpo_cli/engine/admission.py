@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_cli.engine.interfaces import Running, Scheduler, Waiting
@@ -20,6 +20,7 @@ class Work:
         self._free = list(range(slots))
         self._slots, self._refills = slots, refills
         self._row_steps = self._generated = self._prefilled = 0
+        self._drawn: dict[int, tuple[list[int], list[float]]] = {}  # of those that tell what they have as they go
 
     def start(self, scheduler: Scheduler, predicted: Sequence[float] | None) -> None:
         lengths = [None] * len(self.requests) if predicted is None else predicted
@@ -46,20 +47,37 @@ class Work:
         self.steps += 1
         self._row_steps += len(self.running)
 
+    def note(self, output: Any) -> None:
+        """Write down what an output brings that its request has not told yet: all, or what is new since the last."""
+        index, made = int(output.request_id), output.outputs[0]
+        if index not in self._drawn:
+            self._prefilled += len(self.requests[index].prompt.token_ids) - (output.num_cached_tokens or 0)
+        tokens, logprobs = self._drawn.setdefault(index, ([], []))
+        tokens += made.token_ids
+        logprobs += made.logprobs.logprobs
+        assert len(logprobs) == len(tokens), "vLLM gave half a completion"
+
     def settle(self, output: Any, eos: Sequence[int]) -> Rollout:
         """A finished request as a rollout; its slot falls free."""
-        index, made = int(output.request_id), output.outputs[0]
+        index = int(output.request_id)
+        assert output.outputs[0].finish_reason in ("stop", "length"), "vLLM gave half a completion"
         slot, _ = self.running.pop(index)
         self._free.append(slot)
-        request, tokens = self.requests[index], tuple(made.token_ids)
-        logprobs = tuple(made.logprobs.logprobs)
-        assert made.finish_reason in ("stop", "length") and len(logprobs) == len(tokens), "vLLM gave half a completion"
+        finish = Finish.EOS if self._drawn[index][0][-1] in eos else Finish.LENGTH
+        return self._rollout(index, finish)
+
+    def left_over(self) -> Iterator[Rollout]:
+        """All that has not ended, with what is known of it; nobody runs or waits any more."""
+        indices = sorted((*self.running, *self.queue))
+        self.running, self.queue = {}, {}
+        yield from (self._rollout(index, Finish.PARTIAL) for index in indices)
+
+    def _rollout(self, index: int, finish: Finish) -> Rollout:
+        request, (tokens, logprobs) = self.requests[index], self._drawn.pop(index, ([], []))
         if request.sampling.temperature == 0:
-            logprobs = (0.0,) * len(tokens)  # a greedy row draws from a point mass
+            logprobs = [0.0] * len(tokens)  # a greedy row draws from a point mass
         self._generated += len(tokens)
-        self._prefilled += len(request.prompt.token_ids) - (output.num_cached_tokens or 0)
-        finish = Finish.EOS if tokens[-1] in eos else Finish.LENGTH
-        return Rollout(request, tokens, logprobs, finish, len(tokens) - 1)
+        return Rollout(request, tuple(tokens), tuple(logprobs), finish, max(0, len(tokens) - 1))
 
     def stats(self, kv_bytes: int, details: Mapping[str, float]) -> EngineStats:
         """All forwards count as decode steps, as vLLM reads prompts in the same ones."""

@@ -27,7 +27,7 @@ from grpo_cli.interfaces import Meter
 from grpo_cli.memory import give_back_cached, is_out_of_memory
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
-from grpo_cli.types import EngineStats, Prompt, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
 class TorchEngine:
@@ -83,8 +83,9 @@ class TorchEngine:
         self._stats = EngineStats()
         self._invariance: Invariance | None = None
 
-    def generate(self, requests: Seq[Request]) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing.
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing. Once `enough` says yes of one that has ended, the others come
+        partial; those that end in the same step have ended too.
 
         Out of memory, and told to halve, it serves what is left with half the slots, now and in every later call.
         """
@@ -96,7 +97,7 @@ class TorchEngine:
             ended: set[int] = set()
             short = False
             try:
-                for index, rollout in self._serve(left):
+                for index, rollout in self._serve(left, enough):
                     ended.add(index)
                     yield rollout
             except (MemoryError, RuntimeError) as error:
@@ -141,7 +142,7 @@ class TorchEngine:
             f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"
         )
 
-    def _serve(self, requests: Seq[Request]) -> Iterator[tuple[int, Rollout]]:
+    def _serve(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[tuple[int, Rollout]]:
         """Rollouts with the place of their request, their lengths predicted where somebody orders by them. However it
         ends, `stats` says what it cost."""
         self._stats = EngineStats()
@@ -152,18 +153,21 @@ class TorchEngine:
                 # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then
                 # waits with its keys kept: the cost is those keys and a less than full last round; both are counted.
                 for sequence, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                    _halt_if(enough, generation, rollout)
                     yield sequence.index, rollout
                 generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
-            predicting = probing or self._predictor.prefix_tokens == 0
-            if predicting:
-                self._predict(generation.waiting)
-            served: list[tuple[Sequence, Rollout]] = []
-            for sequence, rollout in generation.serve(self._scheduler):
-                served.append((sequence, rollout))
-                yield sequence.index, rollout
-            if predicting:
-                generation.details |= self._learn(served)
-            generation.details |= self._scheduler.details
+            if not generation.halted:
+                predicting = probing or self._predictor.prefix_tokens == 0
+                if predicting:
+                    self._predict(generation.waiting)
+                served: list[tuple[Sequence, Rollout]] = []
+                for sequence, rollout in generation.serve(self._scheduler):
+                    served.append((sequence, rollout))
+                    _halt_if(enough, generation, rollout)
+                    yield sequence.index, rollout
+                if predicting:
+                    generation.details |= self._learn(served)
+                generation.details |= self._scheduler.details
             if self._capture is not None:
                 self._kept.put(generation.workspace)
         finally:
@@ -205,7 +209,7 @@ class TorchEngine:
     def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
         if not served:
             return {}
-        taught = [(s, rollout) for s, rollout in served if not s.request.held_out]
+        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
         return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
 
     def _check(self, requests: Seq[Request]) -> None:
@@ -218,6 +222,12 @@ class TorchEngine:
                     f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
                     f"{len(prompt.token_ids)} others, but a prompt is run once and kept under its id: let the task "
                     "give each an id of its own"
+                )
+            if request.resumed and not isinstance(self._sparsity, Dense):
+                raise UserError(
+                    f"prompt {prompt.id} ends with {request.resumed} tokens of a partial rollout, which "
+                    f"sparsity={type(self._sparsity).__name__.lower()} would count as prompt and never evict: use "
+                    "sparsity=dense"
                 )
             needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
             if needed > self._decoder.context:
@@ -262,6 +272,12 @@ def _check_graph(model: Any, device: torch.device) -> None:
         )
     if device.type != "cuda":
         raise UserError(f"engine.cuda_graph=true needs a GPU, and the model is on {device}: leave it out")
+
+
+def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:
+    """Asked of rollouts that have ended, and no more once the answer was yes."""
+    if enough is not None and not generation.halted and enough(rollout):
+        generation.halt()
 
 
 def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:

@@ -66,6 +66,7 @@ class Generation:
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
+        self.halted = False
         self._span = meter.span
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._forecast = Forecast(self.sizes.prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
@@ -76,18 +77,32 @@ class Generation:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
         With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
-        its last hidden state, and is what waits afterwards.
+        its last hidden state, and is what waits afterwards. After `halt`, all that has not ended is yielded partial.
         """
         if park_at is None:
             self.kv.set_aside = self.kv.parked
         line = Line(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
-        while line or self.slots.running or self._drawn:
+        while not self.halted and (line or self.slots.running or self._drawn):
             done = self._look(0) if self._admit(line) and not self._behind else []
             if not done:
                 with self._span("decode"):
                     done = self._run(line, park_at) if self.slots.running else self._look(0)
             yield from self._settle(done)
+        if self.halted:
+            yield from self._settle(self._look(0))
+            yield from self._left_over()
+
+    def halt(self) -> None:
+        """Whoever listens to `serve` has enough: it ends with what has been drawn until now."""
+        self.halted = True
+
+    def _left_over(self) -> Iterator[tuple[Sequence, Rollout]]:
+        """All that has not ended, with the tokens that it has: running, parked, waiting, or given back."""
+        for sequence in self._sequences:
+            if not self._transcripts.has_ended(sequence.index):
+                self._give_up_slot(sequence)
+                yield sequence, self._rollout(sequence, Finish.PARTIAL)
 
     def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
         """About how many of them will run at a time."""
@@ -284,17 +299,23 @@ class Generation:
 
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
         for sequence in done:
-            if sequence.slot >= 0:
-                self.slots.release(sequence.slot)
-            self._leave_prompt(sequence.request.prompt.id)
-            token_ids, logprobs = self._transcripts.of(sequence.index)
-            self._generated += len(token_ids)
-            self._forecast.ended(len(token_ids))
-            kept_kv = self._transcripts.kept(sequence.index)
-            yield sequence, Rollout(sequence.request, token_ids, logprobs, self._finish(sequence, token_ids), kept_kv)
+            self._give_up_slot(sequence)
+            rollout = self._rollout(sequence, self._finish(sequence))
+            self._forecast.ended(len(rollout))
+            yield sequence, rollout
 
-    def _finish(self, sequence: Sequence, token_ids: Seq[int]) -> Finish:
-        if token_ids[-1] in self._eos_ids:
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self.slots.release(sequence.slot)
+        self._leave_prompt(sequence.request.prompt.id)
+
+    def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
+        token_ids, logprobs = self._transcripts.of(sequence.index)
+        self._generated += len(token_ids)
+        return Rollout(sequence.request, token_ids, logprobs, finish, self._transcripts.kept(sequence.index))
+
+    def _finish(self, sequence: Sequence) -> Finish:
+        if self._transcripts.tail(sequence.index, 1)[0] in self._eos_ids:
             return Finish.EOS
         return Finish.STOP if sequence.index in self._stopped else Finish.LENGTH
 

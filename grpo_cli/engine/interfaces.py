@@ -45,7 +45,8 @@ class Plan:
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """Orders the waiting requests. Schedulers change time, never tokens."""
+    """Orders the waiting requests. Schedulers change time, never tokens; where not all are waited for (`enough`), they
+    decide who ends in time."""
 
     @property
     def needs_lengths(self) -> bool:

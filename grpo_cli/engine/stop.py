@@ -34,8 +34,12 @@ class StopStrings:
         """Those of `sequences`, each of which has a new token, whose text now ends their rollout."""
         found = []
         for sequence in sequences:
-            text = self._decode(transcripts.tail(sequence, self._tokens))
-            if any(string in text for string in requests[sequence].sampling.stop):
+            request, tokens = requests[sequence], transcripts.tail(sequence, self._tokens)
+            before = min(request.resumed, self._tokens - len(tokens))  # where a string may have begun
+            if before:
+                tokens = [*request.prompt.token_ids[-before:], *tokens]
+            text = self._decode(tokens)
+            if any(string in text for string in request.sampling.stop):
                 found.append(sequence)
         return found
 

@@ -55,6 +55,9 @@ class Transcripts:
         """They end with the token that was noted last."""
         self._over[list(sequences)] = True
 
+    def has_ended(self, sequence: int) -> bool:
+        return bool(self._over[sequence])
+
     def tail(self, sequence: int, count: int) -> list[int]:
         """Its last tokens, as many as it has of so many."""
         made = int(self._made[sequence])

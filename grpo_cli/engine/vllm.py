@@ -34,7 +34,7 @@ from grpo_cli.memory import asked_of_allocator, give_back_cached, held_by_others
 from grpo_cli.meter import NullMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.weights import merged_weights
-from grpo_cli.types import EngineStats, Request, Rollout
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 # Of what is free of a GPU, what is not promised to vLLM: it looks again when it has allocated something itself.
 MARGIN = 2**29
@@ -114,8 +114,11 @@ class VllmEngine:
         if max_model_len is not None and max_model_len < 2:
             yield f"engine.max_model_len={max_model_len} must be at least 2: a token of the prompt and one of its reply"
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing."""
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing. With `enough` vLLM tells of every token as it is drawn, which
+        takes it some time; once the answer is yes, what is under way is aborted and comes partial."""
         self._stats = EngineStats()
         if not requests:
             return
@@ -129,27 +132,46 @@ class VllmEngine:
         predicted = self._predictor.predict(requests, None) if predicting else None
         finished: list[Rollout] = []
         try:
-            for rollout in self._serve(work, predicted):
+            for rollout in self._serve(work, predicted, enough):
                 finished.append(rollout)
                 yield rollout
         finally:
             self._rest(work)
             edges["engine/memory_after_bytes"] = self._held()
             if predicting and len(finished) == len(requests):
-                details |= self._predictor.learn([r for r in finished if not r.request.held_out], None)
+                details |= self._predictor.learn(
+                    [r for r in finished if r.request.teaches_length and r.finish is not Finish.PARTIAL], None
+                )
             self._stats = work.stats(self._kv_bytes, details | edges | dict(self._scheduler.details))
 
-    def _serve(self, work: Work, predicted: Sequence[float] | None) -> Iterator[Rollout]:
+    def _serve(
+        self, work: Work, predicted: Sequence[float] | None, enough: Callable[[Rollout], bool] | None
+    ) -> Iterator[Rollout]:
         work.start(self._scheduler, predicted)
-        while work.queue or work.running:
+        stop = False
+        while (work.queue or work.running) and not stop:
             for index in work.admitted(self._scheduler):
-                self._enter(index, work.requests[index])
+                self._enter(index, work.requests[index], told=enough is not None)
             with self._span("decode"):  # prompts included: vLLM mixes them in
-                outputs = list(self._step(work))
+                outputs = self._step(work)
             for output in outputs:
-                yield work.settle(output, self._eos)
+                work.note(output)
+            for output in outputs:
+                if output.finished:
+                    rollout = work.settle(output, self._eos)
+                    stop = stop or (enough is not None and enough(rollout))
+                    yield rollout
+        if stop:
+            self._abort(work)
+            yield from work.left_over()
 
-    def _enter(self, index: int, request: Request) -> None:
+    def _abort(self, work: Work) -> None:
+        if work.running:
+            with self._answering("does not come to rest"):
+                self._llm.llm_engine.abort_request([str(index) for index in work.running])
+
+    def _enter(self, index: int, request: Request, told: bool) -> None:
+        """`told`: of every token as it is drawn, not of all at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -165,7 +187,7 @@ class VllmEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if told else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
         with self._answering("takes no request"):
@@ -183,7 +205,7 @@ class VllmEngine:
             if not outputs and not self._llm.llm_engine.has_unfinished_requests():
                 raise RuntimeError(f"{len(work.running)} requests were lost")
         work.count_step()
-        return [output for output in outputs if output.finished]
+        return list(outputs)
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -257,9 +279,8 @@ class VllmEngine:
         """Take back what was not finished, and give memory back."""
         if self._dead:
             return
+        self._abort(work)
         with self._answering("does not come to rest"):
-            if work.running:
-                self._llm.llm_engine.abort_request([str(index) for index in work.running])
             if self._sleeps:
                 self._llm.sleep(level=2)  # weights too: they come anew from the policy
                 self._asleep, self._stale = True, True

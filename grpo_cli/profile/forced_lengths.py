@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_cli.collect.resuming import first_seed
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.lengths import TraceRow
 from grpo_cli.interfaces import Engine
@@ -73,34 +74,48 @@ class ProfiledEngine:
         self._work: dict[Prompt, list[int]] = {}  # lengths of what was made since somebody took note
         self._costs: list[EngineStats] = []
         self._longest = 0
+        self._forced: dict[int, int] = {}  # by the seed that a rollout began with: its length
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
         for request in requests:
             self._work.setdefault(request.prompt, [])
-        for rollout in self._told(requests):
-            self._work[rollout.request.prompt].append(len(rollout))
+        for rollout in self._told(requests, enough):
+            if len(rollout):  # of what was stopped before it began nothing was made
+                self._work[rollout.request.prompt].append(len(rollout))
             yield rollout
         self._longest = max(self._longest, *(request.sampling.max_new_tokens for request in requests))
         self._costs.append(self._engine.stats())
 
     def take(self) -> tuple[Workload, EngineStats]:
         """What was asked for since the last `take`, in however many calls, and what it cost."""
-        work = Workload(tuple(self._work), tuple(map(tuple, self._work.values())), self._longest)
+        made = {prompt: tuple(lengths) for prompt, lengths in self._work.items() if lengths}
+        work = Workload(tuple(made), tuple(made.values()), self._longest)
         cost = together(self._costs)
         self._work, self._costs, self._longest = {}, [], 0
         return work, cost
 
-    def _told(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+    def _told(self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[Rollout]:
         if self._lengths is None:
-            yield from self._engine.generate(requests)
+            yield from self._engine.generate(requests, enough)
             return
-        longest = max(request.sampling.max_new_tokens for request in requests)
-        limits = self._lengths(len(requests), longest)
+        longest = max(request.resumed + request.sampling.max_new_tokens for request in requests)
+        fresh = [request for request in requests if not request.resumed]
+        lengths = self._lengths(len(fresh), longest) if fresh else []
+        self._forced |= {request.seed: length for request, length in zip(fresh, lengths, strict=True)}
         asked = {_key(request): request for request in requests}
-        limited = [_limited(request, limit) for request, limit in zip(requests, limits, strict=True)]
-        for rollout in self._engine.generate(limited):
-            finish = Finish.EOS if len(rollout) < longest else Finish.LENGTH
-            yield replace(rollout, request=asked[_key(rollout.request)], finish=finish)
+
+        def as_asked(rollout: Rollout) -> Rollout:
+            request = asked[_key(rollout.request)]
+            if rollout.finish is Finish.PARTIAL:
+                return replace(rollout, request=request)
+            shorter = request.resumed + len(rollout) < longest
+            return replace(rollout, request=request, finish=Finish.EOS if shorter else Finish.LENGTH)
+
+        told = None if enough is None else lambda rollout: enough(as_asked(rollout))
+        limited = [_limited(request, self._forced[first_seed(request)] - request.resumed) for request in requests]
+        yield from map(as_asked, self._engine.generate(limited, told))
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

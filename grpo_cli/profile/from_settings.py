@@ -78,7 +78,13 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
-    if (rounds := collection_size(settings).rounds) > 1:
+    size = collection_size(settings)
+    if size.partial:
+        notes.append(
+            "the collector leaves rollouts partial: steps are predicted as if all that are under way ended in them, "
+            "and not how many tokens are read again as prompt where they go on"
+        )
+    elif (rounds := size.rounds) > 1:
         notes.append(
             f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
             "decode are predicted as if the most that it may ask for were made in one"

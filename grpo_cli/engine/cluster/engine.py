@@ -33,6 +33,12 @@ from grpo_cli.types import EngineStats, Request, Rollout
 STORE_MARGIN = 2**28
 
 
+NO_ENOUGH = (
+    "engine=ray cannot stop rollouts before their end, as its workers tell of one only when it has ended: use "
+    "engine=torch or engine=vllm, or collector=equal"
+)
+
+
 class RayEngine:
     """Rollouts by `workers` actors of Ray."""
 
@@ -115,8 +121,12 @@ class RayEngine:
         """Whether lengths are predicted here and told to the workers, whose engines else predict for themselves."""
         return self._predictor.prefix_tokens == 0
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        """One rollout per request, in order of coming in."""
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One rollout per request, in order of coming in. UserError with `enough`."""
+        if enough is not None:
+            raise UserError(NO_ENOUGH)
         self._stats = EngineStats()
         if not requests:
             return
@@ -144,7 +154,7 @@ class RayEngine:
                 yield rollout
         finally:
             if self._tells_lengths and len(finished) == len(requests):
-                details |= self._predictor.learn([r for r in finished if not r.request.held_out], None)
+                details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
             self._states = crew.states
             tokens = sum(map(len, finished))
             self._stats = _together(crew.ends, tokens, self._details(crew, deal, put_seconds) | details)

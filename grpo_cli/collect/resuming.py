@@ -1,0 +1,117 @@
+"""Partial rollouts: the request that goes on where one was stopped, and the two made one rollout again.
+
+An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
+hash of `seed + t * golden ratio` (`engine/sample.py`), so with the seed moved on by k of these the torch engine draws
+the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Group, Prompt, Request, Rollout, Span
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def begun(request: Request) -> Rollout:
+    """A rollout of which there is nothing yet."""
+    return Rollout(request, (), (), Finish.PARTIAL, 0)
+
+
+def rest_of(partial: Rollout) -> Request:
+    """What to ask an engine for so that it makes the tokens that a partial rollout lacks.
+
+    The longer prompt has an id that is that of its text, since engines read prompts of one id once.
+    """
+    request, count = partial.request, len(partial)
+    assert partial.finish is Finish.PARTIAL, "only a partial rollout goes on"
+    if not count:
+        return request
+    added = hashlib.blake2b(",".join(map(str, partial.token_ids)).encode(), digest_size=8).hexdigest()
+    prompt = request.prompt
+    return replace(
+        request,
+        prompt=replace(prompt, id=f"{prompt.id}+{added}", token_ids=prompt.token_ids + partial.token_ids),
+        seed=(request.seed + count * GOLDEN) % 2**64,
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
+        resumed=count,
+    )
+
+
+def first_seed(request: Request) -> int:
+    """The seed that a rollout began with, by the request for its rest."""
+    return (request.seed - request.resumed * GOLDEN) % 2**64
+
+
+def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
+    """A partial rollout with what has come after it from weights of `version`: under its own request, and partial still
+    if the rest is."""
+    return Rollout(
+        request=partial.request,
+        token_ids=partial.token_ids + rest.token_ids,
+        sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
+        finish=rest.finish,
+        # What was read as prompt is held all the same: nothing that evicts goes on with partial rollouts.
+        kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
+        spans=_longer(partial.spans, version, len(rest)),
+    )
+
+
+def _longer(spans: tuple[Span, ...], version: int, count: int) -> tuple[Span, ...]:
+    if not count:
+        return spans
+    if spans and spans[-1].version == version:
+        return (*spans[:-1], Span(version, spans[-1].count + count))
+    return (*spans, Span(version, count))
+
+
+def to_plain(group: Group) -> dict[str, Any]:
+    """A group as a checkpoint keeps it: plain values and tensors."""
+    return {
+        "prompt": (group.prompt.id, list(group.prompt.token_ids), group.prompt.answer),
+        "rollouts": [
+            {
+                "sample": rollout.request.sample,
+                "seed": str(rollout.request.seed),  # 64 bits, of which a tensor has one for the sign
+                "sampling": asdict(rollout.request.sampling),
+                "token_ids": torch.tensor(rollout.token_ids, dtype=torch.int64),
+                "logprobs": torch.tensor(rollout.sampler_logprobs, dtype=torch.float64),
+                "finish": rollout.finish.value,
+                "kept_kv": rollout.kept_kv,
+                "spans": [(span.version, span.count) for span in rollout.spans],
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def from_plain(state: Mapping[str, Any]) -> Group:
+    """What `to_plain` was given."""
+    name, token_ids, answer = state["prompt"]
+    prompt = Prompt(name, tuple(token_ids), answer)
+    return Group(prompt, _rollouts(prompt, state["rollouts"]))
+
+
+def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Rollout, ...]:
+    return tuple(
+        Rollout(
+            Request(prompt, state["sample"], int(state["seed"]), _sampling(state["sampling"])),
+            tuple(state["token_ids"].tolist()),
+            tuple(state["logprobs"].tolist()),
+            Finish(state["finish"]),
+            state["kept_kv"],
+            tuple(Span(*span) for span in state["spans"]),
+        )
+        for state in states
+    )
+
+
+def _sampling(state: Mapping[str, Any]) -> Sampling:
+    return Sampling(**{**state, "stop": tuple(state["stop"])})

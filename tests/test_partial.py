@@ -1,0 +1,649 @@
+"""Rollouts that are stopped and resumed: the engine that stops them, the rounds that go on with them, and
+collector=partial, which loses nothing on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made import full, infinite, mean_length, micro, prefix_head
+from small import FakeEngine, contents, make_engine, small_model, some_requests
+from test_graph import Again
+from test_resume import rows, trained
+from test_stop import cut, stopping
+from test_stop import engine as reading_engine
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.equal import equal
+from grpo_cli.collect.partial import Partial
+from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
+from grpo_cli.collect.resuming import begun, first_seed, from_plain, joined, rest_of, to_plain
+from grpo_cli.config.instantiate import ready
+from grpo_cli.engine.cluster.engine import RayEngine
+from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.engine import TorchEngine
+from grpo_cli.engine.generation import BEHIND
+from grpo_cli.engine.sample import uniforms
+from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
+from grpo_cli.errors import UserError
+from grpo_cli.history import History
+from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.profile.forced_lengths import ProfiledEngine
+from grpo_cli.runs.checkpoint import load_state
+from grpo_cli.settings import Sampling
+from grpo_cli.types import (
+    EngineStats,
+    Finish,
+    Group,
+    GroupRequest,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    Round,
+    Span,
+)
+
+MODEL = small_model()
+
+
+def after(count: int) -> Callable[[Rollout], bool]:
+    """Says yes when it is asked for the so-many-th time, and must not be asked again."""
+    asked = list[Rollout]()
+
+    def enough(rollout: Rollout) -> bool:
+        assert len(asked) < count, "an engine that was told yes asks no more"
+        assert rollout.finish is not Finish.PARTIAL, "only what has ended is asked about"
+        asked.append(rollout)
+        return len(asked) == count
+
+    return enough
+
+
+def key(rollout: Rollout) -> tuple[str, int]:
+    return rollout.request.prompt.id, rollout.request.sample
+
+
+def by_key(rollouts: Sequence[Rollout]) -> dict[tuple[str, int], Rollout]:
+    found = {key(rollout): rollout for rollout in rollouts}
+    assert len(found) == len(rollouts), "a request came back twice"
+    return found
+
+
+# The engine stops
+
+
+SAMPLERS = {
+    "full": lambda: full(),
+    "micro": lambda: micro(slots=5),
+    "infinite": lambda: infinite(slots=4),
+    "budget": lambda: infinite(kv_budget=40 * 1024),
+}
+PLANS: dict[str, dict[str, Callable[[], Any]]] = {
+    "fifo": {"scheduler": Fifo},
+    "sjf": {"scheduler": Sjf, "predictor": lambda: mean_length()},
+    "parked": {"scheduler": Lpt, "predictor": lambda: prefix_head(prefix_tokens=3, min_rollouts=2)},
+}
+
+
+def engine_of(sampler: str, plan: str) -> TorchEngine:
+    return make_engine(MODEL, sampler=SAMPLERS[sampler](), **{name: make() for name, make in PLANS[plan].items()})
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_stopped_rollout_goes_on_as_if_it_had_not_been_stopped(sampler: str, plan: str) -> None:
+    goes_on_as_itself(engine_of(sampler, plan))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_so_it_does_where_the_host_is_a_step_behind(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BEHIND, "cpu", 1)
+    goes_on_as_itself(engine_of(sampler, "fifo"))
+    goes_on_as_itself(engine_of(sampler, "parked"))
+
+
+def test_so_it_does_where_steps_are_captured_and_kept() -> None:
+    engine = engine_of("infinite", "fifo")
+    engine._capture = Again()  # type: ignore[assignment]
+    goes_on_as_itself(engine)
+
+
+def goes_on_as_itself(engine: TorchEngine) -> None:
+    requests = some_requests(n=6)
+    whole = by_key(list(make_engine(MODEL).generate(requests)))
+    begun_before = {key(begun(r)): begun(r) for r in requests}
+    rounds = 0
+    while left := [rollout for rollout in begun_before.values() if rollout.finish is Finish.PARTIAL]:
+        rounds += 1
+        asked = [rest_of(rollout) for rollout in left]
+        of = {(r.prompt.id, r.sample): rollout for r, rollout in zip(asked, left, strict=True)}
+        made = list(engine.generate(asked, after(min(3, len(asked)))))
+        assert {key(rollout) for rollout in made} == of.keys() and len(made) == len(of)
+        assert sum(rollout.finish is not Finish.PARTIAL for rollout in made) >= min(3, len(asked))
+        assert engine.stats().generated_tokens == sum(map(len, made)), "each token counts once, where it was drawn"
+        for rollout in made:
+            one = joined(of[key(rollout)], rollout, rounds)
+            begun_before[key(one)] = one
+    assert rounds > 2
+    for name, rollout in begun_before.items():
+        assert (rollout.token_ids, rollout.finish) == (whole[name].token_ids, whole[name].finish)
+        assert rollout.request == whole[name].request and rollout.kept_kv == whole[name].kept_kv
+        np.testing.assert_allclose(rollout.sampler_logprobs, whole[name].sampler_logprobs, atol=2e-5)
+        versions = [span.version for span in rollout.spans]
+        assert versions == sorted(set(versions)) and sum(span.count for span in rollout.spans) == len(rollout)
+
+
+def test_a_greedy_rollout_goes_on_as_itself() -> None:
+    requests = some_requests(n=1, prompts=6, temperature=0.0)
+    engine = make_engine(MODEL, eos_token_ids=(5,))
+    whole = by_key(list(engine.generate(requests)))
+    stopped = by_key(list(engine.generate(requests, after(1))))
+    partial = [rollout for rollout in stopped.values() if rollout.finish is Finish.PARTIAL]
+    assert partial
+    rest = list(engine.generate([rest_of(rollout) for rollout in partial]))
+    for begin, end in zip(partial, sorted(rest, key=lambda r: r.request.prompt.id), strict=True):
+        assert joined(begin, end, 0).token_ids == whole[key(begin)].token_ids
+
+
+def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came() -> None:
+    requests = some_requests(prompts=1, n=4, tokens=6)
+    engine = make_engine(MODEL, eos_token_ids=(99,), sampler=infinite(slots=2))
+    made = list(engine.generate(requests, after(1)))
+    assert [(len(r), r.finish.value) for r in made] == [(6, "length")] * 2 + [(0, "partial")] * 2
+    assert engine.stats().decode_steps == 5
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_is_never_enough_changes_no_bit(sampler: str) -> None:
+    plain, asked = engine_of(sampler, "fifo"), engine_of(sampler, "fifo")
+    expected = contents(plain.generate(some_requests()))
+    assert contents(asked.generate(some_requests(), lambda rollout: False)) == expected
+    assert asked.stats() == plain.stats()
+
+
+def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:
+    class Listening(type(mean_length())):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(decay=0.9, max_prompts=100)
+            self.learnt: list[Rollout] = []
+
+        def learn(self, finished: Sequence[Rollout], hidden: Any) -> Any:
+            self.learnt += finished
+            return super().learn(finished, hidden)
+
+    predictor = Listening()
+    engine = make_engine(MODEL, predictor=predictor, scheduler=Sjf(), sampler=infinite(slots=3))
+    made = list(engine.generate(some_requests(n=6), after(4)))
+    ended = [rollout for rollout in made if rollout.finish is not Finish.PARTIAL]
+    assert predictor.learnt == ended
+    rest = [rest_of(r) for r in made if r.finish is Finish.PARTIAL and len(r)]
+    assert rest and len(list(engine.generate(rest))) == len(rest)
+    assert predictor.learnt == ended, "how much is left of a rollout is not how long rollouts are"
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("stop", [("d",), ("fgf", "cc", "e"), tuple("a" + letter for letter in "bcdefghij")])
+@pytest.mark.parametrize("before", [1, 2, 5])
+def test_a_stop_string_that_began_before_the_border_is_found(stop: tuple[str, ...], before: int) -> None:
+    """Rollouts that were stopped so many tokens before the one that completes a string."""
+    requests = stopping(some_requests(n=12), stop)
+    plain = by_key(list(reading_engine().generate(some_requests(n=12))))
+    whole, parts = dict[tuple[str, int], Rollout](), list[Rollout]()
+    for request in requests:
+        rollout = plain[request.prompt.id, request.sample]
+        length, finish = cut(rollout, stop)
+        made = max(0, length - before)
+        whole[key(rollout)] = replace(rollout, token_ids=rollout.token_ids[:length], finish=Finish(finish))
+        parts.append(Rollout(request, rollout.token_ids[:made], rollout.sampler_logprobs[:made], Finish.PARTIAL, 0))
+    asked = [rest_of(part) for part in parts]
+    of = {(rest.prompt.id, rest.sample): part for rest, part in zip(asked, parts, strict=True)}
+    assert sum(rollout.finish is Finish.STOP for rollout in whole.values()) > 1
+    for rest in reading_engine().generate(asked):
+        found = joined(of[key(rest)], rest, 0)
+        assert (found.token_ids, found.finish) == (whole[key(found)].token_ids, whole[key(found)].finish)
+
+
+def test_what_runs_out_of_memory_before_it_has_enough_goes_on_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, warned, steps = some_requests(n=6), list[str](), list[int]()
+    whole = by_key(list(make_engine(MODEL).generate(requests)))
+    engine = make_engine(MODEL, sampler=full(on_oom="halve"), warn=warned.append)
+    step = Decoder.step
+
+    def once(decoder: Decoder, *words: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 8:
+            raise MemoryError("CUDA out of memory")
+        return step(decoder, *words)
+
+    monkeypatch.setattr(Decoder, "step", once)
+    made = by_key(list(engine.generate(requests, after(9))))
+    assert len(warned) == 1 and made.keys() == whole.keys()
+    assert 9 <= sum(ended(rollout) for rollout in made.values()) < len(made)
+    for name, rollout in made.items():
+        assert rollout.token_ids == whole[name].token_ids[: len(rollout)]
+        assert not ended(rollout) or len(rollout) == len(whole[name])
+
+
+def test_what_evicts_keys_refuses_to_go_on() -> None:
+    (request,) = some_requests(prompts=1, n=1)
+    start = Rollout(request, (4, 5), (-1.0, -1.0), Finish.PARTIAL, 0)
+    policy = ready("sparsity", "streaming", budget=8, buffer=4, window=4)
+    with pytest.raises(UserError, match="ends with 2 tokens of a partial rollout, which sparsity=streaming"):
+        list(make_engine(MODEL, sparsity=policy).generate([rest_of(start)]))
+
+
+# The request for a rest
+
+
+def test_the_rest_is_asked_for_as_a_longer_prompt_with_its_stream_moved_on() -> None:
+    request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, Sampling.plain(10))
+    partial = Rollout(request, (7, 8, 9), (-1.0, -2.0, -3.0), Finish.PARTIAL, 2, (Span(4, 3),))
+    rest = rest_of(partial)
+    assert rest.prompt.token_ids == (3, 4, 7, 8, 9) and rest.prompt.answer == "x"
+    assert (rest.sample, rest.sampling.max_new_tokens, rest.resumed) == (2, 7, 3)
+    assert (uniforms([request.seed], 9)[0, 3:] == uniforms([rest.seed], 6)[0]).all()
+    assert first_seed(rest) == request.seed
+    other = rest_of(replace(partial, token_ids=(7, 89), sampler_logprobs=(-1.0, -1.0)))
+    assert rest.prompt.id.startswith("p+") and other.prompt.id != rest.prompt.id
+    assert rest_of(replace(partial, request=replace(request, sample=3))).prompt == rest.prompt, "one text is read once"
+    assert rest_of(begun(request)) is request
+
+
+def test_spans_of_one_version_are_one() -> None:
+    (request,) = some_requests(prompts=1, n=1)
+    two = Rollout(request, (4, 5), (-1.0, -1.0), Finish.PARTIAL, 1)
+    whole = joined(joined(joined(begun(request), two, 3), two, 3), replace(two, finish=Finish.EOS), 5)
+    assert (whole.spans, whole.kept_kv, whole.finish) == ((Span(3, 4), Span(5, 2)), 5, Finish.EOS)
+    nothing = Rollout(request, (), (), Finish.PARTIAL, 0)
+    assert joined(whole, nothing, 9).spans == whole.spans and joined(whole, nothing, 9).kept_kv == 5
+
+
+def test_a_group_comes_back_from_plain_values_as_it_was() -> None:
+    sampling = replace(Sampling.plain(9), stop=("a", "b"))
+    request = Request(Prompt("p", (3, 4), "x"), 2, 2**64 - 1, sampling)
+    partial = Rollout(request, (7,), (-0.1,), Finish.PARTIAL, 2, (Span(4, 1),))
+    group = Group(request.prompt, (partial, begun(replace(request, sample=5))))
+    assert from_plain(to_plain(group)) == group and not group.whole
+
+
+# Rounds that stop and go on, with a scripted engine
+
+
+class Slotted(FakeEngine):
+    """So many rows at a time. A token is a function of all tokens before it and of the request's stream; 0 ends."""
+
+    def __init__(self, slots: int = 6) -> None:
+        self.slots, self.calls, self.drawn, self.judged = slots, list[list[Request]](), 0, list[Rollout]()
+
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        self.calls.append(list(requests))
+        self.drawn, stop = 0, False
+        waiting, running = list(requests), list[tuple[Request, list[int], np.ndarray]]()
+        while (waiting or running) and not stop:
+            while waiting and len(running) < self.slots:
+                request = waiting.pop(0)
+                running.append((request, [], uniforms([request.seed], request.sampling.max_new_tokens)[0]))
+            for row in list(running):
+                request, tokens, stream = row
+                context = sum((i + 1) * token for i, token in enumerate((*request.prompt.token_ids, *tokens))) % 97
+                uniform = stream[len(tokens)]
+                tokens.append(0 if uniform < 0.08 else 1 + (int(uniform * 1000) + context) % 50)
+                self.drawn += 1
+                finish = Finish.EOS if not tokens[-1] else Finish.LENGTH if len(tokens) == len(stream) else None
+                if finish:
+                    running.remove(row)
+                    rollout = rollout_of(request, tokens, finish)
+                    yield rollout
+                    stop = stop or (enough is not None and enough(rollout))
+        yield from (rollout_of(request, tokens, Finish.PARTIAL) for request, tokens, _ in running)
+        yield from (rollout_of(request, [], Finish.PARTIAL) for request in waiting)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return PROBLEMS
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        assert rollout.finish is not Finish.PARTIAL, "a reward never sees half an answer"
+        self.judged.append(rollout)
+        return Reward(float(len(rollout) % 2))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(decode_steps=1, generated_tokens=self.drawn, slots=1, slot_utilisation=1.0)
+
+
+def rollout_of(request: Request, tokens: Sequence[int], finish: Finish) -> Rollout:
+    return Rollout(request, tuple(tokens), (-1.0,) * len(tokens), finish, max(0, len(tokens) - 1))
+
+
+PROBLEMS = [Prompt(f"q{i}", (i % 7 + 1, 3), "") for i in range(40)]
+
+
+def step_of(
+    engine: Slotted, step: int, *, n: int = 3, prompts: int = 4, updates: int = 1, tokens: int = 40, **parts: Any
+) -> StepCollection:
+    curriculum = parts.get("curriculum") or Epochs(PROBLEMS, prompts, 0)
+    return StepCollection(
+        n=n,
+        prompts=prompts,
+        sampling=parts.get("sampling", Sampling.plain(tokens)),
+        seed=7,
+        step=step,
+        curriculum=curriculum,
+        task=engine,
+        history=History(),
+        version=step * updates,
+        span=lambda name: nullcontext(),
+    )
+
+
+def held_of(rule: Partial) -> list[Group]:
+    return [from_plain(group) for group in rule.state_dict()["held"]]
+
+
+@pytest.mark.parametrize(
+    ("surplus", "max_lag", "slots"), [(0.0, 4, 6), (1.0, 4, 6), (1.0, 1, 6), (1.0, 4, 100), (0.5, 2, 8)]
+)
+def test_in_fifty_steps_every_rollout_ends_once_and_as_it_would_have_by_itself(
+    surplus: float, max_lag: int, slots: int
+) -> None:
+    engine, rule, curriculum = Slotted(slots), Partial(surplus=surplus, max_lag=max_lag), Epochs(PROBLEMS, 4, 0)
+    seen: dict[int, Rollout] = {}
+    begun_ones, drawn = set[int](), 0
+    for step in range(50):
+        engine.calls.clear()
+        collection = step_of(engine, step, curriculum=curriculum)
+        groups = collection.run(rule, engine)
+        begun_ones |= {first_seed(request) for call in engine.calls for request in call}
+        drawn += collection.stats.generated_tokens
+        assert len(groups) >= 4
+        for group in groups:
+            assert [rollout.request.sample for rollout in group.rollouts] == [0, 1, 2]
+            for rollout in group.rollouts:
+                assert rollout.finish is not Finish.PARTIAL and rollout.request.seed not in seen
+                seen[rollout.request.seed] = rollout
+                versions = [span.version for span in rollout.spans]
+                assert versions == sorted(set(versions)) and sum(s.count for s in rollout.spans) == len(rollout)
+                assert step - versions[0] <= max_lag
+        held = {group.prompt.id for group in held_of(rule)}
+        assert not held & {group.prompt.id for group in groups}
+        assert len(held) <= surplus * 4
+    held_rollouts = [rollout for group in held_of(rule) for rollout in group.rollouts]
+    assert begun_ones == seen.keys() | {rollout.request.seed for rollout in held_rollouts}, "nothing is lost"
+    assert not seen.keys() & {rollout.request.seed for rollout in held_rollouts}, "nothing comes twice"
+    assert drawn == sum(map(len, (*seen.values(), *held_rollouts))), "each token is drawn once"
+    for rollout in seen.values():
+        (alone,) = Slotted().generate([rollout.request])
+        assert (rollout.token_ids, rollout.finish) == (alone.token_ids, alone.finish)
+    assert sorted(key(r) for r in engine.judged) == sorted(key(r) for r in seen.values())
+    if surplus:
+        assert any(len(rollout.spans) > 1 for rollout in seen.values())
+        assert any(rollout.spans[0].version < rollout.spans[-1].version for rollout in seen.values())
+
+
+def test_a_group_that_is_too_old_is_brought_to_its_end_in_a_round_of_its_own() -> None:
+    engine, rule, curriculum = Slotted(6), Partial(surplus=1.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
+    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    held = held_of(rule)
+    young = {group.prompt.id for group in held if not any(len(rollout) for rollout in group.rollouts)}
+    old = {group.prompt.id for group in held} - young
+    assert old and len(old) < 4
+    engine.calls.clear()
+    groups = step_of(engine, 1, curriculum=curriculum).run(rule, engine)
+    first, second = engine.calls
+    assert {request.prompt.id.partition("+")[0] for request in first} == old
+    assert not old & {request.prompt.id.partition("+")[0] for request in second}
+    assert old <= {group.prompt.id for group in groups}
+    assert all(span.version == 1 for group in held_of(rule) for r in group.rollouts for span in r.spans)
+
+
+def test_a_step_with_enough_old_groups_begins_no_other() -> None:
+    engine, rule, curriculum = Slotted(100), Partial(surplus=3.0, max_lag=1), Epochs(PROBLEMS, 4, 0)
+    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    held = {group.prompt.id for group in held_of(rule)}
+    engine.calls.clear()
+    groups = step_of(engine, 1, curriculum=curriculum).run(rule, engine)
+    assert len(held) >= 4 and len(engine.calls) == 1
+    assert {group.prompt.id for group in groups} == held and held_of(rule) == []
+
+
+def test_without_a_surplus_it_is_the_plain_collector() -> None:
+    for step in range(3):
+        plain, other = Slotted(), Slotted()
+        expected = step_of(plain, step).run(equal, plain)
+        assert step_of(other, step).run(Partial(surplus=0.0, max_lag=4), other) == expected
+        assert plain.calls == other.calls
+
+
+def test_another_surplus_goes_on_with_what_is_held() -> None:
+    engine, rule, curriculum = Slotted(100), Partial(surplus=2.0, max_lag=9), Epochs(PROBLEMS, 4, 0)
+    step_of(engine, 0, curriculum=curriculum).run(rule, engine)
+    held = {group.prompt.id for group in held_of(rule)}
+    plain = Partial(surplus=0.0, max_lag=9)
+    plain.load_state_dict(rule.state_dict())
+    steps = [step_of(engine, step, curriculum=curriculum).run(plain, engine) for step in (1, 2, 3)]
+    assert len(held) > 4 and held <= {group.prompt.id for groups in steps for group in groups}
+    assert held_of(plain) == []
+
+
+def test_a_surplus_counts_in_decimals() -> None:
+    """In floating point 1.1 times 50 is more than 55."""
+    assert rehearsed(Partial(surplus=0.1, max_lag=4), n=2, prompts=50).picked == 55
+
+
+def test_a_rehearsal_knows_what_is_under_way_and_that_it_goes_on() -> None:
+    assert rehearsed(Partial(surplus=0.0, max_lag=4), n=4, prompts=6) == CollectionSize.equal(4, 6)
+    size = rehearsed(Partial(surplus=0.5, max_lag=4), n=4, prompts=6)
+    assert (size.picked, size.problems, size.at_once, size.rollouts, size.rounds) == (9, 9, 36, 36, 1)
+    assert size.partial
+
+
+def test_what_is_carried_on_is_told() -> None:
+    engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
+    collection = step_of(engine, 0)
+    collection.run(rule, engine)
+    partial = [r for group in held_of(rule) for r in group.rollouts if r.finish is Finish.PARTIAL]
+    metrics = collection.metrics()
+    assert metrics["collect/carried_rollouts"] == len(partial) > 0
+    assert metrics["collect/carried_tokens"] == sum(map(len, partial)) > 0
+    assert metrics["collect/rollouts_max"] == 3 and metrics["collect/problems"] == 8
+
+
+# What collectors may not do with partial rollouts
+
+
+def stopped_and_returned(collection: Collection) -> Rounds:
+    yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
+    return None
+
+
+def resumes_nothing(collection: Collection) -> Rounds:
+    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(1)))
+    yield Round(resumed=tuple(groups))
+    return None
+
+
+def resumes_twice(collection: Collection) -> Rounds:
+    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
+    partial = next(group for group in groups if not group.whole)
+    yield Round(resumed=(partial, partial))
+    return None
+
+
+def has_enough_already(collection: Collection) -> Rounds:
+    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
+    yield Round(resumed=tuple(group for group in groups if not group.whole), enough=1)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("collector", "said"),
+    [
+        (
+            stopped_and_returned,
+            "returned problem 'rehearsal-1', of which some rollouts are partial: resume them",
+        ),
+        (resumes_nothing, "resumes problem 'rehearsal-0', of which no rollout is partial: leave it out"),
+        (resumes_twice, "round 2 of the collector resumes a group twice: name it once"),
+        (has_enough_already, "ends at enough=1 whole groups, and there are 1 before it: ask for more, or leave the"),
+    ],
+)
+def test_what_cannot_be_resumed_is_found_in_the_rehearsal(collector: Collector, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        rehearsed(collector, n=4, prompts=3)
+
+
+def later(collection: Collection) -> Rounds:
+    """Resumes what it has stopped, in the same step."""
+    groups = yield Round(tuple(GroupRequest(prompt, 3) for prompt in collection.pick(4)), enough=2)
+    scored = collection.score(groups)
+    assert [len(group.rollouts) for group in scored] == [sum(map(bool, map(ended, g.rollouts))) for g in groups]
+    yield Round(resumed=tuple(group for group in groups if not group.whole))
+    return None
+
+
+def ended(rollout: Rollout) -> bool:
+    return rollout.finish is not Finish.PARTIAL
+
+
+def test_a_step_may_judge_what_has_ended_and_go_on_with_the_rest() -> None:
+    engine, plain = Slotted(), Slotted()
+    groups = step_of(engine, 0).run(later, engine)
+    expected = step_of(plain, 0).run(equal, plain)
+    assert [(g.prompt, g.rollouts, g.rewards) for g in groups] == [(g.prompt, g.rollouts, g.rewards) for g in expected]
+    assert len(engine.judged) == 12, "each is judged once"
+
+
+def test_a_problem_that_is_held_and_made_anew_is_not_mixed_up() -> None:
+    engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
+    step_of(engine, 0).run(rule, engine)
+    held = held_of(rule)
+
+    def forgets(collection: Collection) -> Rounds:
+        yield Round((GroupRequest(held[0].prompt, 3),))
+        yield Round(resumed=(held[0],))
+        return None
+
+    collection = step_of(engine, 1)
+    collection._picked[held[0].prompt.id] = held[0].prompt
+    with pytest.raises(UserError, match="of which this step has made another group: pick no problem of which one is"):
+        collection.run(forgets, engine)
+
+
+def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
+    engine, rule = Slotted(6), Partial(surplus=1.0, max_lag=4)
+    step_of(engine, 0).run(rule, engine)
+    said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with what they"
+    with pytest.raises(UserError, match=said):
+        step_of(engine, 1, tokens=2).run(rule, engine)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"surplus": -0.5}, "collector.surplus=-0.5 must be at least 0 and finite"),
+        ({"surplus": float("inf")}, "collector.surplus=inf must be at least 0 and finite"),
+        ({"surplus": float("nan")}, "collector.surplus=nan must be at least 0 and finite"),
+        ({"max_lag": 0}, "collector.max_lag=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Partial(**({"surplus": 1.0, "max_lag": 4} | changed))
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, "the checkpoint holds nothing for collector=partial; leave collector as the run had it"),
+        ({"kind": "exp3"}, "the checkpoint holds what collector=exp3 has learnt, but this run has collector=partial"),
+    ],
+)
+def test_what_another_collector_has_kept_is_not_taken_up(state: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Partial(surplus=1.0, max_lag=4).load_state_dict(state)
+
+
+# A profile's forced lengths
+
+
+def test_a_forced_length_is_that_of_the_whole_rollout() -> None:
+    engine = ProfiledEngine(make_engine(MODEL, eos_token_ids=(-1,)), lambda count, longest: [4, 9, 6, 20][:count])
+    requests = some_requests(prompts=1, n=4, tokens=20)
+    partial = by_key(list(engine.generate(requests, after(1))))
+    assert [len(partial["p0", sample]) for sample in range(4)] == [4, 4, 4, 4]
+    left = [rollout for rollout in partial.values() if not ended(rollout)]
+    asked = [rest_of(rollout) for rollout in left]
+    rest = {rollout.request.sample: rollout for rollout in engine.generate(asked)}
+    whole = [joined(rollout, rest[rollout.request.sample], 0) for rollout in left]
+    assert {r.request.sample: (len(r), r.finish.value) for r in whole} == {
+        1: (9, "eos"),
+        2: (6, "eos"),
+        3: (20, "length"),
+    }
+    work, cost = engine.take()
+    assert sum(work.lengths) == cost.generated_tokens == 39
+
+
+# Whole runs
+
+
+TRAINED = ("record.rollouts=-1", "optim.lr=1e-3")
+
+
+def told(folder: Path) -> tuple[list[dict[str, object]], str]:
+    return rows(folder), (folder / "rollouts.jsonl").read_text()
+
+
+def test_a_run_without_a_surplus_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
+    words = (*TRAINED, "sampler=infinite", "sampler.slots=5")
+    trained(tmp_path / "equal", *words)
+    trained(tmp_path / "partial", *words, "collector=partial", "collector.surplus=0")
+    metrics, rollouts = told(tmp_path / "partial")
+    carried = [{row.pop(f"collect/carried_{what}") for what in ("rollouts", "tokens")} for row in metrics[1:]]
+    assert carried == [{0.0}] * 2
+    assert (metrics, rollouts) == told(tmp_path / "equal")
+
+
+def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Path) -> None:
+    words = (*TRAINED, "collector=partial", "train.steps=4", "eval.every=2", "eval.problems=4")
+    trained(tmp_path / "alone", *words)
+    shutil.copytree(tmp_path / "alone", tmp_path / "cut")  # as a kill leaves it in the second save
+    (tmp_path / "cut" / "checkpoints" / "step_000004" / "COMPLETE").unlink()
+    (tmp_path / "cut" / "summary.json").unlink()
+    trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
+    assert told(tmp_path / "cut") == told(tmp_path / "alone")
+    metrics, rollouts = told(tmp_path / "alone")
+    held = load_state(tmp_path / "alone" / "checkpoints" / "step_000002")["rules"]["collector"]["held"]
+    assert held and metrics[2]["collect/carried_tokens"]
+    lengths = sum(json.loads(line)["length"] for line in rollouts.splitlines())
+    assert lengths + metrics[-1]["collect/carried_tokens"] == metrics[-1]["tokens/generated"]  # type: ignore[operator]
+    assert "partial" not in {json.loads(line)["finish"] for line in rollouts.splitlines()}
+    with pytest.raises(UserError, match="the checkpoint holds what collector=partial has learnt, and this run's"):
+        trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}", "collector=equal", "train.steps=5")
+
+
+def test_a_run_that_may_halve_its_slots_is_told_what_depends_on_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, "collector=partial", "sampler.on_oom=halve", "train.steps=1")
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "which groups collector=partial trains on in which step: a run may not repeat itself" in said
+
+
+def test_workers_that_tell_of_whole_rollouts_only_are_asked_for_nothing_else() -> None:
+    with pytest.raises(UserError, match="engine=ray cannot stop rollouts before their end"):
+        next(RayEngine.generate(object.__new__(RayEngine), [], after(1)))

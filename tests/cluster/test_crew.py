@@ -156,3 +156,12 @@ def test_rates_and_ends_are_those_of_the_last_generate():
         max(0.5 * sum(worker == number for worker, _ in cluster.orders) for number in (0, 1))
     )
     assert place_of(0).host == found.crew.places[0].host
+
+
+def test_speeds_are_known_once_everybody_has_delivered_something():
+    cluster = MadeUpCluster([10.0, 10.0])
+    crew = Crew(cluster, 2, 60.0, print, clock=cluster.clock)
+    served(cluster, requests_of(1), crew=crew)  # by one of them
+    assert not crew.knows_speeds
+    served(cluster, requests_of(1, 1, 1, 1), crew=crew)
+    assert crew.knows_speeds

@@ -35,6 +35,13 @@ def test_a_first_portion_is_three_quarters_of_a_fair_share_and_later_ones_halve_
     assert dealt(deal, 0) == (12,)
 
 
+def test_little_is_held_back_from_workers_whose_speed_is_known():
+    # Shares of 20: 18 at first instead of 15.
+    for known, first in ((False, 15), (True, 18)):
+        deal = Deal(requests_of(*[1] * 40), None, 2, False, known_speeds=known)
+        assert len(dealt(deal, 0)) == len(dealt(deal, 1)) == first
+
+
 def test_where_a_worker_runs_a_portion_as_one_batch_its_first_is_its_whole_share():
     deal = Deal(requests_of(*[1] * 16), None, 2, at_once=True)
     assert (dealt(deal, 0), dealt(deal, 1)) == (tuple(range(8)), tuple(range(8, 16)))

@@ -114,6 +114,11 @@ class Crew:
                 if worker.tokens and worker.busy:
                     worker.speed = worker.tokens / worker.busy
 
+    @property
+    def knows_speeds(self) -> bool:
+        """Whether every worker has delivered something before."""
+        return all(worker.speed for worker in self._workers.values() if not worker.given_up)
+
     def _deal_out(self, deal: Deal, order_of: Callable[[Portion], Order]) -> None:
         speeds = self._speeds()
         for number, worker in self._workers.items():

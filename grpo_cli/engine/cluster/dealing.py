@@ -16,9 +16,10 @@ from itertools import count
 
 from grpo_cli.types import Request
 
-# Of a worker's fair share its first portion, and then of its share of what is left. A portion's end, when slots fall
-# empty one after the other, is paid once for each; more would leave nothing to even out by.
-FIRST, LATER = 0.75, 0.5
+# Of a worker's fair share its first portion, before anybody knows how fast the workers are and afterwards, and then of
+# its share of what is left. A portion's end, when slots fall empty one after the other, is paid once for each; more
+# would leave nothing to even out by.
+FIRST, FIRST_KNOWN, LATER = 0.75, 0.9, 0.5
 # A portion that takes so many times as long as was to be expected by the longest that ended goes to another worker too.
 PATIENCE = 2.0
 
@@ -43,13 +44,18 @@ class _Held:
 
 class Deal:
     """Each request is delivered once, whatever becomes of workers. `at_once`: a worker runs a portion as one batch, so
-    that a second one would cost as long as the first.
+    that a second one would cost as long as the first. `known_speeds`: the workers' have been measured.
 
     `speeds` are those of the workers that there are, by their numbers; only their ratios count.
     """
 
     def __init__(
-        self, requests: Sequence[Request], lengths: Sequence[float] | None, workers: int, at_once: bool
+        self,
+        requests: Sequence[Request],
+        lengths: Sequence[float] | None,
+        workers: int,
+        at_once: bool,
+        known_speeds: bool = False,
     ) -> None:
         self._weights = list(lengths) if lengths else [float(r.sampling.max_new_tokens) for r in requests]
         self._total = sum(self._weights)
@@ -59,7 +65,8 @@ class Deal:
             bundles.sort(key=lambda bundle: -max(self._weights[index] for index in bundle))
         self._queue = deque(bundles)
         self._undealt = self._total
-        self._first, self._later = (1.0, 1.0) if at_once or workers == 1 else (FIRST, LATER)
+        first = FIRST_KNOWN if known_speeds else FIRST
+        self._first, self._later = (1.0, 1.0) if at_once or workers == 1 else (first, LATER)
         self._left = set(range(len(requests)))
         self._held: dict[int, _Held] = {}
         self._served = set[int]()  # workers that had a portion

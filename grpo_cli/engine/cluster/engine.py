@@ -136,7 +136,7 @@ class RayEngine:
         put_seconds = time.perf_counter() - start
         crew = self._crew_at_work()
         lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
-        deal = Deal(requests, lengths, self._workers, self._sampler.all_at_once)
+        deal = Deal(requests, lengths, self._workers, self._sampler.all_at_once, crew.knows_speeds)
         autocast = self._autocast()
 
         def order_of(portion: Portion) -> Order:

@@ -216,11 +216,15 @@ def test_what_steps_cost_is_told_for_a_trained_group() -> None:
 
 
 def test_collectors_are_compared_with_the_plain_one_of_their_sampler() -> None:
-    plain = {"decode_steps_per_group": 10.0, "variation": 0.9}
+    plain = dict.fromkeys((name for name, _ in partial_cost.COLUMNS.values()), 0.0)
+    plain |= {"decode_steps_per_group": 10.0, "variation": 0.9}
     found = {"full": partial_cost.beside_equal({"equal": plain, "surplus 1": {**plain, "decode_steps_per_group": 8.0}})}
     assert found["full"]["equal"]["of_equal"] == 1 and found["full"]["surplus 1"]["of_equal"] == 0.8
     assert [check.holds for check in partial_cost.checks(found)] == [True, False]
     assert len(partial_cost.checks({"micro": found["full"]})) == 1
+    assert "| full | surplus 1 | 8.00 | 0.80 |" in partial_cost.table(found) and "Null" not in partial_cost.table(found)
+    still = {"micro": partial_cost.beside_equal({"equal": plain, "surplus 1": plain})}
+    assert partial_cost.table(still).endswith("Null: under sampler=micro a surplus saves no decode steps.")
 
 
 @pytest.mark.slow

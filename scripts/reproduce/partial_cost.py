@@ -170,7 +170,9 @@ def table(found: Mapping[str, Mapping[str, Figures]]) -> str:
         for sampler, of in found.items()
         for collector, figures in of.items()
     ]
-    return study.markdown(["sampler", "collector", *COLUMNS], lines)
+    told = study.markdown(["sampler", "collector", *COLUMNS], lines)
+    null = [sampler for sampler, of in found.items() if min(figures["of_equal"] for figures in of.values()) > 0.98]
+    return told + "".join(f"\n\nNull: under sampler={sampler} a surplus saves no decode steps." for sampler in null)
 
 
 def checks(found: Mapping[str, Mapping[str, Figures]]) -> list[Check]:

@@ -98,6 +98,11 @@ def test_a_run_is_told_beside_the_baseline_of_its_seed() -> None:
     assert (found["token_share"], found["step_share"]) == (pytest.approx(2 / 3), pytest.approx(4 / 3))
     assert found["accuracy_by_then"] == 0.5, "after 30 steps"
     assert (found["steps"], found["tokens"], found["off/token_share"], found["off/lag_mean"]) == (50, 2500.0, 0.5, 0.0)
+    assert found["ess"] is None, "nothing was old that it could be measured of"
+    mine[3]["off/ess"], mine[9]["off/ess"] = 0.5, 0.7
+    assert (ess := frontier_b.of_run(mine)["ess"]) == pytest.approx(0.6)
+    column = frontier_b.COLUMNS["belt"]["effective sample size"]
+    assert column([{"ess": ess}, {"ess": None}]) == "0.60" and column([{"ess": None}]) == ""
     itself = frontier_b.beside(base, base)
     assert itself["token_share"] == itself["step_share"] == pytest.approx(2 / 3)
     assert frontier_b.beside(base, mine)["token_share"] is None

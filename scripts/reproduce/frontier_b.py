@@ -34,7 +34,7 @@ from grpo_cli.report import plots
 
 SETTING = "reused"
 BASELINE = "epochs"
-STEPS = 100
+STEPS = 80
 LONGEST = 4  # times as many steps as the baseline's
 PARTIAL = ("collector=partial", "collector.surplus=1.0")
 FIFO = ("replay=fifo", "replay.fresh=0.5")
@@ -64,6 +64,12 @@ ARMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 ALL = {BASELINE: tuple[str, ...](), **{arm: words for of in ARMS.values() for arm, words in of.items()}}
 WITH_BASELINE = ("learning", "replay")  # the parts whose runs end with its tokens
+
+
+def _shown(values: Sequence[float]) -> str:
+    return format(statistics.mean(values), ".2f") if values else ""
+
+
 COMMON: dict[str, Column] = {
     "pass@1 at the end": over_seeds("final_accuracy"),
     "than the baseline": lambda runs: signs("gain")(runs) if any(run["gain"] for run in runs) else "",
@@ -87,13 +93,13 @@ COLUMNS: Mapping[str, dict[str, Column]] = {
         "than the start": signs("rise"),
         "runs that end below it": lambda runs: f"{sum(run['rise'] < 0 for run in runs)} of {len(runs)}",
         "best": over_seeds("best_accuracy"),
-        "effective sample size": mean("off/ess", ".2f"),
+        "effective sample size": lambda runs: _shown([run["ess"] for run in runs if run["ess"] is not None]),
         "rate": mean("optim/lr", ".2g"),
         "old tokens": mean("off/token_share", ".0%"),
         "mean lag": mean("off/lag_mean", ".2f"),
     },
 }
-MEANS = ("off/token_share", "off/lag_mean", "off/ess", "optim/lr", "engine/decode_steps")
+MEANS = ("off/token_share", "off/lag_mean", "optim/lr", "engine/decode_steps")
 AXES = {"tokens/generated": "generated tokens", "step": "steps"}
 
 
@@ -133,9 +139,11 @@ def of_run(rows: Rows) -> dict[str, Any]:
     """What one run came to by itself."""
     curve, trained = sampled(rows), [row for row in rows if row["step"]]
     start, *later = curve.accuracy
+    shares = [row["off/ess"] for row in trained if "off/ess" in row]  # of steps with anything old
     return {
         **study.accuracies(rows),
         **study.mean_of(rows, *MEANS),
+        "ess": statistics.mean(shares) if shares else None,
         "start": start,
         "lowest": min(later),
         "rise": curve.accuracy[-1] - start,

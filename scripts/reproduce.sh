@@ -5,6 +5,7 @@
 #     scripts/reproduce.sh pods                training on few of many rollouts against training on all (arXiv 2504.13818)
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
+#     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #
@@ -18,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_sampling) ensure_venv && exec python scripts/bench/rollout.py --case infinite_sampling "${@:2}" ;;
-pods | sparse_rl | frontier_a | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
+pods | sparse_rl | frontier_a | frontier_b | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: infinite_sampling, pods, sparse_rl, frontier_a, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

@@ -41,7 +41,7 @@ class Curve:
 
     def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
         """Where the first evaluation of at least this accuracy stands, None if there is none."""
-        return next((x for x, y in zip(self.axes[axis], self.accuracy, strict=True) if y >= accuracy), None)
+        return next((x for x, y in zip(self.along(axis), self.accuracy, strict=True) if y >= accuracy), None)
 
 
 def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:

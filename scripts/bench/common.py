@@ -186,9 +186,13 @@ def finish(args: argparse.Namespace, found: Mapping[str, Any], checks: Sequence[
     for check in checks:
         print(check)
     if args.json:
-        bounds = [{k: v for k, v in asdict(c).items() if v not in (inf, -inf)} | {"holds": c.holds} for c in checks]
-        write(args.json, document(args, *packages) | {**found, "checks": bounds})
+        write(args.json, document(args, *packages) | {**found, "checks": told(checks)})
     return int(not all(check.holds for check in checks))
+
+
+def told(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    """Bounds as JSON has them, which knows no infinity."""
+    return [{k: v for k, v in asdict(c).items() if v not in (inf, -inf)} | {"holds": c.holds} for c in checks]
 
 
 def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import study
 from common import settings_of
-from study import Column, Rows, Run, mean, over_seeds, sampled
+from study import Column, Rows, Run, mean, over_seeds, reaching, sampled
 
 from grpo_cli.report import plots
 from grpo_cli.runs.checkpoint import load_state
@@ -31,8 +31,6 @@ from grpo_cli.runs.find import find_checkpoint
 
 SETTING = "revisited"
 BASELINE, PROFILED = "epochs", "profile"
-COMMON = ("n=8", "m=8", "downsample=all", "train.prompts=16", "eval.every=10", "eval.problems=448", "eval.k=4")
-TASK = ("task.train_problems=512", "task.max_terms=10")
 STEPS = 160
 FIGURES = ("ways.png", "small_groups.png")
 LONGEST = 20  # times as many steps as the baseline's, which an arm with short answers may need for its tokens
@@ -54,7 +52,7 @@ ARMS = {**WAYS, **SMALL}
 COLUMNS: dict[str, Column] = {
     "pass@1 at the end": over_seeds("final_accuracy"),
     "best": over_seeds("best_accuracy"),
-    "tokens to the baseline's end": lambda runs: _reached([run["share"] for run in runs]),
+    "tokens to the baseline's end": reaching("share"),
     "mixed groups per 1M tokens": mean("mixed_per_million", ",.0f"),
     "share of groups that are mixed": mean("mixed_share", ".0%"),
     "problems met": mean("distinct", ",.0f"),
@@ -63,15 +61,9 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def _reached(shares: Sequence[float | None]) -> str:
-    there = [share for share in shares if share is not None]
-    never = f" ({len(shares) - len(there)} of {len(shares)} never)" if len(there) < len(shares) else ""
-    return (study.spread(there) if there else "") + never
-
-
 def run_of(arm: str, seed: int, args: argparse.Namespace, *more: str) -> Run:
     name = arm.replace(" ", "_").replace("=", "")
-    return Run(SETTING, name, seed, (*TASK, *COMMON, *ARMS[arm], f"seed={seed}", *more, *study.QUIET))
+    return Run(SETTING, name, seed, (*study.REVISITED, *ARMS[arm], f"seed={seed}", *more, *study.QUIET))
 
 
 def baselines(args: argparse.Namespace) -> list[Run]:
@@ -81,7 +73,7 @@ def baselines(args: argparse.Namespace) -> list[Run]:
 def profiles(args: argparse.Namespace, out: Path) -> dict[str, tuple[str, ...]]:
     """The pass over all problems that comes before training, by seed."""
     words = ("eval.split=train", "eval.problems=-1", "eval.k=8", "logger=jsonl", "device=cpu")
-    return {f"profile/seed{seed}": (*TASK, *words, f"seed={seed}") for seed in args.seeds}
+    return {f"profile/seed{seed}": (*study.REVISITED_TASK, *words, f"seed={seed}") for seed in args.seeds}
 
 
 def profile_of(seed: int, out: Path) -> tuple[Path, int]:
@@ -108,7 +100,7 @@ def mean_size(file: Path) -> float:
 
 def others(args: argparse.Namespace, out: Path) -> list[Run]:
     """All but the baselines, each to end with the tokens of the baseline of its seed."""
-    spent = {run.seed: int(study.read_rows(run, out)[-1]["tokens/generated"]) for run in baselines(args)}
+    spent = study.spent(baselines(args), out)
 
     def run(arm: str, seed: int) -> Run:
         tokens, steps, more = spent[seed], LONGEST * args.steps, tuple[str, ...]()
@@ -126,15 +118,12 @@ def others(args: argparse.Namespace, out: Path) -> list[Run]:
 def of_run(rows: Rows, base: Rows, cost: int) -> dict[str, Any]:
     """What one run came to beside the baseline of its seed; `cost`: tokens of its profile."""
     trained = [row for row in rows if row["step"]]
-    curve, target = sampled(rows), sampled(base).accuracy[-1]
-    spent = float(base[-1]["tokens/generated"])
-    reached = curve.first_reaching(target, "tokens/generated")
     tokens = trained[-1]["tokens/generated"] + cost
     mixed = sum(row["group/mixed"] for row in trained)
     groups = sum(row["group/mixed"] / (1 - row["group/zero_std"]) for row in trained if row["group/zero_std"] < 1)
     return {
         **study.accuracies(rows),
-        "share": None if reached is None else (reached + cost) / spent,
+        "share": study.share_reaching(rows, base, cost=cost),
         "mixed_per_million": 1e6 * mixed / tokens,
         "mixed_share": mixed / groups if groups else 0.0,
         "distinct": trained[-1]["prompts/distinct"],

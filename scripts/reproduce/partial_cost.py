@@ -1,0 +1,200 @@
+"""What partial rollouts save: decode steps per trained group, with lengths that are given and no training.
+
+A reply's length is drawn from a log-normal distribution by its problem and sample, so that all arms are given the same
+replies, resumed or not. The engine is a run's own and its work is real, but only counts are told, which are the same on
+every machine. A step is one update, as it is by default, so that what is carried grows old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import study
+import torch
+from common import Check, Figures, engine_of, settings_of, write
+
+from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.epochs import Epochs
+from grpo_cli.collect.requests import seed_of
+from grpo_cli.config.instantiate import rules_of
+from grpo_cli.experiment import set_up
+from grpo_cli.history import History
+from grpo_cli.interfaces import Bench, Engine
+from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
+from grpo_cli.report import plots
+from grpo_cli.types import EngineStats, Request, Rollout, ScoredGroup
+
+SAMPLERS: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "micro": ("sampler=micro", "sampler.slots=32"),
+    "infinite": ("sampler=infinite", "sampler.slots=32"),
+}
+COLLECTORS: Mapping[str, tuple[str, ...]] = {
+    "equal": (),
+    **{f"surplus {share:g}": ("collector=partial", f"collector.surplus={share}") for share in (0.0, 0.5, 1.0)},
+}
+MEAN, LONGEST, DEVIATION = 24.0, 192, 1.0  # tokens; the deviation as a share of the mean, before the longest are cut
+SHAPE = ("n=8", "m=8", "downsample=all", "train.prompts=16", f"sampling.max_new_tokens={LONGEST}", "device=cpu")
+BEFORE = 10  # steps that are not counted: what is carried from step to step has to come to its usual number
+COLUMNS = {
+    "decode steps per trained group": ("decode_steps_per_group", ".2f"),
+    "of equal's": ("of_equal", ".2f"),
+    "slot utilisation": ("utilisation", ".2f"),
+    "prompt tokens per group": ("prefill_per_group", ".0f"),
+    "groups per step": ("groups_per_step", ".1f"),
+    "old tokens": ("old_share", ".0%"),
+    "mean lag": ("lag_mean", ".2f"),
+    "variation of lengths": ("variation", ".2f"),
+}
+
+
+def length_of(problem: str, sample: int) -> int:
+    sigma = np.sqrt(np.log1p(DEVIATION**2))
+    drawn = np.random.default_rng(seed_of("length", problem, sample)).lognormal(np.log(MEAN) - sigma**2 / 2, sigma)
+    return int(np.clip(round(drawn), 1, LONGEST))
+
+
+class Given:
+    """An engine whose replies are as long as `length_of` says."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._inner = ProfiledEngine(engine, self._lengths)
+        self._fresh: list[Request] = []
+
+    def _lengths(self, count: int, longest: int) -> list[int]:
+        return [length_of(request.prompt.id, request.sample) for request in self._fresh]
+
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        self._fresh = [request for request in requests if not request.resumed]
+        return self._inner.generate(requests, enough)
+
+    def stats(self) -> EngineStats:
+        return self._inner.stats()
+
+
+@cache
+def bench() -> Bench:
+    settings = settings_of(*SHAPE)
+    return set_up(settings, settings.model)
+
+
+def measured(sampler: str, collector: str, steps: int) -> Figures:
+    """What `steps` steps of an arm took, after those that are not counted."""
+    words = (*SHAPE, *SAMPLERS[sampler], *COLLECTORS[collector])
+    settings, made = settings_of(*words), bench()
+    rule, engine = rules_of(settings.parts).collector, Given(engine_of(made.model, (NEVER,), *words))
+    curriculum = Epochs(made.task.prompts("train"), settings.train.prompts, settings.seed)
+    history, found = History(), list[tuple[EngineStats, list[ScoredGroup], float]]()
+    for step in range(BEFORE + steps):
+        collection = StepCollection(
+            n=settings.n,
+            prompts=settings.train.prompts,
+            sampling=settings.sampling,
+            seed=settings.seed,
+            step=step,
+            curriculum=curriculum,
+            task=made.task,
+            history=history,
+            version=step,
+            span=lambda name: nullcontext(),
+        )
+        groups = collection.run(rule, engine)
+        found.append((collection.stats, groups, collection.metrics().get("collect/carried_tokens", 0.0)))
+    return figures(found[BEFORE:], first=BEFORE)
+
+
+def figures(steps: Sequence[tuple[EngineStats, Sequence[ScoredGroup], float]], first: int) -> Figures:
+    """Of steps: what the engine did, the groups to train on, the tokens carried on. `first`: the first one's number."""
+    stats, groups = [of for of, _, _ in steps], [group for _, of, _ in steps for group in of]
+    lengths = [len(rollout) for group in groups for rollout in group.rollouts]
+    spans = [
+        (span.count, first + place - span.version)
+        for place, (_, of, _) in enumerate(steps)
+        for group in of
+        for rollout in group.rollouts
+        for span in rollout.spans
+    ]
+    room = sum(of.decode_steps * of.slots for of in stats)
+    return {
+        "decode_steps_per_group": sum(of.decode_steps for of in stats) / len(groups),
+        "utilisation": sum(of.decode_steps * of.slots * of.slot_utilisation for of in stats) / room,
+        "prefill_per_group": sum(of.prefill_tokens for of in stats) / len(groups),
+        "groups_per_step": len(groups) / len(steps),
+        "variation": statistics.pstdev(lengths) / statistics.mean(lengths),
+        "length_mean": statistics.mean(lengths),
+        "old_share": sum(count for count, lag in spans if lag) / sum(lengths),
+        "lag_mean": sum(count * lag for count, lag in spans) / sum(lengths),
+        "carried_tokens": statistics.mean(carried for _, _, carried in steps),
+    }
+
+
+def all_of(args: argparse.Namespace, out: Path) -> dict[str, dict[str, Figures]]:
+    """Figures by sampler and collector. What is there already is read; `args.jobs` are made at a time."""
+    arms = [(sampler, collector) for sampler in args.samplers for collector in COLLECTORS]
+    files = {arm: out / "cost" / f"{arm[0]}_{arm[1].replace(' ', '_')}_{args.cost_steps}.json" for arm in arms}
+    left = [arm for arm, file in files.items() if not file.exists()]
+    print(f"{len(arms) - len(left)} of {len(arms)} of the cost of collecting are done already in {out}", flush=True)
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (args.threads,)) as pool:
+        samplers, collectors = [arm[0] for arm in left], [arm[1] for arm in left]
+        made = pool.map(measured, samplers, collectors, [args.cost_steps] * len(left))
+        for arm, figures in zip(left, made, strict=True):
+            write(files[arm], figures)
+            print(f"{' '.join(arm)}: {figures['decode_steps_per_group']:.2f} decode steps per group", flush=True)
+    found: dict[str, dict[str, Figures]] = {}
+    for (sampler, collector), file in files.items():
+        found.setdefault(sampler, {})[collector] = json.loads(file.read_text(encoding="utf-8"))
+    return {sampler: beside_equal(of) for sampler, of in found.items()}
+
+
+def beside_equal(found: Mapping[str, Figures]) -> dict[str, Figures]:
+    """One sampler's collectors, with their decode steps as a share of the plain collector's."""
+    base = found["equal"]["decode_steps_per_group"]
+    return {name: {**of, "of_equal": of["decode_steps_per_group"] / base} for name, of in found.items()}
+
+
+def table(found: Mapping[str, Mapping[str, Figures]]) -> str:
+    lines = [
+        [sampler, collector, *(format(figures[name], form) for name, form in COLUMNS.values())]
+        for sampler, of in found.items()
+        for collector, figures in of.items()
+    ]
+    told = study.markdown(["sampler", "collector", *COLUMNS], lines)
+    null = [sampler for sampler, of in found.items() if min(figures["of_equal"] for figures in of.values()) > 0.98]
+    return told + "".join(f"\n\nNull: under sampler={sampler} a surplus saves no decode steps." for sampler in null)
+
+
+def checks(found: Mapping[str, Mapping[str, Figures]]) -> list[Check]:
+    least = min(figures["variation"] for of in found.values() for figures in of.values())
+    made = [Check("cost: the least variation of lengths (deviation / mean) of an arm", least, least=0.8)]
+    if "full" in found:
+        share = found["full"]["surplus 1"]["of_equal"]
+        made.append(Check("cost: sampler=full, surplus 1: decode steps per trained group, of equal's", share, most=0.7))
+    return made
+
+
+def draw(path: Path, found: Mapping[str, Mapping[str, Figures]]) -> None:
+    """Decode steps per trained group and slot utilisation over collectors, a line for each sampler."""
+    with plots.paper_style():
+        import matplotlib.pyplot as plt
+
+        figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.0), layout="constrained")
+        for panel, words in zip(panels, ("decode steps per trained group", "slot utilisation"), strict=True):
+            for i, (sampler, of) in enumerate(found.items()):
+                values = [figures[COLUMNS[words][0]] for figures in of.values()]
+                panel.plot(list(of), values, plots.MARKERS[i] + "-", color=plots.COLOURS[i], label=sampler)
+            panel.set_ylabel(words)
+            panel.set_ylim(bottom=0)
+        panels[0].legend()
+        path.write_bytes(plots.png(figure))

@@ -270,14 +270,16 @@ def _train(folder: Path, name: str, steps: int, *words: str) -> subprocess.Popen
 
 def _kills(args: argparse.Namespace, folder: Path) -> int:
     draw = random.Random(args.seed)
-    done, run = 0, _train(folder, "killed", args.steps, *THREE)
+    done, seen, run = 0, 0, _train(folder, "killed", args.steps, *THREE)
     while run.poll() is None:
         time.sleep(draw.uniform(0.2, args.pause))
         own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RayWorker")]
-        # Three that are killed as fast as they start are given up, as they should be.
-        if own and done < args.kills and _at_work(folder / "killed") >= 2:
+        rows = _rows(folder / "killed")
+        # Three that are killed as fast as they start are given up, as they should be: a step comes between two kills,
+        # and two were at work in it.
+        if own and done < args.kills and len(rows) > seen and rows[-1].get("engine/workers", 0) >= 2:
             draw.choice(own).kill()
-            done += 1
+            done, seen = done + 1, len(rows)
     if run.returncode:
         raise SystemExit((folder / "killed.txt").read_text()[-2000:])
     left = _train(folder, "left", args.steps)
@@ -289,12 +291,6 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
     print(f"{done} kills in {args.steps} steps; {again:.0f} requests were dealt again")
     checks = [Check("kills", done, least=args.kills), Check("records and rollouts are equal", same, least=1)]
     return finish(args, {"kills": done, "requests_again": again, "equal": bool(same)}, checks, "ray")
-
-
-def _at_work(run: Path) -> float:
-    """How many workers there were at the end of the last step."""
-    rows = _rows(run)
-    return float(rows[-1].get("engine/workers", 0)) if rows else 0.0
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:

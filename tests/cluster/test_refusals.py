@@ -166,6 +166,8 @@ def test_threads_of_workers():
 def test_reasons_are_a_line():
     told = "The actor is dead.\n\tclass_name: RayWorker\n\tactor_id: 1\n\tpid: 7\n\nIt was killed\nip: 1"
     assert _reason(RuntimeError(told)) == "RuntimeError: It was killed"
+    guessed = "The worker has died. End of file. Some common causes include: (1) the weather, (2) Ray."
+    assert _reason(RuntimeError(guessed)) == "RuntimeError: The worker has died. End of file."
     assert _reason(RuntimeError("")) == "RuntimeError: no reason given"
 
 

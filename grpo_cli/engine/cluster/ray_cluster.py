@@ -328,6 +328,7 @@ def _own_paths() -> Iterator[str]:
             yield os.path.abspath(path)
 
 
+_GUESSES = " Some common causes include:"  # of Ray's, which are as long as all that it knows
 _PARTICULARS = ("class_name", "actor_id", "pid", "namespace", "ip:", "File")
 
 
@@ -335,7 +336,7 @@ def _reason(error: BaseException) -> str:
     """In a line: Ray tells of a dead actor in paragraphs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(_PARTICULARS)]
-    return f"{type(error).__name__}: {told[-1] if told else 'no reason given'}"
+    return f"{type(error).__name__}: {told[-1].partition(_GUESSES)[0] if told else 'no reason given'}"
 
 
 class RayWorker(RolloutWorker):

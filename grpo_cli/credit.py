@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_cli.errors import UserError
 from grpo_cli.history import KEPT, History, Solved, of_kind
-from grpo_cli.types import Batch, ScoredGroup
+from grpo_cli.types import GIVEN, Batch, ScoredGroup
 
 UNSEEN = 0.5  # the rate that a problem is taken to have before its first visit
 
@@ -25,11 +25,11 @@ def none(batch: Batch, problems: Sequence[str], history: History) -> Float[Tenso
 
 
 def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
-    """Tokens of earlier weights count nothing; those of now count, and given ones, which are of no weights at all.
+    """Tokens of earlier or other weights count nothing; those of now count, and given ones, which are of no weights.
 
     What counts nothing stays in the divisors of the loss, and in its KL term, where old tokens are no bias.
     """
-    return None if batch.lags is None else (batch.lags <= 0).to(batch.weights.dtype)
+    return None if batch.lags is None else ((batch.lags == 0) | (batch.lags == GIVEN)).to(batch.weights.dtype)
 
 
 class PromptGdro:

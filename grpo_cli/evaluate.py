@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +68,7 @@ def evaluate_with(
 
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
     """`samples.jsonl` of a run's folder."""
-    rows = (json_line(asdict(example)) for example in examples)
+    rows = (json_line(example.row()) for example in examples)
     write_atomically(run_dir / SAMPLES, "".join(f"{row}\n" for row in rows).encode())
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grpo_cli.interfaces import Task
 from grpo_cli.select import Selection
-from grpo_cli.types import Example, ScoredGroup
+from grpo_cli.types import Example, Rollout, ScoredGroup
 
 
 def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
@@ -29,17 +31,33 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     )
 
 
-def examples(task: Task, selected: Sequence[Selection], count: int) -> tuple[Example, ...]:
-    """Rows for `rollouts.jsonl`: `count` spread evenly over the step's rollouts, all if it is negative."""
-    places = [(selection, index) for selection in selected for index in range(len(selection.group.rollouts))]
+NOT_TRAINED_ON = "a stored rollout took its place"
+
+
+def examples(
+    task: Task, made: Sequence[ScoredGroup], selected: Sequence[Selection], count: int, tokens: bool = False
+) -> tuple[Example, ...]:
+    """Rows for `rollouts.jsonl`: `count` spread evenly over the rollouts that the step has made, all if it is negative.
+
+    `selected` begins with what became of the groups that were `made`; what follows was replayed, and has its row in
+    the record of where it was made. With `tokens` a row holds its token ids and log-probabilities too.
+    """
+    pairs = list(zip(made, selected, strict=False))
+    places = [(group, selection, index) for group, selection in pairs for index in range(len(group.rollouts))]
     if 0 <= count < len(places):
         places = [places[i * len(places) // count] for i in range(count)]
     rows = []
-    for selection, index in places:
-        why = selection.reasons[index]
-        advantage = None
-        if index in selection.indices:
+    for group, selection, index in places:
+        why, advantage = selection.reasons[index], None
+        if selection.group.rollouts[index] is not group.rollouts[index]:
+            why = NOT_TRAINED_ON
+        elif index in selection.indices:
             advantage = float(selection.advantages[selection.indices.index(index)])
-        row = example(task, selection.group, index, kept=not why, reason=why or "kept", advantage=advantage)
-        rows.append(row)
+        row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
+        rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)
     return tuple(rows)
+
+
+def _with_tokens(row: Example, rollout: Rollout) -> Example:
+    logprobs = tuple(None if math.isnan(logprob) else logprob for logprob in rollout.sampler_logprobs)
+    return replace(row, token_ids=rollout.token_ids, logprobs=logprobs)

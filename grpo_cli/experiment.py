@@ -28,7 +28,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.formatting import parse_bytes
 from grpo_cli.history import History
-from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Rules, Task, Tracker
+from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Rules, Task, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.memory import SHARE, expand_segments, part_of_gpu
 from grpo_cli.meter import WallMeter
@@ -204,10 +204,32 @@ def parts_of(
 ) -> Parts:
     """What a trainer is put together from."""
     history = read_history(settings.train.history, bench.task.prompts("train"))
-    curriculum = curriculum_of(settings, bench.task, history)
+    curriculum, replay = curriculum_of(settings, bench.task, history), replay_of(settings, bench, warn)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
-    return Parts(bench, curriculum, history, rules, reference, save_model, trackers, meter, say, warn)
+    return Parts(bench, curriculum, replay, history, rules, reference, save_model, trackers, meter, say, warn)
+
+
+def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> Replay:
+    """What a run's steps train on again."""
+    ends = () if settings.model.without_files else settings.model.eos_tokens
+    offered = {
+        "task": bench.task,
+        "tokenizer": bench.tokenizer,
+        "eos_token_ids": eos_token_ids(bench.model, bench.tokenizer, ends),
+        "vocabulary": bench.model.config.vocab_size,
+        "sampling": settings.sampling,
+        "run_dir": Path(settings.run_dir),
+        "seed": settings.seed,
+        "warn": warn,
+    }
+    made = make("replay", settings.parts["replay"], offered)
+    if not isinstance(made, Replay):
+        raise UserError(
+            f"replay: {settings.parts['replay']['_target_']} has no fresh(prompts, version) and no draw(count, fresh, "
+            "version, rng)"
+        )
+    return made
 
 
 def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curriculum:

@@ -144,6 +144,20 @@ class Collector(Protocol):
 
 
 @runtime_checkable
+class Replay(Protocol):
+    """Groups of earlier steps, or of other runs, that are trained on again. `version` is that of the step's weights."""
+
+    def fresh(self, prompts: int, version: int) -> int:
+        """How many of a step's `prompts` problems are to be asked anew, from 1 to all."""
+
+    def draw(
+        self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: np.random.Generator
+    ) -> Sequence[ScoredGroup]:
+        """What the step trains on: the groups that it has made, in their order and of their size (rollouts of theirs
+        may have been exchanged), then `count` others. `rng` is the step's own stream."""
+
+
+@runtime_checkable
 class Credit(Protocol):
     """How much each token of a step's batch counts, before it is cut into parts: factors of the policy loss.
 
@@ -155,7 +169,7 @@ class Credit(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A curriculum, collector or credit that learns from what a step brought. It is part of the checkpoint."""
+    """A curriculum, collector, replay or credit that learns from what a step brought. It is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Learn from a step, once; metrics of it by their full names."""
@@ -309,6 +323,7 @@ class Parts:
 
     bench: Bench
     curriculum: Curriculum
+    replay: Replay
     history: History
     rules: Rules
     reference: Any | None

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import Batch, Finish, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
-    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection.",
+    "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. As all of reward/*, "
+    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what is replayed "
+    "says nothing of the policy as it is.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
-    "reward/kept_mean": "Mean total reward over the rollouts that were trained on; selection biases it.",
+    "reward/kept_mean": "Mean total reward over the rollouts that were trained on, replayed ones included; selection "
+    "biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
     "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing.",
     "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
@@ -66,8 +69,13 @@ METRICS: Mapping[str, str] = {
     "mismatch/gated": "Share of rollouts that correction=ftis left out: no better than others, and far off.",
     "mismatch_trained/<figure>": "mismatch/* over the trained rollouts alone, in its place where those are fewer "
     "than all and the correction rejects none: then no forward pass is made for the others.",
-    "off/token_share": "Share of the trained tokens that weights of earlier updates have drawn.",
-    "off/lag_mean": "By how many updates the weights that drew a trained token are older, on average.",
+    "replay/groups": "Groups of earlier steps, or of other runs, that the step has trained on besides its own.",
+    "replay/age_mean": "By how many updates the oldest token of such a group is older than the step, on average; none "
+    "for groups of other runs.",
+    "replay/rescued": "Groups of the step without a success that replay.rescue has given a stored one.",
+    "replay/<figure>": "A figure that the chosen replay reports about itself.",
+    "off/token_share": "Share of the trained tokens that weights of earlier updates, or of other runs, have drawn.",
+    "off/lag_mean": "By how many updates the run's weights that drew a trained token are older, on average.",
     "off/lag_max": "The largest of those numbers.",
     "off/given_share": "Share of the trained tokens that nobody drew: they were given.",
     "off/ess": "Effective sample size of an update's rollouts by their importance weights, as a share of their number.",
@@ -170,14 +178,23 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
     if batch.lags is None:
         return {}
     trained = batch.loss_mask & (batch.weights != 0)
-    drawn = (batch.lags * (trained & batch.drawn_mask)).clamp(min=0)
-    tokens, sampled = int(trained.sum()), int((trained & batch.drawn_mask).sum())
+    lags = batch.lags.clamp(min=0) * trained
+    tokens, given, foreign = (int((trained & of).sum()) for of in (True, batch.lags == GIVEN, batch.lags == FOREIGN))
     return {
-        "off/token_share": int((drawn > 0).sum()) / max(tokens, 1),
-        "off/lag_mean": int(drawn.sum()) / max(sampled, 1),
-        "off/lag_max": float(drawn.max()),
-        "off/given_share": (tokens - sampled) / max(tokens, 1),
+        "off/token_share": (int((lags > 0).sum()) + foreign) / max(tokens, 1),
+        "off/lag_mean": int(lags.sum()) / max(tokens - given - foreign, 1),
+        "off/lag_max": float(lags.max()),
+        "off/given_share": given / max(tokens, 1),
     }
+
+
+def replay_metrics(replayed: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+    """How many groups were used again, and how old their oldest tokens are, in updates before `version`; empty without
+    any. Those of other runs have no age."""
+    drawn = [[s.version for r in group.rollouts for s in r.spans if s.version >= 0] for group in replayed]
+    ages = [version - min(versions) for versions in drawn if versions]
+    found = {"replay/groups": float(len(replayed))} if replayed else {}
+    return found | ({"replay/age_mean": sum(ages) / len(ages)} if ages else {})
 
 
 def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:

@@ -145,6 +145,7 @@ class SplitExamSettings(ExamSettings):
 @dataclass(frozen=True)
 class RecordSettings:
     rollouts: int
+    tokens: bool
 
 
 # Of GPUs whose memory and speed are known (`profile.roofline`).

@@ -1,5 +1,5 @@
-"""One step: rounds of requests -> rollouts -> scored groups -> verdict -> selected -> batch -> updates -> what the
-rules learn -> record.
+"""One step: rounds of requests -> rollouts -> scored groups, and replayed ones -> verdict -> selected -> batch ->
+updates -> what the rules learn -> record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, ver
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.memory import peak_bytes, reserved_bytes
-from grpo_cli.metrics import of_trained, reuse_metrics
+from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.runs import layout
 from grpo_cli.select import Selection, batch_rows, row_weights, select
@@ -54,29 +54,59 @@ class Step:
         start = time.perf_counter()
         with self._span("step"):
             version = self.learner.updates
-            collection = self._collection(step, version)
+            fresh = self._fresh(version)
+            collection = self._collection(step, version, fresh)
             scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
-            everything, verdict = collate(scored, self._parts.bench.pad_token_id, version), None
+            groups = self._with_replayed(scored, self._settings.train.prompts - fresh, version, step)
+            everything, verdict = collate(groups, self._parts.bench.pad_token_id, version), None
             if self._parts.rules.correction.rejects:  # then it has to be asked before any are chosen
                 with self._span("logprobs"):
                     everything, verdict = self._corrected(everything)
-            selected = self._selected(scored, verdict, step)
+            selected = self._selected(groups, verdict, step)
             trained = self._train_on(selected, everything, verdict, step, progress)
             learnt = self._observe(step, scored)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
         metrics = step_metrics(progress, scored, selected, stats, trained) | collection.metrics() | learnt
+        metrics |= replay_metrics(groups[len(scored) :], version)
         metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
         metrics |= reserved_bytes(self._parts.bench.device)
         metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
-        return Record(step, metrics, examples(self._parts.bench.task, selected, self._settings.record.rollouts))
+        record = self._settings.record
+        rows = examples(self._parts.bench.task, scored, selected, record.rollouts, record.tokens)
+        return Record(step, metrics, rows)
 
-    def _collection(self, step: int, version: int) -> StepCollection:
+    def _fresh(self, version: int) -> int:
+        """How many problems the step asks anew. UserError if a replay of one's own leaves none, or wants too many."""
+        prompts = self._settings.train.prompts
+        fresh = self._parts.replay.fresh(prompts, version)
+        if not (isinstance(fresh, int) and 1 <= fresh <= prompts):
+            raise UserError(
+                f"replay: fresh(prompts={prompts}, version={version}) answered {fresh!r}: return how many of the "
+                f"problems are to be asked anew, from 1 to {prompts}"
+            )
+        return fresh
+
+    def _with_replayed(
+        self, scored: Sequence[ScoredGroup], count: int, version: int, step: int
+    ) -> Sequence[ScoredGroup]:
+        """The step's own groups and those that are replayed. UserError if a replay of one's own loses any."""
+        rng = np.random.default_rng(seed_of(self._settings.seed, step, "replay"))
+        groups = self._parts.replay.draw(count, scored, version, rng)
+        shapes = [[(group.prompt, len(group.rollouts)) for group in some] for some in (scored, groups[: len(scored)])]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"replay: draw(count={count}, fresh, ...) answered with groups that do not begin with the "
+                f"{len(scored)} of fresh: return [*fresh, ...], and as many others as count says"
+            )
+        return groups
+
+    def _collection(self, step: int, version: int, prompts: int) -> StepCollection:
         settings, parts = self._settings, self._parts
         return StepCollection(
             n=settings.n,
-            prompts=settings.train.prompts,
+            prompts=prompts,
             sampling=settings.sampling,
             seed=settings.seed,
             step=step,
@@ -95,7 +125,8 @@ class Step:
 
     def _remembering(self) -> Iterator[tuple[str, Remembers]]:
         rules = self._parts.rules
-        named = {"curriculum": self._parts.curriculum, "collector": rules.collector, "credit": rules.credit}
+        named = {"curriculum": self._parts.curriculum, "collector": rules.collector}
+        named |= {"replay": self._parts.replay, "credit": rules.credit}
         yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -72,7 +73,9 @@ class GroupRequest:
     count: int
 
 
-GIVEN = -1  # in place of a version: nobody drew these tokens
+# In place of a version, and of the number of updates by which a token is older: nobody drew it, or another run, whose
+# updates are no measure of ours.
+GIVEN, FOREIGN = -1, -2
 
 
 @dataclass(frozen=True)
@@ -201,8 +204,8 @@ class Batch:
     `response_mask` that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss.
     `policy_logprobs is None` means that the learner has not moved since the step began: its own detached
     log-probabilities are the old policy's. Advantages are 0 until the rows that are trained on have been selected.
-    `lags` is by how many updates the weights that drew a token are older
-    than those at the start of the step, and -1 where it was given; None: all are of now.
+    `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
+    (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -271,7 +274,10 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class Example:
-    """One rollout as a person reads it: a row of `rollouts.jsonl` and of the W&B table."""
+    """One rollout as a person reads it: a row of `rollouts.jsonl` and of the W&B table.
+
+    `token_ids` and `logprobs` (None for a token that was given) are for other runs to train on, if they are wanted.
+    """
 
     prompt_id: str
     sample: int
@@ -286,6 +292,15 @@ class Example:
     kept: bool
     reason: str
     advantage: float | None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float | None, ...] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """What is written of it: everything, the tokens only where they were wanted."""
+        return {name: value for name, value in vars(self).items() if value is not None or name not in FOR_RUNS}
+
+
+FOR_RUNS = ("token_ids", "logprobs")  # the fields that no person reads
 
 
 @dataclass(frozen=True)

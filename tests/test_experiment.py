@@ -29,6 +29,7 @@ from grpo_cli.types import GroupRequest, Round
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS: dict[str, dict[str, Any]] = {
     "collector": made.part("collector", "equal"),
+    "replay": made.part("replay", "none"),
     "credit": made.part("credit", "none"),
     "downsample": made.part("downsample", "all"),
     "advantage": GRPO,

@@ -85,14 +85,18 @@ class Words:
 def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage() -> None:
     """Of two groups of four the first and third rollout each; the best and the worst of each group are trained on."""
     selections = [chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)]
-    rows = examples(Words(), selections, 4)
+    rows = examples(Words(), [s.group for s in selections], selections, 4)
     assert [(row.sample, row.reward, row.kept, row.advantage) for row in rows] == [
         (0, 0.0, True, -4.5),
         (2, 5.0, False, None),
         (0, 8.0, True, 4.0),
         (2, 0.0, True, -4.0),
     ]
-    assert len(examples(Words(), selections, -1)) == len(examples(Words(), selections, 8)) == 8
+    assert (
+        len(examples(Words(), [s.group for s in selections], selections, -1))
+        == len(examples(Words(), [s.group for s in selections], selections, 8))
+        == 8
+    )
 
 
 @pytest.mark.parametrize("count_rejected", [True, False])

@@ -23,6 +23,7 @@ from small import FakeEngine, make_engine, small_model
 from grpo_cli import credit, downsample
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
+from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss
 from grpo_cli.correction import Correct
 from grpo_cli.errors import UserError
@@ -96,7 +97,7 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
         sampling=Sampling.plain(8),
         optim=made.optim(lr=1e-2, warmup_steps=0),
         eval=EvalSettings(every=2, problems=3, k=2, temperature=1.0),
-        record=RecordSettings(rollouts=5),
+        record=RecordSettings(rollouts=5, tokens=False),
         parts={},
     )
 
@@ -117,7 +118,8 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(
-        bench, curriculum, History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter(), ignored, ignored
+        *(bench, curriculum, NoReplay(), History(), rules, None, model.save_pretrained, (Recorder(),), NullMeter()),
+        *(ignored, ignored),
     )
     if "loss" in parts and not isinstance(parts["loss"], Loss):
         parts["loss"] = OwnLoss(parts["loss"])
@@ -277,7 +279,7 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
         return GRPO(logprobs, batch, totals)
 
     recorder = Recorder()
-    settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1))
+    settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1, tokens=False))
     make_trainer(settings, loss=watched, downsample=downsample.maxvar, trackers=(recorder,)).fit()
     assert sum(seen) == 6
     record = recorder.records[1]
@@ -317,7 +319,7 @@ def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int
     """Samples 1 are impossible to the dense policy: xi = exp(-20)."""
     model, recorder = small_model(), Recorder()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
-    settings = replace(settings_for(tmp_path, steps=1), m=m, record=RecordSettings(rollouts=-1))
+    settings = replace(settings_for(tmp_path, steps=1), m=m, record=RecordSettings(rollouts=-1, tokens=False))
     rule = downsample.maxvar if m == 2 else downsample.all_rollouts
     parts: dict[str, Any] = dict(engine=engine, correction=SPARSE_RL, downsample=rule, trackers=(recorder,))
     make_trainer(settings, model=model, **parts).fit()

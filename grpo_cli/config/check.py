@@ -59,6 +59,7 @@ def check(settings: RunSettings) -> None:
             *_engine_problems(settings),
             *_rule_problems(settings),
             *_curriculum_problems(settings),
+            *_replay_problems(settings),
             *_drawn_problems(settings),
         ]
     )
@@ -392,6 +393,38 @@ def _curriculum_problems(settings: RunSettings) -> list[str]:
         sizes = [parts[group].get("sizes") for group in ("curriculum", "collector")]
         if choice_of("collector", parts["collector"]) == "profile" and sizes[0] != sizes[1]:
             problems.append(f"curriculum.sizes={sizes[0]} and collector.sizes={sizes[1]} must be the same")
+    return problems
+
+
+def _replay_problems(settings: RunSettings) -> list[str]:
+    """What the replay says of its settings, and which rules can make nothing of what it brings."""
+    from grpo_cli.config.instantiate import refused_by
+
+    parts = settings.parts
+    problems = _refused(lambda: refuse([*refused_by("replay", parts["replay"], {})]))
+    groups = ("replay", "credit", "advantage", "downsample")
+    names = {group: choice_of(group, parts[group]) for group in groups}
+    replay = f"replay={names['replay']}"
+    if names["replay"] == "none":
+        return problems
+    if names["credit"] == "fresh":
+        problems.append(
+            f"{replay} brings whole groups of other weights, whose tokens count nothing under credit=fresh; use a "
+            "correction, such as correction=decoupled, and credit=none"
+        )
+    if names["replay"] != "folder":
+        return problems
+    of_medians = [f"{group}=median" for group in ("advantage", "downsample") if names[group] == "median"]
+    if of_medians:
+        problems.append(
+            f"replay=folder brings groups of any size, of which {' and '.join(of_medians)} would not know the one in "
+            "the middle; use replay=fifo"
+        )
+    if parts["correction"].get("prox") == "drawn":
+        problems.append(
+            "correction.prox=drawn takes the sampler for the old policy, and replay=folder brings what other policies "
+            "drew; use correction.prox=now"
+        )
     return problems
 
 

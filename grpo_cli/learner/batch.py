@@ -55,13 +55,13 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
-    """By how many updates each token is older than `version`, -1 where it was given; None where all are of now."""
+    """By how many updates each token is older than `version`, or why there is no such number; None: all are of now."""
     if all(span.version == version for rollout in rollouts for span in rollout.spans):
         return None
     lags = torch.zeros(shape, dtype=torch.long)
     for row, (rollout, start) in enumerate(zip(rollouts, starts, strict=True)):
         for span in rollout.spans:
-            lags[row, start : start + span.count] = GIVEN if span.version == GIVEN else version - span.version
+            lags[row, start : start + span.count] = span.version if span.version < 0 else version - span.version
             start += span.count
     return lags
 

@@ -6,7 +6,6 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def _refuse_records(paths: Iterable[Path]) -> None:
 
 
 def _row(step: int, example: Example) -> dict[str, Any]:
-    return {"step": step, **{field.name: getattr(example, field.name) for field in fields(example)}}
+    return {"step": step, **example.row()}
 
 
 def _append(path: Path, data: bytes, size: int) -> None:

@@ -22,7 +22,7 @@ from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
-from grpo_cli.types import Example, Record
+from grpo_cli.types import FOR_RUNS, Example, Record
 
 # How long W&B's server may take to answer, before an automatic choice becomes offline and an explicit one an error; how
 # long W&B's own process may take to start, which needs no network; and how long a finished run may go on sending.
@@ -176,8 +176,7 @@ class WandbTracker:
         import wandb
 
         rows, self._rows = self._rows, []
-        columns: list[str | int] = ["step", *(field.name for field in fields(Example))]
-        return {"rollouts": wandb.Table(columns=columns, data=rows, allow_mixed_types=True)}
+        return {"rollouts": wandb.Table(columns=["step", *_COLUMNS], data=rows, allow_mixed_types=True)}
 
     @contextmanager
     def _warn_only(self) -> Iterator[None]:
@@ -223,8 +222,11 @@ class WandbTracker:
         return f"wandb sync {shlex.quote(str(self._run_dir / layout.WANDB))}/{self._folders}"
 
 
+_COLUMNS = [field.name for field in fields(Example) if field.name not in FOR_RUNS]
+
+
 def _table_row(step: int, example: Example) -> list[Any]:
-    values = (getattr(example, field.name) for field in fields(example))
+    values = (getattr(example, name) for name in _COLUMNS)
     return [step, *(json_line(value) if isinstance(value, Mapping) else value for value in values)]
 
 

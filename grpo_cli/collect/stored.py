@@ -1,0 +1,70 @@
+"""A scored group as plain values and tensors: what a store holds of it and a checkpoint keeps, at 12 bytes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+
+
+def to_plain(group: ScoredGroup) -> dict[str, Any]:
+    """The group with the tokens of all its rollouts end to end. Log-probabilities are kept as float32, which they were
+    drawn with."""
+    tokens = [token for rollout in group.rollouts for token in rollout.token_ids]
+    logprobs = [logprob for rollout in group.rollouts for logprob in rollout.sampler_logprobs]
+    return {
+        "prompt": (group.prompt.id, list(group.prompt.token_ids), group.prompt.answer),
+        "token_ids": torch.tensor(tokens, dtype=torch.int64),
+        "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        "rollouts": [_fate(rollout) for rollout in group.rollouts],
+        "rewards": [
+            (float(reward.total), {part: float(value) for part, value in reward.parts.items()}, reward.answer_part)
+            for reward in group.rewards
+        ],
+    }
+
+
+def _fate(rollout: Rollout) -> dict[str, Any]:
+    request = rollout.request
+    return {
+        "sample": request.sample,
+        "seed": str(request.seed),  # 64 bits, of which a tensor has one for the sign
+        "sampling": asdict(request.sampling),
+        "length": len(rollout),
+        "finish": rollout.finish.value,
+        "kept_kv": rollout.kept_kv,
+        "spans": [(span.version, span.count) for span in rollout.spans],
+    }
+
+
+def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
+    """What `to_plain` was given."""
+    name, token_ids, answer = state["prompt"]
+    prompt = Prompt(name, tuple(token_ids), answer)
+    lengths = [fate["length"] for fate in state["rollouts"]]
+    parts = zip(state["rollouts"], state["token_ids"].split(lengths), state["logprobs"].split(lengths), strict=True)
+    return ScoredGroup(
+        prompt,
+        tuple(_rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist())) for fate, ids, said in parts),
+        tuple(Reward(*reward) for reward in state["rewards"]),
+    )
+
+
+def _rollout(
+    prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
+) -> Rollout:
+    sampling = Sampling(**{**fate["sampling"], "stop": tuple(fate["sampling"]["stop"])})
+    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
+    spans = tuple(Span(*span) for span in fate["spans"])
+    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
+
+
+def version_of(state: Mapping[str, Any]) -> int:
+    """The oldest weights that drew any of its tokens, 0 without a token."""
+    versions = (version for fate in state["rollouts"] for version, _ in fate["spans"])
+    return min((version for version in versions if version >= 0), default=0)

@@ -20,13 +20,11 @@ from test_pods import enumerate_tens, rows
 
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.config.check import check
-from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import settings_of
 from grpo_cli.profile.forced_lengths import NEVER
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
-has_replay = pytest.mark.skipif(not (config_dir() / "replay").is_dir(), reason="there is no replay to be asked for")
 TRAINED = [(part, arm) for part, of in frontier_b.ARMS.items() for arm in of]
 
 
@@ -38,14 +36,8 @@ def accepted(arm: str) -> Any:
     return settings
 
 
-@pytest.mark.parametrize("arm", [frontier_b.BASELINE, *frontier_b.ARMS["learning"], "faster"])
-def test_every_run_of_partial_rollouts_is_accepted(arm: str) -> None:
-    accepted(arm)
-
-
-@has_replay
-@pytest.mark.parametrize("arm", [arm for _, arm in TRAINED if "fifo" in arm])
-def test_every_run_that_replays_is_accepted(arm: str) -> None:
+@pytest.mark.parametrize("arm", frontier_b.ALL)
+def test_every_run_of_the_study_is_accepted(arm: str) -> None:
     accepted(arm)
 
 
@@ -233,9 +225,7 @@ def test_collectors_are_compared_with_the_plain_one_of_their_sampler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "part", ["cost", "learning", pytest.param("replay", marks=has_replay), pytest.param("belt", marks=has_replay)]
-)
+@pytest.mark.parametrize("part", ["cost", "learning", "replay", "belt"])
 def test_a_part_works_at_a_small_size_and_leaves_its_figures(part: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     few = ["--arms", *list(frontier_b.ARMS.get(part, {"partial": ()}))[-1:]]

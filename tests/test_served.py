@@ -21,7 +21,7 @@ from grpo_cli.engine.vllm_process import guest
 from grpo_cli.errors import UserError
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 
 def test_weights_are_those_of_a_saved_folder():
@@ -119,11 +119,11 @@ def test_continuous_work_refills_a_slot_and_rounds_wait():
     for made in (continuous, rounds):
         assert made.admitted(started(made)) == [0, 1]
         made.count_step()
-        rollout = made.settle(Output(1, 1), (1,))
+        rollout = ended(made, Output(1, 1))
         assert (rollout.finish, rollout.kept_kv) == (Finish.EOS, 1)
     assert continuous.admitted(started(continuous)) == [2]
     assert rounds.admitted(started(rounds)) == []
-    assert rounds.settle(Output(0, 7), (1,)).finish is Finish.LENGTH
+    assert ended(rounds, Output(0, 7)).finish is Finish.LENGTH
     assert rounds.admitted(started(rounds)) == [2, 3]
     stats = rounds.stats(1000, {})
     assert (stats.decode_steps, stats.generated_tokens, stats.prefill_tokens, stats.slot_utilisation) == (1, 4, 6, 1.0)
@@ -137,9 +137,14 @@ def test_cached_prompts_greedy_rows_and_idle_slots_are_counted_as_they_are():
     made.count_step()
     output = Output(0, 1)
     output.num_cached_tokens = 2
-    assert made.settle(output, (1,)).sampler_logprobs == (0.0, 0.0), "a greedy row draws from a point mass"
+    assert ended(made, output).sampler_logprobs == (0.0, 0.0), "a greedy row draws from a point mass"
     stats = made.stats(1000, {})
     assert (stats.prefill_tokens, stats.slots, stats.slot_utilisation) == (1, 4, 0.25)
+
+
+def ended(made: Work, output: Output) -> Rollout:
+    made.note(output)
+    return made.settle(output, (1,))
 
 
 def started(made: Work) -> Fifo:

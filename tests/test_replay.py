@@ -497,7 +497,6 @@ def test_only_groups_of_this_task_that_teach_and_fit_are_taken(record: list[dict
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "another tokenizer": ({"reply": "9"}, "its token ids do not read as its reply here: .* another tokenizer; replay"),
-    "no end": ({"token_ids": [3], "logprobs": [-1.0], "finish": "eos"}, "its token ids do not read as its reply here"),
     "no token": ({"token_ids": [10**6], "logprobs": [-1.0]}, "token 1000000 does not exist in this run's vocabulary"),
     "negative": ({"token_ids": [-1], "logprobs": [-1.0]}, "token -1 does not exist in this run's vocabulary"),
     "words": ({"token_ids": ["a"]}, "its token ids are no list of whole numbers"),
@@ -518,6 +517,15 @@ def test_a_line_that_cannot_be_is_named(name: str, record: list[dict[str, Any]],
     changed, said = BROKEN[name]
     put(tmp_path, [*record[:-1], {**record[-1], **changed}])
     with pytest.raises(UserError, match=said):
+        opened(tmp_path)
+
+
+def test_an_end_that_is_another_tokenizer_s_is_told(record: list[dict[str, Any]], tmp_path: Path) -> None:
+    def without_end(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "token_ids": row["token_ids"][:-1], "logprobs": row["logprobs"][:-1]}
+
+    put(tmp_path, [without_end(row) if row["finish"] == "eos" else row for row in record])
+    with pytest.raises(UserError, match="its token ids do not read as its reply here"):
         opened(tmp_path)
 
 

@@ -131,23 +131,28 @@ def test_the_study_of_eviction_plans_its_caches_and_its_training(model: Path) ->
     caches = [cache.name for cache in sparse_rl_real.caches_of(args)]
     assert caches == ["dense", "h2o_64", "h2o_128", "h2o_256", "rkv_64", "rkv_128", "rkv_256"]
     assert [cache.name for cache in sparse_rl_real.rooms_of(args)] == ["dense", "h2o_64", "rkv_64"]
-    runs = {run.arm: settings_of(*run.words) for run in sparse_rl_real.trained(args)}
+    runs = {(run.setting, run.arm): settings_of(*run.words) for run in sparse_rl_real.trained(args)}
     for settings in runs.values():
         check(settings)
         assert (settings.train.steps, settings.n, settings.m, settings.optim.lr) == (9, 16, 16, 4e-5)
-    assert "Dense" in runs["dense"].parts["sparsity"]["_target_"]
-    sparse = [runs[arm].parts for arm in ("sparse", "sparse_rl")]
-    assert [(parts["sparsity"]["budget"], parts["correction"]["rejection"]) for parts in sparse] == [
-        (8, "none"),
-        (8, "veto"),
-    ]
-    assert list(sparse_rl_real.evaluated(args, "sparse")) == ["dense", "h2o_8", "rkv_8"]
+    assert "Dense" in runs["dense", "dense"].parts["sparsity"]["_target_"]
+    parts = {name: settings.parts for name, settings in runs.items() if name[1] != "dense"}
+    assert {name: (part["sparsity"]["budget"], part["correction"]["rejection"]) for name, part in parts.items()} == {
+        ("streaming_8", "sparse"): (8, "none"),
+        ("streaming_8", "sparse_rl"): (8, "veto"),
+        ("rkv_12", "sparse"): (12, "none"),
+        ("rkv_12", "sparse_rl"): (12, "veto"),
+    }
+    every = ["dense", "h2o_8", "rkv_8", "streaming_8", "rkv_12"]
+    assert list(sparse_rl_real.evaluated(args, "sparse")) == every
     kept = ["h2o_4", "h2o_16", "rkv_4", "rkv_16"]
     whole = [f"{policy}_{budget}_whole" for policy in ("h2o", "rkv") for budget in (16, 24, 40)]
     dense = sparse_rl_real.evaluated(args, "dense")
-    assert list(dense) == ["dense", "h2o_8", "rkv_8", *kept, *whole]
+    early = ["h2o_16_whole_after_4", *(f"rkv_{b}_whole_after_{w}" for b, w in ((16, 4), (20, 4), (24, 4), (24, 2)))]
+    assert list(dense) == [*every, *kept, *whole, *early]
     for words in dense.values():
         check(settings_of(*words))
+    assert "sparsity.window=2" in dense["rkv_24_whole_after_2"] and "sparsity.window=8" in dense["rkv_24_whole"]
 
 
 def test_half_of_the_reads_saved_are_asked_for_most_of_the_accuracy() -> None:
@@ -163,5 +168,27 @@ def test_half_of_the_reads_saved_are_asked_for_most_of_the_accuracy() -> None:
     # rkv_16 saves too little to be asked, rkv_4 saves the most and is worse; the run that evicted is not asked.
     dense = found(dense=(0.8, 0.0), rkv_4=(0.5, 0.7), rkv_8=(0.78, 0.5), rkv_16=(0.8, 0.49))
     tried = {"s/dense/seed0": dense, "s/sparse/seed0": found(dense=(0.1, 0.0), rkv_4=(0.9, 0.9))}
-    (wanted,) = sparse_rl_real._wanted([run("dense"), run("sparse")], tried)
+    wanted = sparse_rl_real._reads([run("dense"), run("sparse")], tried)
     assert wanted.found == pytest.approx(0.975) and wanted.holds
+
+
+def test_training_in_half_of_the_bytes_is_asked_for_its_accuracy_in_its_own_cache() -> None:
+    def run(setting: str, arm: str, seed: int) -> study.Run:
+        return study.Run(setting, arm, seed, ())
+
+    settings = ("dense", "dense"), ("rkv_12", "sparse"), ("h2o_8", "sparse")
+    runs = [run(*setting, seed) for setting in settings for seed in (0, 1)]
+    # The dense arm's seeds have 0.8 and 0.5, that of rkv 0.6 and 0.5: 0.75 and 1 of them. That of h2o has more, in too
+    # many bytes once.
+    accuracies = {"dense": (0.8, 0.5), "rkv_12": (0.6, 0.5), "h2o_8": (0.8, 0.6)}
+    tried = {
+        run.name: {"dense": {study.ACCURACY: 0.1}} | {run.setting: {study.ACCURACY: accuracies[run.setting][run.seed]}}
+        for run in runs
+    }
+    saved = {"dense": (0.0, 0.0), "rkv_12": (0.5, 0.6), "h2o_8": (0.7, 0.4)}
+    found = {
+        title: {run.seed: {"engine/kv_saving_allocated": saved[run.setting][run.seed]} for run in of_arm}
+        for title, of_arm in sparse_rl_real.sparse_rl.by_arm(runs).items()
+    }
+    wanted = sparse_rl_real._bytes(found, runs, tried)
+    assert wanted.found == pytest.approx(0.875) and not wanted.holds

@@ -59,11 +59,12 @@ MEANS = (
 DRAWN = {"mismatch/log_ratio_q001": "log xi, 0.1 % quantile", "mismatch/rejected": "share of rollouts rejected"}
 
 
-def sparsity_words(policy: str, args: argparse.Namespace) -> tuple[str, ...]:
-    """The words of an eviction policy, or of none (`dense`)."""
+def sparsity_words(policy: str, args: argparse.Namespace, window: int | None = None) -> tuple[str, ...]:
+    """The words of an eviction policy, or of none (`dense`); `window` where it is not the one that we use."""
     if policy == "dense":
         return ("sparsity=dense",)
-    window = args.budget // 2 if policy == "h2o" else min(8, args.budget // 2)
+    if window is None:
+        window = args.budget // 2 if policy == "h2o" else min(8, args.budget // 2)
     values = {"budget": args.budget, "buffer": args.buffer, "window": window}
     values["protect_prompt"] = str(not args.evict_prompts).lower()
     return (f"sparsity={policy}", *(f"sparsity.{key}={value}" for key, value in values.items()))

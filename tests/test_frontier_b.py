@@ -41,8 +41,14 @@ def test_every_run_of_the_study_is_accepted(arm: str) -> None:
     accepted(arm)
 
 
-def test_the_belt_is_tried_at_four_times_the_rate() -> None:
-    assert accepted("faster").optim.lr == pytest.approx(4 * accepted(frontier_b.BASELINE).optim.lr)
+def test_the_belt_is_tried_at_four_times_the_rate_and_where_new_rollouts_alone_do_not_fall() -> None:
+    usual = accepted(frontier_b.BASELINE).optim.lr
+    for part, times in (("belt", 4), ("belt_twice", 2), ("belt_usual", 1)):
+        for arm in frontier_b.ARMS[part]:
+            settings = accepted(arm)
+            assert settings.optim.lr == pytest.approx(times * usual)
+            assert (settings.optim.ess != "none") == arm.endswith(" ess"), "what the check goes by"
+            assert ("replay.fresh=0.25" in frontier_b.ALL[arm]) == (arm not in ("faster", "twice"))
 
 
 def test_no_picture_has_more_arms_than_colours() -> None:
@@ -128,12 +134,14 @@ def test_what_was_wanted_is_checked_arm_by_arm() -> None:
             "fifo decoupled": runs("token_share", 0.5, 0.7, 0.7),
         },
         "belt": {"faster fifo": runs("rise", -0.2, 0.1), "faster fifo ess": runs("rise", 0.1, 0.0)},
+        "belt_twice": {"twice": runs("rise", 0.2), "twice fifo ess": runs("rise", 0.3, -0.1)},
     }
     made = frontier_b.checks(found)
     assert [(check.words.split(":")[0], check.found, check.holds) for check in made] == [
         ("replay", 0.6, True),
         ("replay", 0.7, False),
         ("belt", 0.0, True),
+        ("belt_twice", -0.1, False),
     ]
     assert frontier_b.said_of_the_belt(found["belt"]) == "Runs end below their start in: faster fifo."
     calm = {"faster fifo": runs("rise", 0.1), "faster fifo ess": runs("rise", -0.1)}
@@ -225,7 +233,7 @@ def test_collectors_are_compared_with_the_plain_one_of_their_sampler() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["cost", "learning", "replay", "belt"])
+@pytest.mark.parametrize("part", ["cost", "learning", "replay", "belt", "belt_usual"])
 def test_a_part_works_at_a_small_size_and_leaves_its_figures(part: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     few = ["--arms", *list(frontier_b.ARMS.get(part, {"partial": ()}))[-1:]]

@@ -9,10 +9,11 @@ them or does not; `replay`: half of every step's groups are earlier ones. Runs o
 many tokens as the baseline of their seed, or, to bound the time, after four times its steps; `to the baseline's end` is
 at which share of its tokens (or steps, which are updates) an arm's held-out pass@1 first is the baseline's last, which
 the baseline itself may be before its end. `belt`: four times the rate and three quarters of every step replayed, for
-as many steps as the baseline has.
+as many steps as the baseline has; `belt_twice` and `belt_usual` the same at twice and at once the rate, where new
+rollouts alone do not fall, so that what falls there falls by what is old.
 
-Parts may be made one by one; a last call for all of them makes nothing again and reports all. About an hour on two
-cores.
+Parts may be made one by one; a last call for all of them makes nothing again and reports all. About two hours and a
+half on two cores with `--jobs 2`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ STEPS = 80
 LONGEST = 4  # times as many steps as the baseline's
 PARTIAL = ("collector=partial", "collector.surplus=1.0")
 FIFO = ("replay=fifo", "replay.fresh=0.5")
-FASTER = ("optim.lr=2e-3",)  # four times conf/train.yaml's
-BELT = (*FASTER, "replay=fifo", "replay.fresh=0.25")
+FASTER, TWICE = ("optim.lr=2e-3",), ("optim.lr=1e-3",)  # four times and twice conf/train.yaml's
+OLD = ("replay=fifo", "replay.fresh=0.25")
+BELT = (*FASTER, *OLD)
+YOUNG = "replay.max_lag=4"
 ESS, DECOUPLED = "optim.ess=sqrt", "correction=decoupled"
 ARMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "learning": {
@@ -53,6 +56,8 @@ ARMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "fifo": FIFO,
         "fifo decoupled": (*FIFO, DECOUPLED),
         "fifo decoupled ess": (*FIFO, DECOUPLED, ESS),
+        "fifo young ess": (*FIFO, YOUNG, DECOUPLED, ESS),
+        "fifo less ess": ("replay=fifo", "replay.fresh=0.75", DECOUPLED, ESS),
     },
     "belt": {
         "faster": FASTER,
@@ -60,10 +65,26 @@ ARMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "faster fifo ess": (*BELT, ESS),
         "faster fifo decoupled": (*BELT, DECOUPLED),
         "faster fifo decoupled ess": (*BELT, DECOUPLED, ESS),
+        "faster linear ess": (*BELT, DECOUPLED, "optim.ess=linear"),
+        "faster young ess": (*BELT, YOUNG, DECOUPLED, ESS),
+    },
+    "belt_twice": {
+        "twice": TWICE,
+        "twice fifo": (*TWICE, *OLD),
+        "twice fifo ess": (*TWICE, *OLD, ESS),
+        "twice fifo decoupled": (*TWICE, *OLD, DECOUPLED),
+        "twice fifo decoupled ess": (*TWICE, *OLD, DECOUPLED, ESS),
+    },
+    "belt_usual": {
+        "usual fifo": OLD,
+        "usual fifo ess": (*OLD, ESS),
+        "usual fifo decoupled": (*OLD, DECOUPLED),
+        "usual fifo decoupled ess": (*OLD, DECOUPLED, ESS),
     },
 }
 ALL = {BASELINE: tuple[str, ...](), **{arm: words for of in ARMS.values() for arm, words in of.items()}}
 WITH_BASELINE = ("learning", "replay")  # the parts whose runs end with its tokens
+BELTS = ("belt", "belt_twice", "belt_usual")
 
 
 def _shown(values: Sequence[float]) -> str:
@@ -83,21 +104,21 @@ COMMON: dict[str, Column] = {
     "steps": mean("steps", ".0f"),
     "tokens": mean("tokens", ",.0f"),
 }
+FROM_THE_START: dict[str, Column] = {
+    "start": over_seeds("start"),
+    "lowest": over_seeds("lowest"),
+    "pass@1 at the end": over_seeds("final_accuracy"),
+    "than the start": signs("rise"),
+    "runs that end below it": lambda runs: f"{sum(run['rise'] < 0 for run in runs)} of {len(runs)}",
+    "best": over_seeds("best_accuracy"),
+    "effective sample size": lambda runs: _shown([run["ess"] for run in runs if run["ess"] is not None]),
+    "rate": mean("optim/lr", ".2g"),
+    "old tokens": mean("off/token_share", ".0%"),
+    "mean lag": mean("off/lag_mean", ".2f"),
+}
 COLUMNS: Mapping[str, dict[str, Column]] = {
-    "learning": COMMON,
-    "replay": COMMON,
-    "belt": {
-        "start": over_seeds("start"),
-        "lowest": over_seeds("lowest"),
-        "pass@1 at the end": over_seeds("final_accuracy"),
-        "than the start": signs("rise"),
-        "runs that end below it": lambda runs: f"{sum(run['rise'] < 0 for run in runs)} of {len(runs)}",
-        "best": over_seeds("best_accuracy"),
-        "effective sample size": lambda runs: _shown([run["ess"] for run in runs if run["ess"] is not None]),
-        "rate": mean("optim/lr", ".2g"),
-        "old tokens": mean("off/token_share", ".0%"),
-        "mean lag": mean("off/lag_mean", ".2f"),
-    },
+    **dict.fromkeys(WITH_BASELINE, COMMON),
+    **dict.fromkeys(BELTS, FROM_THE_START),
 }
 MEANS = ("off/token_share", "off/lag_mean", "optim/lr", "engine/decode_steps")
 AXES = {"tokens/generated": "generated tokens", "step": "steps"}
@@ -178,11 +199,11 @@ def checks(found: Mapping[str, Mapping[str, Mapping[int, Mapping[str, Any]]]]) -
             share = most_by([run["token_share"] for run in runs.values()], 2 / 3)
             words = f"replay: {arm}: share of the baseline's tokens by which two of three seeds are at its end"
             made.append(Check(words, share, most=0.6))
-    belted = [
-        run["rise"] for arm, runs in found.get("belt", {}).items() if arm.endswith(" ess") for run in runs.values()
-    ]
-    if belted:
-        made.append(Check("belt: the least that a run with optim.ess has risen above its start", min(belted), least=0))
+    for part in BELTS:
+        for arm, runs in found.get(part, {}).items():
+            if arm.endswith(" ess"):
+                words = f"{part}: {arm}: the least that a run has risen above its start"
+                made.append(Check(words, min(run["rise"] for run in runs.values()), least=0))
     return made
 
 
@@ -210,9 +231,7 @@ def report(args: argparse.Namespace, out: Path, costs: Mapping[str, Mapping[str,
             name = run_of(arm, 0).arm
             rows[arm] = {run.seed: study.read_rows(run, out) for run in runs if run.arm == name}
         trained[part] = {
-            arm: {
-                seed: of_run(r) | (beside(r, base[seed]) if base and part != "belt" else {}) for seed, r in of.items()
-            }
+            arm: {seed: of_run(r) | (beside(r, base[seed]) if part in WITH_BASELINE else {}) for seed, r in of.items()}
             for arm, of in rows.items()
         }
         columns = COLUMNS[part]
@@ -220,7 +239,7 @@ def report(args: argparse.Namespace, out: Path, costs: Mapping[str, Mapping[str,
             [arm, *(column(list(of.values())) for column in columns.values())] for arm, of in trained[part].items()
         ]
         texts.append(f"{part}\n\n{study.markdown(['arm', *columns], lines)}")
-        if part == "belt":
+        if part in BELTS:
             texts.append(said_of_the_belt(trained[part]))
         draw(args, part, rows, base, out)
     if not args.quick:  # too few steps to learn anything

@@ -45,15 +45,15 @@ QUANTILES = (0.001, 0.01, 0.05, 0.5)
 POSITIONS = ((0, 64), (64, 128), (128, 256), (256, 512))  # tokens of a reply
 PROMPTS, SAMPLES = 16, 2  # of `mismatch`
 ROOM_PROMPTS, ROOM_SAMPLES, ROOM_SLOTS = 8, 16, 16
-# Afterwards, keys of the reply in which every policy is tried, and steps between two evictions, as of the training.
-TRIED, BUFFER = 8, 4
+TRIED, BUFFER = 8, 4  # keys of the reply in which every eviction is tried, and steps between two, as of the training
 # In which the dense policy is tried too: keys of the reply, and of prompt and reply, at most about 60 and 14.
-KEPT, WHOLE = (4, 16), (16, 24, 40)
+KEPT, WHOLE = (4,), (16, 24, 40)
 TRAINING = (
     *("experiment=word_problems_smollm2", "train.prompts=2", "n=16", "m=16", "downsample=all", "optim.lr=4e-5"),
     *("eval.every=10", "eval.problems=100", "eval.k=2"),
 )
-SECONDS = {"mismatch": 150.0, "room": 250.0, "training": 1500.0}  # of a processor, to be expected of one
+# Of a processor, to be expected of one.
+SECONDS = {"mismatch": 150.0, "room": 200.0, "training": 1200.0, "evaluation": 60.0}
 COLUMNS = {
     "log xi 0.1 %": ("log_xi_0.001", ".2f"),
     "1 %": ("log_xi_0.01", ".2f"),
@@ -205,12 +205,10 @@ def trained(args: argparse.Namespace) -> list[Run]:
 
 
 def evaluated(args: argparse.Namespace, arm: str) -> dict[str, tuple[str, ...]]:
-    """Caches in which a trained policy is tried: none evicted, those of all trainings and one of each policy, the
-    dense policy in more of them."""
-    caches = [DENSE, *(Cache(policy, TRIED) for policy in args.policies)]
-    caches += [TRAINED[name] for name in args.trained]
+    """Caches in which a trained policy is tried: none evicted and those of all trainings, the dense policy in more."""
+    caches = [DENSE, *(TRAINED[name] for name in args.trained)]
     if arm == "dense":
-        kept = [Cache(policy, budget) for policy, budget in product(args.policies, KEPT)]
+        kept = [Cache(policy, budget) for policy, budget in product(args.policies, (*KEPT, TRIED))]
         # Its four sinks and as many keys of the window always stay.
         caches += [cache for cache in kept if cache.policy != "streaming" or cache.budget >= 8]
         caches += [Cache(policy, budget, whole=True) for policy, budget in product(args.policies, WHOLE)]
@@ -321,8 +319,15 @@ def main(words: Sequence[str] | None = None) -> int:
     smollm2.check_disk(out, len(runs), args.jobs)
     parts = [("mismatch", cache) for cache in caches_of(args)] + [("room", cache) for cache in rooms_of(args)]
     left = [part for part, cache in parts if not (out / part / f"{cache.name}.json").is_file()]
+    untried = [
+        cache
+        for run in (trained(args) if args.training else [])
+        for cache in evaluated(args, run.arm)
+        if not (out / "evaluations" / run.name / cache / "summary.json").is_file()
+    ]
     seconds = sum(SECONDS[part] for part in left) + len(runs) * SECONDS["training"]
-    smollm2.say(len(left) + len(runs), seconds / args.jobs)
+    seconds += len(untried) * SECONDS["evaluation"]
+    smollm2.say(len(left) + len(runs) + len(untried), seconds / args.jobs)
     given = {"model": str(args.model), "data": str(args.data), "tokens": args.tokens, "seed": args.seed}
     asked = {"tokens": args.tokens, "seed": args.seed, "data": args.data.name}
 

@@ -9,8 +9,8 @@ them or does not; `replay`: half of every step's groups are earlier ones. Runs o
 many tokens as the baseline of their seed, or, to bound the time, after four times its steps; `to the baseline's end` is
 at which share of its tokens (or steps, which are updates) an arm's held-out pass@1 first is the baseline's last, which
 the baseline itself may be before its end. `belt`: four times the rate and three quarters of every step replayed, for
-as many steps as the baseline has; `belt_twice` and `belt_usual` the same at twice and at once the rate, where new
-rollouts alone do not fall, so that what falls there falls by what is old.
+as many steps as the baseline has; `belt_twice` and `belt_usual` the same at twice the rate and at the usual one, at
+which new rollouts alone do not fall (the baseline), so that what falls there falls by what is old.
 
 Parts may be made one by one; a last call for all of them makes nothing again and reports all. About two hours and a
 half on two cores with `--jobs 2`.

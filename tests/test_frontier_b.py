@@ -41,7 +41,7 @@ def test_every_run_of_the_study_is_accepted(arm: str) -> None:
     accepted(arm)
 
 
-def test_the_belt_is_tried_at_four_times_the_rate_and_where_new_rollouts_alone_do_not_fall() -> None:
+def test_the_belt_is_tried_at_four_times_the_rate_at_twice_and_at_the_usual_one() -> None:
     usual = accepted(frontier_b.BASELINE).optim.lr
     for part, times in (("belt", 4), ("belt_twice", 2), ("belt_usual", 1)):
         for arm in frontier_b.ARMS[part]:

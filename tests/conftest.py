@@ -17,9 +17,15 @@ import hypothesis
 import pytest
 
 from grpo_cli.processor import settle
+from grpo_cli.runs import layout
 
 settle()  # before torch is loaded
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+CLONE = Path(__file__).parents[1]
+SCRIPTS = CLONE / "scripts"
+# What commands leave behind, of which a test that forgets its own folder leaves some in the current one.
+LEFT = (layout.RUN, layout.EVERY_RESUMED, layout.LOCK, layout.METRICS, layout.ROLLOUTS, layout.SUMMARY, layout.SAMPLES)
+LEFT += (layout.PROFILE, layout.CHECKPOINTS, layout.STATUS, layout.HYDRAS_SWEEP, layout.WANDB, ".hydra", "outputs/*/*")
+_THERE_BEFORE = pytest.StashKey[set[Path]]()
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
 sys.path += [str(SCRIPTS), str(SCRIPTS / "bench"), str(SCRIPTS / "reproduce")]
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,6 +57,25 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+def _left_behind() -> set[Path]:
+    return {path for pattern in LEFT for path in CLONE.glob(pattern)}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_THERE_BEFORE] = _left_behind()
+
+
+@pytest.hookimpl(trylast=True)  # after xdist has stopped its workers
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Tests leave nothing of a run in the clone. Of several processes the first one looks, once all have ended."""
+    left = sorted(map(str, _left_behind() - session.config.stash[_THERE_BEFORE]))
+    if not left or hasattr(session.config, "workerinput"):
+        return
+    if exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    print(f"\nThe tests have left behind: {', '.join(left)}. Give them a folder (tmp_path).", file=sys.stderr)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -525,6 +525,17 @@ def test_a_small_budget_begins_with_two_of_each():
     assert [len(requests) for requests in bank.rounds] == [8] and set(sizes.values()) == {2}
 
 
+@settings(max_examples=200)
+@given(n=st.integers(2, 9), prompts=st.integers(1, 6), rounds=st.integers(1, 9), seed=st.integers(0, 50))
+def test_ci_leaves_nothing_of_its_budget_in_any_number_of_rounds(n, prompts, rounds, seed):
+    sizes, bank, _ = one_step(
+        collector("ci", rounds=rounds), lambda r: r.seed % 2 == 0, n=n, prompts=prompts, seed=seed
+    )
+    assert sum(sizes.values()) == n * prompts and len(bank.rounds) <= rounds
+    later = [len(requests) for requests in bank.rounds[1:]]
+    assert max(later, default=0) - min(later, default=0) <= 1, "what does not divide is shared out"
+
+
 # ---- all
 
 

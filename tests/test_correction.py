@@ -310,6 +310,45 @@ def test_each_row_has_the_reason_for_its_rejection():
     assert verdict.metrics["mismatch/rejected"] == close(3 / 4)
 
 
+@pytest.mark.parametrize(
+    ("words", "rejects"),
+    [
+        ({}, False),
+        ({"rejection": "veto"}, True),
+        ({"mask_low": 0.5}, True),
+        ({"mask_high": 1.5}, True),
+        ({"importance": "token", "is_mode": "mask"}, True),
+        ({"importance": "sequence", "is_mode": "mask"}, True),
+        ({"importance": "token"}, False),
+        ({"is_mode": "mask"}, False),
+    ],
+)
+def test_a_correction_says_whether_it_can_take_out_a_whole_sequence(words, rejects):
+    assert made.correction(**words).rejects == rejects
+
+
+@settings(max_examples=200)
+@given(
+    importance=st.sampled_from(["none", "token", "sequence"]),
+    is_mode=st.sampled_from(["truncate", "mask"]),
+    rejection=st.sampled_from(["none", "veto"]),
+    band=st.sampled_from([(None, None), (0.5, None), (None, 2.0), (0.5, 2.0)]),
+    xi=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4),
+)
+def test_a_correction_that_rejects_nothing_leaves_every_sequence_some_weight(importance, is_mode, rejection, band, xi):
+    words = {"importance": importance, "is_mode": is_mode, "rejection": rejection, "is_threshold": 2.0}
+    part = made.correction(**words, is_threshold_low=0.5, mask_low=band[0], mask_high=band[1])
+    weights, *_ = apply(part, [xi])
+    assert part.rejects or max(weights[0]) > 0
+
+
+def test_the_mean_of_sequence_weights_is_over_sequences_with_a_response():
+    """Products 0.5 and 2.5 have the mean 1.5; a row without a token, of product 1, would make it 4/3."""
+    part = made.correction(importance="sequence", batch_normalise=True)
+    weights = apply(part, [[0.5, 1.0], [2.5, 1.0], [9.0, 9.0]], [[1, 1], [1, 0], [0, 0]])[0]
+    assert weights == [close([1 / 3, 1 / 3]), close([5 / 3, 0]), [0, 0]]
+
+
 def test_a_preset_says_what_it_changes_and_has_all_else_from_the_base():
     assert PRESETS["none"] == made.correction()
     assert PRESETS["mis"] == made.correction(importance="token", is_mode="mask", is_threshold=5.0, is_threshold_low=0.5)

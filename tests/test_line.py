@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from grpo_cli.engine.forecast import Crowd
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.line import Line
 from grpo_cli.engine.sequence import Sequence as Rollout
@@ -85,3 +86,15 @@ def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step
 def test_a_line_in_which_nobody_can_ever_begin_is_noticed() -> None:
     with pytest.raises(AssertionError, match="who waits for room is not kept from it"):
         line("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))
+
+
+def test_a_crowd_fits_with_half_of_everybodys_last_page_left_empty() -> None:
+    """Two rows that end at 4 tokens hold 8; half of two pages of 16 is 16 more."""
+    assert Crowd([0, 0], [4, 4], 24, 16).fits and not Crowd([0, 0], [4, 4], 23, 16).fits
+    assert Crowd([0, 0], [4, 4], 8, 1).fits is False, "with pages of 1 half of two is 1"
+
+
+def test_who_is_admitted_belongs_to_the_crowd_and_who_is_not_leaves_it_as_it_was() -> None:
+    crowd = Crowd([0], [4], 29, 16)  # 4 + 8; another with a prompt of 5 makes 8 + 16 of 24
+    assert not crowd.admits(0, 4, 6) and crowd.admits(0, 4, 5)
+    assert crowd.fits and not crowd.admits(0, 1, 0)

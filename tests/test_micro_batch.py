@@ -83,9 +83,9 @@ def test_a_resumed_run_cuts_as_before_whatever_is_free(monkeypatch: pytest.Monke
     assert rows(Path("cut")) == rows(Path("whole"))
 
 
-def test_what_is_built_without_the_command_line_wants_a_number() -> None:
+def test_what_is_built_without_the_command_line_wants_a_number(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="train.micro_batch_tokens=auto is decided by the command line"):
-        build(settings_of(*AUTO))
+        build(settings_of(*AUTO, f"run_dir={tmp_path}"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from test_resume import HELD, WORDS, kill_and_resume, rows, trained
 from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
 
+from grpo_cli.collect.equal import equal
 from grpo_cli.collect.foreign import RunFolder
 from grpo_cli.collect.replay import GroupStore, NoReplay
 from grpo_cli.collect.stored import from_plain, to_plain
@@ -29,7 +30,7 @@ from grpo_cli.config.instantiate import ready
 from grpo_cli.errors import UserError
 from grpo_cli.examples import examples
 from grpo_cli.experiment import collection_size, replay_of, set_up
-from grpo_cli.interfaces import Bench, Remembers, Replay
+from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.metrics import describe, replay_metrics, reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
@@ -147,6 +148,11 @@ def test_a_group_without_a_success_gets_a_stored_one_in_place_of_a_failure() -> 
     assert replay.observe(1, [group("a", (0.5, 0.0), version=3)]) == {"replay/rescued": 1.0}
     assert sum(one.solved for one in drawn(replay, 3)) == 2, "a success stays until another comes"
     assert list(store(group("a")).draw(0, fresh, 3, np.random.default_rng(0))) == fresh, "only if it is asked for"
+
+
+def test_a_store_that_only_rescues_stores_as_well() -> None:
+    assert held(store(group("a"), fresh=1.0, rescue=True)) == ["a"]
+    assert held(store(group("a"), fresh=1.0, rescue=False)) == [], "nothing would ever be drawn from it"
 
 
 def test_a_store_comes_back_from_its_state_in_its_order() -> None:
@@ -272,6 +278,31 @@ def test_what_a_stored_success_took_the_place_of_is_recorded_as_it_was() -> None
         (True, "kept"),
     ]
     assert sorted(row.advantage is None for row in told) == [False, True]
+
+
+class Drawing(NoReplay):
+    """Keeps the first number of the stream that it is given in each step."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def draw(self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: Any) -> Sequence[ScoredGroup]:
+        self.numbers.append(int(rng.integers(2**62)))
+        return fresh
+
+
+def test_every_step_draws_from_the_store_with_a_stream_of_its_own(tmp_path: Path) -> None:
+    replay, again, rounds = Drawing(), Drawing(), list[int]()
+
+    def collector(collection: Collection) -> Rounds:
+        rounds.append(int(collection.rng.integers(2**62)))
+        return (yield from equal(collection))
+
+    settings = quiet(settings_for(tmp_path / "a", steps=3))
+    make_trainer(settings, replay=replay, collector=collector).fit()
+    make_trainer(replace(settings, run_dir=str(tmp_path / "b")), replay=again).fit()
+    assert len({*replay.numbers, *rounds}) == 6, "and none of the collector's"
+    assert again.numbers == replay.numbers
 
 
 class OfOnesOwn(NoReplay):

@@ -408,6 +408,16 @@ def test_the_target_is_a_share_of_the_highest_mean(tmp_path):
     assert [arm.reaching(comparison.target).seconds for arm in comparison.arms] == [10.0, None]
 
 
+def test_the_highest_accuracy_counts_wherever_it_was_and_the_last_one_is_final(tmp_path):
+    """n=1 had the best evaluation, n=2 ends best; neither is the last arm, nor any best the last evaluation."""
+    for i, accuracies in enumerate([(0.5, 0.6, 0.4), (0.5, 0.9, 0.6), (0.7, 0.8, 0.75), (0.1, 0.2, 0.1)]):
+        leave(tmp_path / str(i), accuracies, settings={"n": i})
+    comparison = compare(runs_in(tmp_path))
+    assert [arm.best_accuracy.mean for arm in comparison.arms] == [0.6, 0.9, 0.8, 0.2]
+    assert [arm.final_accuracy.mean for arm in comparison.arms] == [0.4, 0.6, 0.75, 0.1]
+    assert comparison.target == pytest.approx(0.95 * 0.9) and comparison.best.label == "n=2"
+
+
 def test_the_accuracy_of_samples_can_be_compared_instead(tmp_path):
     run = leave(tmp_path / "0")
     rows = [{"step": 0, "eval/pass@1": 0.25}, {"step": 4, "eval/accuracy": 1.0, "eval/pass@1": 0.375}]

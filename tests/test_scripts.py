@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -111,3 +113,21 @@ def test_figures_are_written_a_row_to_a_line():
     lines = text.splitlines()
     assert lines[1].startswith(' "curve": [0.0, ') and lines[1].endswith("],")
     assert lines.count('  {"a": 1, "b": [1, 2]},') == 8 and len(lines) == 16
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_a_suite_that_leaves_a_run_behind_fails(workers: tuple[str, ...], tmp_path: Path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    shutil.copy(Path(__file__).parent / "conftest.py", tests)
+    (tmp_path / "summary.json").write_text("of another day")
+
+    def tried(writes: str) -> subprocess.CompletedProcess[str]:
+        (tests / "test_it.py").write_text(f"def test_it():\n    open({writes!r}, 'w').close()\n")
+        command = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert tried("notes.txt").returncode == tried("summary.json").returncode == 0, "as it was before"
+    left = tried("metrics.jsonl")
+    assert left.returncode == 1 and str(tmp_path / "metrics.jsonl") in left.stderr
+    assert tried("metrics.jsonl").returncode == 0, "only what is new"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import made
@@ -226,6 +227,14 @@ def test_one_command_begins_a_run_goes_on_with_it_and_is_content_with_its_end(el
     assert "name one" in refused("train", "resume=here")
 
 
+def test_the_command_that_began_a_run_goes_on_with_what_was_changed_since(run: Path) -> None:
+    """It is compared with how the run was begun, and goes on as it was last."""
+    begun = record.begun_as(run)
+    assert begun is not None and grpo("train", "resume=R", "train.steps=3").exit_code == 0
+    again = grpo("train", *begun.overrides, "hydra.run.dir=R", "resume=here")
+    assert again.stdout.endswith("has done its 3 steps; train.steps=... asks for more\n"), again.output
+
+
 def test_a_refused_command_leaves_no_folder_behind(elsewhere: Path) -> None:
     refused("train", "n=1")
     refused("train", "n=1", "hydra.run.dir=new")
@@ -287,6 +296,16 @@ def test_who_held_the_lock_stands_in_it_only_as_long(tmp_path: Path) -> None:
     with lock.sole_use(tmp_path, 0.0, print):
         assert lock.holder(tmp_path).startswith(f"process {os.getpid()} on ")
     assert (tmp_path / ".lock").read_text() == "of a process that was killed\n"
+
+
+def test_a_short_entry_in_the_lock_takes_the_place_of_a_longer_one_whole(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text(longer := "x" * 1000)
+    began = datetime.now(UTC).replace(microsecond=0)
+    with lock.sole_use(tmp_path, 0.0, print):
+        who = json.loads((tmp_path / ".lock").read_text())
+        assert began <= datetime.fromisoformat(who["since"]) <= datetime.now(UTC)
+        assert lock.holder(tmp_path) == f"process {os.getpid()} on {platform.node()} (since {who['since']})"
+    assert (tmp_path / ".lock").read_text() == longer
 
 
 @pytest.mark.parametrize(("typed", "seconds"), [("90", 90.0), ("60s", 60.0), ("1.5min", 90.0), ("2h", 7200.0)])

@@ -125,11 +125,14 @@ def test_flags_may_stand_anywhere():
 def test_every_example_in_the_help_composes():
     for command in ("train", "eval", "profile"):
         examples = grpo(command, "--help").stdout.partition("== Examples ==")[2].splitlines()
+        tried = 0
         for line in examples:
             words = line.split("  ")[0].split()
             if words[:2] != ["grpo", command] or "--cfg" in words or any("<" in word or "," in word for word in words):
                 continue
             assert grpo(*words[1:], "--cfg", "job").exit_code == 0, line
+            tried += 1
+        assert tried, f"the help of {command} has an example"
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ VETOED = (*TRUNCATED, "correction.rejection=veto")
 def test_dropout_is_no_mismatch_and_clips_nothing(correction: tuple[str, ...], tmp_path: Path) -> None:
     """The old policy of an update whose learner has not moved yet is the learner itself, dropout included."""
     trainer(tmp_path, (*WORDS, *correction)).fit()
-    for row in records(tmp_path):
+    steps = records(tmp_path)
+    assert len(steps) == 2
+    for row in steps:
         assert row["mismatch/ratio_min"] == pytest.approx(1.0, abs=1e-3)
         assert row["mismatch/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert (row["loss/clip_fraction"], row["loss/policy_ratio_mean"]) == (0.0, 1.0)

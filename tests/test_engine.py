@@ -217,7 +217,9 @@ def test_cached_equals_uncached() -> None:
 
 
 def test_every_rollout_ends_where_it_should() -> None:
-    for rollout in make_engine(small_model()).generate(some_requests(prompts=4, n=8, tokens=20)):
+    rollouts = list(make_engine(small_model()).generate(some_requests(prompts=4, n=8, tokens=20)))
+    assert {rollout.finish for rollout in rollouts} == {Finish.EOS, Finish.LENGTH} and len(rollouts) == 32
+    for rollout in rollouts:
         assert EOS not in rollout.token_ids[:-1]
         if rollout.finish is Finish.EOS:
             assert rollout.token_ids[-1] == EOS

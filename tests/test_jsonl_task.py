@@ -68,6 +68,7 @@ def test_every_row_is_in_one_split_once(tmp_path: Path) -> None:
 def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "", *problems(30))  # the blank first line counts as a line
     for split in ("train", "eval"):
+        assert make(path).prompts(split)
         for prompt in make(path).prompts(split):
             line = int(prompt.id.split("-")[1])
             assert TOKENIZER.decode(list(prompt.token_ids)) == f"Question: What is {line - 2} + {line - 2}?\nAnswer:"

@@ -71,6 +71,7 @@ def test_averages_come_back() -> None:
     first.update(make_batch(), 0)
     second = make_learner(copy.deepcopy(model), eps=1e-3)
     second.load_state_dict(first.state_dict())
+    assert first.state_dict()["state"]
     for old, new in zip(first.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):
         assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
 

@@ -92,6 +92,7 @@ def test_rounding_between_two_passes_clips_nothing(tmp_path: Path, correction: C
     exact = trainer._learner.logprobs
     trainer._learner.logprobs = lambda *words: exact(*words).bfloat16().float()  # type: ignore[method-assign]
     trainer.fit()
+    assert len(recorder.records) == 4
     for record in recorder.records[1:]:
         assert (record.metrics["loss/clip_fraction"], record.metrics["loss/policy_ratio_mean"]) == (0.0, 1.0)
 

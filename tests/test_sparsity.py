@@ -180,6 +180,7 @@ def test_kept_keys_are_ordered_and_within_the_budget_with_window_and_sinks(
     recorder, budget = Recorder(), make(policy, **words, sinks=6)
     requests = some_requests(prompts=2, n=3, tokens=30)
     generate(watched(budget, recorder), requests, sampler=infinite(slots=4))
+    assert recorder.evictions
     for index, evictions in recorder.evictions.items():
         prompt = len(requests[index].prompt.token_ids)
         for number, (prompt_candidates, kept) in enumerate(evictions):

@@ -72,7 +72,7 @@ def test_the_rotated_part_is_the_models_own_for_every_pair_of_sizes(dim: int):
     """vLLM takes the whole part of size times factor."""
     model = small_model()
     model.model.layers[0].self_attn.head_dim = dim
-    for larger in (128, 160, 256, *(size for size in (32, 64, 80, 96, 112) if size > dim)):
+    for larger in (128, 160, 176, 256, *(size for size in (32, 64, 80, 96, 112) if size > dim)):
         config = Served.of(model, [larger]).config
         assert int(larger * config["rope_parameters"]["partial_rotary_factor"]) == dim
 

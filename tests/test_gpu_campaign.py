@@ -7,10 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
+from processes import ROOT, Forked
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -18,7 +19,18 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 @pytest.fixture
 def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS / "gpu"))
-    return importlib.import_module("campaign")
+    campaign = importlib.import_module("campaign")
+    monkeypatch.setattr(campaign, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+    return campaign
+
+
+def run(line: list[str], stdout: TextIO, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run`, but that `python -P -m grpo_cli` is forked."""
+    if "grpo_cli" not in line:
+        return subprocess.run(line, stdout=stdout, **settings)
+    process = Forked(*line[4:], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    stdout.write(process.communicate()[0])
+    return subprocess.CompletedProcess(line, process.wait())
 
 
 @pytest.mark.parametrize("part", ["contact", "decode", "rollouts", "sparse", "update", "learn"])

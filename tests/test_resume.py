@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Forked
 from safetensors.torch import load_file
 
 from grpo_cli.config.compose import settings_of
@@ -31,15 +29,11 @@ WORDS = [
 ]
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "grpo_cli", "train", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def start(folder: Path, *words: str) -> Forked:
+    return Forked("train", *words, cwd=folder)
 
 
-def wait_for(folder: Path, what: str, process: subprocess.Popen[str]) -> None:
+def wait_for(folder: Path, what: str, process: Forked) -> None:
     """Until a file or folder is there. The limit is a guard against hanging, not part of what is tested."""
     for _ in range(1200):
         if list(folder.glob(what)):

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from processes import ROOT, Forked
 from typer.testing import CliRunner
 
 from grpo_cli.cli import hydra_run
@@ -54,21 +55,18 @@ def advantage(kept_rewards, group_rewards, **settings):
 """
 
 
-def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "grpo_cli", "train", "-m", *arguments]
+def start(cwd: Path, *arguments: str) -> Forked:
     # `python -m pytest` finds the package in the current folder, a process elsewhere does not.
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return Forked("train", "-m", *arguments, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, joined=False)
 
 
-def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(holds: Callable[[], bool], process: Forked) -> None:
     while not holds():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
-def job_process(launcher: subprocess.Popen[str], folder: Path) -> psutil.Process:
+def job_process(launcher: Forked, folder: Path) -> psutil.Process:
     """The process that trains in this folder."""
     for child in psutil.Process(launcher.pid).children():
         if any(f"{folder}" in word for word in child.cmdline()):

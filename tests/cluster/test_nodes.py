@@ -72,7 +72,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def joined(folder: Path, address: str) -> tuple[Path, subprocess.Popen[str]]:
+def joined(folder: Path, address: str) -> tuple[Path, Forked]:
     """A run on the cluster, once it has room: nodes take seconds to come up."""
     asked = ("engine=ray", f"engine.address={address}", f"engine.workers={WORKERS}", "engine.threads=1")
     for number in range(60):

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import ROOT, Forked
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,12 +28,9 @@ RAY = ("engine=ray", "engine.workers=2", "engine.threads=1")
 OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
 
 
-def started(run: Path, *words: str) -> subprocess.Popen[str]:
+def started(run: Path, *words: str) -> Forked:
     place = () if f"resume={run}" in words else (f"hydra.run.dir={run}",)
-    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *place]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(command, env=environment, cwd=run.parent, **pipes)
+    return Forked("train", *words, *place, cwd=run.parent, env={"PYTHONPATH": str(ROOT)})
 
 
 def ended(run: Path, *words: str) -> str:
@@ -55,16 +51,16 @@ def told(run: Path) -> Any:
 
 
 def killed_at(
-    run: Path, step: int, which: Callable[[psutil.Process], bool], number: int = signal.SIGKILL
+    run: Path, step: int, which: Callable[[psutil.Process], bool] | None = None, number: int = signal.SIGKILL
 ) -> tuple[str, list[psutil.Process]]:
-    """What a run says, one of whose processes gets a signal after so many steps; and all its processes."""
+    """What a run says that gets a signal after so many steps, or one of whose workers does; and all its processes."""
     process = started(run, *WORDS, *RAY)
     while len(rows(run)) <= step:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     own = psutil.Process(process.pid)
     family = [own, *own.children(recursive=True)]
-    os.kill(next(one.pid for one in family if which(one)), number)
+    os.kill(next(one.pid for one in family if which is None or which(one)), number)
     return process.communicate()[0], family
 
 
@@ -98,14 +94,14 @@ def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, l
 
 def test_the_death_of_a_run_ends_its_workers(tmp_path):
     run = tmp_path / "run"
-    _, family = killed_at(run, 1, lambda process: "grpo_cli" in process.cmdline())
+    _, family = killed_at(run, 1)
     psutil.wait_procs([one for one in family if not helps(one)], timeout=60)
     assert not [one for one in family if one.is_running() and not helps(one)]
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_leaves_nothing(tmp_path):
     run = tmp_path / "run"
-    said, family = killed_at(run, 2, lambda process: "grpo_cli" in process.cmdline(), signal.SIGTERM)
+    said, family = killed_at(run, 2, None, signal.SIGTERM)
     assert "SIGTERM: stopping after this step" in said and "interrupted" in said
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
     assert not list(Path("/tmp").glob(f"grpo_ray_{family[0].pid}_*"))

@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,28 +136,19 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _become(request: Mapping[str, Any], descriptors: list[int]) -> None:
+    """What ends the command ends this process as it would a fresh one: handlers at exit, exit code and traceback."""
     from grpo_cli.cli.main import main
 
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(request["cwd"])
-        for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), *descriptors)):
-            os.dup2(source, target)
-        os.environ.clear()
-        os.environ |= request["env"]
-        sys.argv = ["grpo", *request["words"]]
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", closefd=False), open(2, "w", closefd=False)
-        main()
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    os.setsid()
+    os.chdir(request["cwd"])
+    for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), *descriptors)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ |= request["env"]
+    sys.argv = ["grpo", *request["words"]]
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    main()
+    sys.exit()
 
 
 if __name__ == "__main__":

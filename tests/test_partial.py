@@ -569,7 +569,7 @@ def test_numbers_that_make_no_sense_are_refused(changed: dict[str, Any], said: s
     ("state", "said"),
     [
         (None, "the checkpoint holds nothing for collector=partial; leave collector as the run had it"),
-        ({"kind": "exp3"}, "the checkpoint holds what collector=exp3 has learnt, but this run has collector=partial"),
+        ({"kind": "mine"}, "the checkpoint holds what collector=mine has learnt, but this run has collector=partial"),
     ],
 )
 def test_what_another_collector_has_kept_is_not_taken_up(state: Any, said: str) -> None:

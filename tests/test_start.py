@@ -111,6 +111,16 @@ def test_a_setting_whose_default_has_changed_is_said_where_the_run_goes_on(run: 
     assert "changed since this run was started: device=cuda is auto\n" in grpo("train", "resume=R").stderr
 
 
+def test_a_choice_that_this_version_no_longer_has_is_named_with_a_way_out(run: Path) -> None:
+    found = record.read_record(run)
+    assert found is not None
+    (run / "run.json").unlink()
+    made.record(run, found.config, (*found.overrides, "collector=exp3"), {**found.choices, "collector": "exp3"})
+    message = refused("train", "resume=R")
+    assert "collector=exp3" in message and "model.path=<checkpoint>" in message
+    assert "model.path" not in refused("train", "collector=exp3"), "no run has it"
+
+
 @pytest.mark.parametrize(
     "damage", [lambda text: "", lambda text: text[: len(text) // 2], lambda text: text.replace("5", "6", 1)]
 )

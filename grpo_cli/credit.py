@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.errors import UserError
-from grpo_cli.history import KEPT, History, Solved, of_kind
+from grpo_cli.history import KEPT, History, Marked, Solved, of_kind
 from grpo_cli.types import GIVEN, Batch, ScoredGroup
 
 UNSEEN = 0.5  # the rate that a problem is taken to have before its first visit
@@ -63,7 +63,7 @@ class PromptGdro:
         self._eta, self._gamma, self._beta, self._cap = eta, gamma, beta, cap
         self._hysteresis, self._window, self._rate = hysteresis, window, rate
         self._scores = [0.0] * (len(self._edges) + 1)
-        self._bin_of: dict[str, int] = {}  # of every problem that was seen, for the hysteresis
+        self._bin_of = Marked[str, int]()  # of every problem that was seen, for the hysteresis
         self._now: dict[str, int] = {}  # of the problems of the step that is under way
         self._weight_max = 1.0
 
@@ -117,12 +117,21 @@ class PromptGdro:
         return {"credit/weight_max": self._weight_max}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "gdro",
-            "edges": list(self._edges),
-            "scores": list(self._scores),
-            "bin_of": dict(self._bin_of),
-        }
+        return self._plain(self._scores, self._bin_of)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        scores, bin_of = self._scores, self._bin_of.mark()
+        return lambda: self._plain(scores, bin_of())
+
+    def _plain(self, scores: Sequence[float], bin_of: Mapping[str, int]) -> dict[str, Any]:
+        return {"kind": "gdro", "edges": list(self._edges), "scores": list(scores), "bin_of": dict(bin_of)}
+
+    def forget(self, is_other: Callable[[str], bool]) -> None:
+        """As `interfaces.Forgets` has it. What was learnt of bins goes where none of its problems is left."""
+        self._bin_of = Marked({problem: place for problem, place in self._bin_of.items() if not is_other(problem)})
+        if not self._bin_of:
+            self._scores = [0.0] * len(self._scores)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         state = of_kind(state, "credit", "gdro")
@@ -131,7 +140,7 @@ class PromptGdro:
                 f"the checkpoint holds what credit=gdro has learnt of bins with the edges {list(state['edges'])}, but "
                 f"this run's are {list(self._edges)}; resume with the same credit.bins, or start a new run"
             )
-        self._scores, self._bin_of, self._now = list(state["scores"]), dict(state["bin_of"]), {}
+        self._scores, self._bin_of, self._now = list(state["scores"]), Marked(state["bin_of"]), {}
 
 
 def _check(gamma: float, beta: float, window: int, rate: str) -> None:

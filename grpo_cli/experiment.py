@@ -46,6 +46,7 @@ from grpo_cli.processor import flush_denormals, remarks, why_no_gpu
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import check_chain
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.tracking.console import ConsoleTracker
@@ -270,6 +271,8 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
         )
     if found.path is None:
         warn(f"{folder} holds no complete checkpoint: the run begins anew, as it was started")
+    else:
+        check_chain(found.path)
     return found.path
 
 

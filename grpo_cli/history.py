@@ -6,16 +6,50 @@ said by who asks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeVar
 
 from grpo_cli.errors import UserError
-from grpo_cli.types import ScoredGroup
+from grpo_cli.types import Prompt, ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
 PROFILED = -1  # the step of a visit that was made before training
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+_ABSENT: Any = object()
+
+
+class Marked(dict[Key, Value]):
+    """A mapping that can still be told as it was when it was last marked: what has changed since is kept beside it.
+
+    A run marks at the end of each step what its next checkpoint is to hold, which costs nothing however much there is;
+    a copy is made where one is written. Changed are items one at a time only.
+    """
+
+    def __init__(self, values: Mapping[Key, Value] | None = None) -> None:
+        super().__init__(values or {})
+        self._before: dict[Key, Value] = {}
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self._before.setdefault(key, self.get(key, _ABSENT))
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Key) -> None:
+        self._before.setdefault(key, self.get(key, _ABSENT))
+        super().__delitem__(key)
+
+    def mark(self) -> Callable[[], dict[Key, Value]]:
+        """What tells the mapping as it is now, until the next mark."""
+        self._before = {}
+        return self._as_marked
+
+    def _as_marked(self) -> dict[Key, Value]:
+        return {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
 
 
 class Solved(StrEnum):
@@ -39,25 +73,44 @@ class Visit:
         return Solved.NONE if self.solved == 0 else Solved.ALL if self.solved == self.tried else Solved.MIXED
 
 
+def digest_of(prompt: Prompt) -> int:
+    """What tells a problem from another of the same id: 63 bits of what the model reads and what it is judged by."""
+    text = f"{prompt.token_ids}{prompt.answer}"
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1
+
+
 class History:
     """The last visits of every problem, by its id. A visit's `age` is how many later ones there are.
 
     What was seen before training is a visit like any other, and kept apart too, since it falls out of the last ones.
+    `digests` say which problem each id stood for.
     """
 
-    def __init__(self, visits: Mapping[str, Sequence[Visit]] | None = None) -> None:
+    def __init__(
+        self, visits: Mapping[str, Sequence[Visit]] | None = None, digests: Mapping[str, int] | None = None
+    ) -> None:
         given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
-        self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
+        self._visits = Marked({problem: some[-KEPT:] for problem, some in given.items()})
         self._profile = {problem: some[0] for problem, some in given.items() if some[0].step == PROFILED}
+        self._digests = Marked(digests)
+        self._distinct = self._count()
 
     def __len__(self) -> int:
         """How many different problems the run has visited; a profile is no visit of the run."""
+        return self._distinct
+
+    def _count(self) -> int:
         return sum(visits[-1].step != PROFILED for visits in self._visits.values())
 
     @property
     def profile(self) -> Mapping[str, Visit]:
         """What was seen of problems before training, however often they were visited since."""
         return self._profile
+
+    @property
+    def digests(self) -> Mapping[str, int]:
+        """Of the problems that were seen, `digest_of` each."""
+        return self._digests
 
     def visits(self, problem: str) -> tuple[Visit, ...]:
         """The last ones, oldest first."""
@@ -90,18 +143,40 @@ class History:
         """Add a step's groups. One that is made again, as `grpo profile` does, takes the place of what it was, and of
         what came after it."""
         for group in groups:
-            before = [visit for visit in self.visits(group.prompt.id) if visit.step < step]
+            known = self.visits(group.prompt.id)
+            self._distinct += not known or known[-1].step == PROFILED
+            before = [visit for visit in known if visit.step < step]
             visit = Visit(step, group.solved, len(group.rollouts))
             self._visits[group.prompt.id] = (*before, visit)[-KEPT:]
+            if group.prompt.id not in self._digests:
+                self._digests[group.prompt.id] = digest_of(group.prompt)
+
+    def forget(self, is_other: Callable[[str], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._visits = Marked({name: visits for name, visits in self._visits.items() if not is_other(name)})
+        self._profile = {name: visit for name, visit in self._profile.items() if not is_other(name)}
+        self._digests = Marked({name: digest for name, digest in self._digests.items() if not is_other(name)})
+        self._distinct = self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in self._visits.items()}
+        return self._plain(self._visits, self._digests)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        visits, digests = self._visits.mark(), self._digests.mark()
+        return lambda: self._plain(visits(), digests())
+
+    def _plain(self, of: Mapping[str, Sequence[Visit]], digests: Mapping[str, int]) -> dict[str, Any]:
+        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in of.items()}
         profile = {name: (visit.solved, visit.tried) for name, visit in self._profile.items()}
-        return {"visits": plain, "profile": profile}
+        return {"visits": plain, "profile": profile, "digests": dict(digests)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._profile = {name: Visit(PROFILED, *counts) for name, counts in state["profile"].items()}
-        self._visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
+        visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
+        self._visits = Marked(visits)
+        self._digests = Marked(state.get("digests", {}))  # older checkpoints do not have them
+        self._distinct = self._count()
 
 
 def of_kind(state: Mapping[str, Any] | None, group: str, kind: str) -> Mapping[str, Any]:

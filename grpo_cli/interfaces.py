@@ -183,6 +183,25 @@ class Remembers(Protocol):
 
 
 @runtime_checkable
+class Marks(Remembers, Protocol):
+    """One whose state may be large: it is not copied in every step, but where a checkpoint is written."""
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """What gives the `state_dict` of now when it is called, whatever has changed by then, until the next mark. It
+        takes no longer the more there is."""
+
+
+@runtime_checkable
+class Forgets(Remembers, Protocol):
+    """One that holds something of single problems, which a run that goes on with another task is not to use."""
+
+    def forget(self, is_other: Callable[..., bool]) -> None:
+        """Drop what is held of each problem of which `is_other(id)` says that this task does not have it like that; one
+        that is not in the history is asked about with `history.digest_of(prompt)`, too. UserError where nothing can be
+        dropped. Called after `load_state_dict`."""
+
+
+@runtime_checkable
 class DownsampleRule(Protocol):
     """Which rollouts of a group are trained on: `keep` distinct indices into the group.
 

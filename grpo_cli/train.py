@@ -17,6 +17,7 @@ from grpo_cli.progress import Progress
 from grpo_cli.runs import layout
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
+from grpo_cli.runs.record import chain_of, keep_chain
 from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
@@ -41,6 +42,7 @@ class Trainer:
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._done: Record | None = None  # of the last step that this process has finished
+        self._chain: dict[str, str] = {}
         self._state: dict[str, Any] = {}  # as it was then, or where the run goes on from
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -51,6 +53,7 @@ class Trainer:
         `stop` is given by who listens to signals already; else they are listened to as long as this takes.
         """
         status, fault = "failed", None
+        self._chain = chain_of(self._run_dir)
         self._stop = self._stop if stop is None else stop
         (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
         with self._stop if stop is None else nullcontext():
@@ -112,13 +115,13 @@ class Trainer:
 
     def _finish(self, record: Record | None) -> None:
         """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
-        this may have changed that already."""
+        this may have changed that already. What is known of problems grows with the run, and is copied in `_save`."""
         self._done = record
         self._state = {
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
-            "rules": self._step.state_dict(),
+            "rules": self._step.mark(),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -149,6 +152,7 @@ class Trainer:
     def _save(self) -> None:
         state = {
             **self._state,
+            "rules": self._state["rules"](),
             "optimizer": self._learner.state_dict(),
             "schedule": schedule_of(self._settings.optim, self._settings.train),
         }
@@ -166,6 +170,7 @@ class Trainer:
     def _write_into(self, folder: Path) -> None:
         for files in self._files:
             files.keep(folder)
+        keep_chain(folder, self._chain)
         self._parts.save_model(folder)
 
     def _saved(self) -> bool:

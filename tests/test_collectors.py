@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from small import FakeEngine
 
 from grpo_cli.collect import ci
-from grpo_cli.collect.allocation import Exp3, likeliest
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.counts import hand_out, in_proportion
 from grpo_cli.collect.dars import missing
@@ -383,108 +381,6 @@ def test_sqrt_takes_a_new_problem_for_the_most_uncertain_and_floors_the_certain(
     assert list(sizes.values()) == [6] * 4
 
 
-# ---- exp3
-
-
-def exp3(**changed: Any) -> Exp3:
-    made_rule = collector("exp3", **changed)
-    assert isinstance(made_rule, Exp3)
-    return made_rule
-
-
-def test_an_arm_with_a_score_of_a_half_is_so_much_more_likely():
-    rule = exp3()
-    rule.load_state_dict({"kind": "exp3", "bins": 10, "scores": [(3, 5, 0.5)]})
-    chances = rule.chances(3, range(2, 13))
-    assert chances.tolist() == pytest.approx([0.1213 if arm == 5 else 0.0879 for arm in range(2, 13)], abs=5e-5)
-    assert rule.chances(2, range(2, 13)).tolist() == pytest.approx([1 / 11] * 11)
-
-
-@settings(max_examples=80)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=3), n=st.integers(2, 4), seed=st.integers(0, 1000))
-def test_no_arms_of_the_same_sum_are_likelier_than_those_taken(sizes, n, seed):
-    arms = range(2, 3 * n + 1)
-    chances = np.log(rng(seed).dirichlet(np.ones(len(arms)), len(sizes)))
-    total = n * sum(sizes)
-    taken = likeliest(chances, sizes, arms, total)
-
-    def worth(some: Sequence[int]) -> float:
-        return float(sum(chances[place, arm - 2] for place, arm in enumerate(some)))
-
-    def used(some: Sequence[int]) -> int:
-        return sum(size * arm for size, arm in zip(sizes, some, strict=True))
-
-    assert used(taken) == total
-    best = max(worth(some) for some in itertools.product(arms, repeat=len(sizes)) if used(some) == total)
-    assert worth(taken) == pytest.approx(best)
-
-
-def test_exp3_learns_of_the_bin_that_each_problem_was_in_when_it_was_asked():
-    """Two problems that never were solved and two that were half the time; history has the step when it learns."""
-    history, rule = seen([0.0, 0.0, 0.5, 0.5]), exp3()
-    bank = Bank(lambda request: request.prompt.id in ("p0", "p1"))
-    curriculum = InOrder(problems(4))
-    groups, metrics = step_of(rule, bank, n=4, prompts=4, history=history, curriculum=curriculum)
-    hard, half = len(groups[0].rollouts), len(groups[2].rollouts)
-    assert (len(groups[1].rollouts), len(groups[3].rollouts)) == (hard, half) and 2 * hard + 2 * half == 16
-    assert (metrics["collect/bin_0"], metrics["collect/bin_5"]) == (hard, half)
-    history.observe(1, groups)
-    rule.observe(1, groups[::-1])
-    scores = sorted(rule.state_dict()["scores"])
-    assert scores == [(0, hard, 0.0), (5, half, 1.0)], "solved by all, and by none"
-    rule.observe(1, groups)
-    assert sorted(rule.state_dict()["scores"]) == scores, "once"
-
-
-def test_exp3_takes_what_it_learnt_to_be_good():
-    """Bin 0 has seen failures with 6 rollouts: they are asked for again, and bin 5 is left the rest, 2."""
-    for seed in range(3):
-        rule = exp3(eta=5.0)
-        rule.load_state_dict({"kind": "exp3", "bins": 10, "scores": [(0, 6, 1.0)]})
-        history = seen([0.0, 0.0, 0.5, 0.5])
-        sizes, *_ = one_step(rule, lambda request: True, n=4, prompts=4, history=history, seed=seed)
-        assert list(sizes.values()) == [6, 6, 2, 2]
-
-
-def test_chance_decides_among_arms_that_are_as_likely():
-    history = seen([0.0, 0.0, 0.5, 0.5])
-    drawn = {
-        one_step(exp3(), lambda request: True, n=4, prompts=4, history=history, seed=seed)[0]["p0"]
-        for seed in range(40)
-    }
-    assert drawn == {2, 3, 4, 5, 6}
-
-
-def test_exp3_goes_on_from_its_state_as_it_would_have():
-    history, rule = seen([0.0, 0.2, 0.5, 0.9]), exp3(eta=3.0)
-    curriculum = InOrder(problems(4))
-    for step in range(1, 6):
-        bank = Bank(lambda request: request.seed % 3 == 0)
-        groups, _ = step_of(rule, bank, n=4, prompts=4, history=history, curriculum=curriculum, step=step)
-        rule.observe(step, groups)
-        state = copy.deepcopy(rule.state_dict())
-    resumed = exp3(eta=3.0)
-    resumed.load_state_dict(state)
-    assert rule.state_dict() == resumed.state_dict() == state and len(state["scores"]) >= 4
-    plain, anew = (
-        one_step(one, lambda request: True, n=4, prompts=4, history=history, seed=9)[0] for one in (rule, resumed)
-    )
-    assert plain == anew
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (None, "the checkpoint holds nothing for collector=exp3"),
-        ({"kind": "mine"}, "the checkpoint holds what collector=mine has learnt, but this run has collector=exp3"),
-        ({"kind": "exp3", "bins": 4, "scores": []}, "of 4 bins, but this run has collector.bins=10"),
-    ],
-)
-def test_exp3_goes_on_from_nothing_but_its_own_state(state, message):
-    with pytest.raises(UserError, match=message):
-        exp3().load_state_dict(state)
-
-
 # ---- ci
 
 
@@ -541,7 +437,7 @@ def test_ci_leaves_nothing_of_its_budget_in_any_number_of_rounds(n, prompts, rou
 
 @settings(max_examples=40)
 @given(
-    choice=st.sampled_from(["mixed", "sqrt", "exp3", "ci"]),
+    choice=st.sampled_from(["mixed", "sqrt", "ci"]),
     n=st.integers(2, 9),
     prompts=st.integers(1, 6),
     rates=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.5, 1.0]), max_size=6),
@@ -558,7 +454,7 @@ def test_a_step_has_exactly_its_rollouts_and_no_group_of_one(choice, n, prompts,
     assert set(judged.values()) == {1} and len(judged) == n * prompts
     for name, size in sizes.items():
         assert {sample for problem, sample in judged if problem == name} == set(range(size))
-    most = {"exp3": 3 * n, "sqrt": n * prompts}.get(choice, 2 * n)
+    most = n * prompts if choice == "sqrt" else 2 * n
     assert max(sizes.values()) <= most
     again, *_ = one_step(
         collector(choice), lambda r: r.seed % 2 == 0, n=n, prompts=prompts, history=seen(rates), seed=seed
@@ -566,7 +462,7 @@ def test_a_step_has_exactly_its_rollouts_and_no_group_of_one(choice, n, prompts,
     assert again == sizes, "a function of the step's seed"
 
 
-@pytest.mark.parametrize("choice", ["dars", "mixed", "sqrt", "exp3", "ci"])
+@pytest.mark.parametrize("choice", ["dars", "mixed", "sqrt", "ci"])
 @pytest.mark.parametrize(("n", "prompts"), [(2, 1), (16, 16), (4100, 3)])
 def test_a_rehearsal_knows_how_much_is_asked_for(choice, n, prompts):
     rule = collector(choice, **({"most": 2 * n} if choice == "dars" else {}))
@@ -574,8 +470,6 @@ def test_a_rehearsal_knows_how_much_is_asked_for(choice, n, prompts):
     assert size.picked == (3 * prompts if choice == "mixed" else prompts)
     assert size.rollouts == n * prompts if choice != "dars" else 1.4 < size.rollouts / (n * prompts) < 2.01
     assert size.at_once <= size.rollouts and size.problems <= size.picked
-    if choice == "exp3":
-        assert rule.state_dict()["scores"] == [] and rule._taken == {}, "a copy was rehearsed"
 
 
 @pytest.mark.parametrize(
@@ -594,10 +488,6 @@ def test_a_rehearsal_knows_how_much_is_asked_for(choice, n, prompts):
         ("sqrt", {"least": 1}, "collector.least=1 must be at least 2"),
         ("sqrt", {"least": 9}, "collector.least=9 is more than n=8"),
         ("sqrt", {"floor": 0.0}, "collector.floor=0.0 must be more than 0 and at most 0.5"),
-        ("exp3", {"bins": 0}, "collector.bins=0 must be at least 1"),
-        ("exp3", {"eta": -1.0}, "collector.eta=-1.0 must be at least 0"),
-        ("exp3", {"gamma": 2.0}, "collector.gamma=2.0 must be from 0 to 1"),
-        ("exp3", {"decay": 2.0}, "collector.decay=2.0 must be from 0"),
         ("ci", {"rounds": 0}, "collector.rounds=0 must be at least 1"),
         ("ci", {"most": 7}, "collector.most=7 is less than n=8"),
         ("ci", {"explore": -1.0}, "collector.explore=-1.0 must be at least 0"),

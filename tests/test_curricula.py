@@ -49,6 +49,16 @@ def ids(prompts: Sequence[Prompt]) -> list[str]:
     return [prompt.id for prompt in prompts]
 
 
+def dense(rule: Any, count: int) -> dict[str, torch.Tensor]:
+    """What dps believes of the first problems, by place: those that it holds nothing of are as at the start."""
+    counts, before = torch.ones(count, 3, 3), torch.full((count, 3), 1 / 3, dtype=torch.float64)
+    found = {"counts": counts.double(), "before": before, "chances": before.clone()}
+    state = rule.state_dict()
+    for (place, _), belief in zip(state["problems"], state["beliefs"], strict=True):
+        found["counts"][place], found["before"][place], found["chances"][place] = belief[:3], belief[3], belief[4]
+    return found
+
+
 # dps by hand
 
 
@@ -120,7 +130,7 @@ def test_chances_that_differ_by_rounding_are_alike() -> None:
         rule.pick(step, 40, frozenset())
         seen = [] if solved is None else [group_of(prompt, solved[i % 2]) for i, prompt in enumerate(prompts)]
         rule.observe(step, seen)
-    chances = rule.state_dict()["chances"][:, 1]
+    chances = dense(rule, 40)["chances"][:, 1]
     assert chances[0] != chances[1] and chances[0] == pytest.approx(chances[1])
     picked = [int(name[1:]) % 2 for name in ids(rule.pick(3, 20, frozenset()))]
     assert 3 < sum(picked) < 17
@@ -130,35 +140,68 @@ def test_a_step_that_is_made_again_looks_at_other_candidates_alone() -> None:
     rule = curriculum("dps", problems(6), pool=1)
     for solved in (4, 8):
         (picked,) = rule.pick(0, 1, frozenset())
-        before = rule.state_dict()["counts"]
+        before = dense(rule, 6)["counts"]
         rule.observe(0, [group_of(picked, solved)])
-        moved = (before != rule.state_dict()["counts"]).flatten(1).any(1)
+        moved = (before != dense(rule, 6)["counts"]).flatten(1).any(1)
         assert moved.nonzero().flatten().tolist() == [int(picked.id[1:])]
 
 
 def test_a_problem_that_is_no_candidate_is_left_as_it_is() -> None:
     prompts = problems(9)
     rule = curriculum("dps", prompts, per_step=1, pool=3)
-    before = rule.state_dict()
+    before = dense(rule, 9)
     rule.pick(0, 1, frozenset())
     rule.observe(0, [])
-    after = rule.state_dict()
+    after = dense(rule, 9)
     order = Epochs(prompts, 1, 0).places(0, 3, frozenset())
     moved = (before["counts"] != after["counts"]).flatten(1).any(1) | (before["chances"] != after["chances"]).any(1)
     assert not moved.any(), "a look without a visit changes no uniform chain"
     rule.pick(1, 1, frozenset())
     rule.observe(1, [group_of(prompts[Epochs(prompts, 1, 0).places(0, 6, frozenset())[i]], 4) for i in range(6)])
-    after = rule.state_dict()
+    after = dense(rule, 9)
     moved = (before["counts"] != after["counts"]).flatten(1).any(1)
     assert moved.sum() == 1, "of what it is told it learns what it has asked for"
     assert not moved[order].any()
+
+
+def test_a_group_that_ends_in_a_later_step_is_learnt_from_then_and_once() -> None:
+    """Seen mixed, then under way for two steps: that is one way from mixed to mixed, and nobody looked in between."""
+    prompts = problems(2)
+    for saved in (False, True):
+        rule = curriculum("dps", prompts, per_step=2, pool=1)
+        rule.pick(0, 2, frozenset())
+        rule.observe(0, [group_of(prompt, 4) for prompt in prompts])
+        rule.pick(1, 2, frozenset())
+        rule.observe(1, [group_of(prompts[1], 4)])
+        if saved:
+            again = curriculum("dps", prompts, per_step=2, pool=1)
+            again.load_state_dict(rule.state_dict())
+            rule = again
+        rule.pick(2, 1, {"q0"})
+        rule.observe(2, [group_of(prompts[1], 4)])
+        assert rule.observe(3, [group_of(prompts[0], 1)])["curriculum/predicted_mixed"] == pytest.approx(0.4)
+        assert dense(rule, 2)["chances"][0, 1] == pytest.approx(0.52, abs=5e-5), "as test_a_problem_s_chance has it"
+        before = dense(rule, 2)["counts"]
+        assert rule.observe(3, [group_of(prompts[0], 1)]) == {} and (dense(rule, 2)["counts"][0] == before[0]).all()
+
+
+def test_what_was_predicted_of_a_group_is_told_when_it_ends() -> None:
+    prompts = problems(2)
+    history = with_rates([0.0, 1.0])
+    rule = curriculum("target", prompts, per_step=2, history=history, pool=1)
+    rule.pick(0, 2, frozenset())
+    assert rule.observe(0, [group_of(prompts[1], 8)]) == {"curriculum/predicted_rate": 1.0}
+    again = curriculum("target", prompts, per_step=2, history=history, pool=1)
+    again.load_state_dict(rule.state_dict())
+    again.pick(1, 1, {"q0"})
+    assert again.observe(1, [group_of(prompts[0], 0)]) == {"curriculum/predicted_rate": 0.0}
 
 
 def test_a_profile_gives_dps_its_first_beliefs() -> None:
     prompts = problems(3)
     history = History({"q1": [Visit(PROFILED, 4, 8)], "q2": [Visit(PROFILED, 8, 8)]})
     rule = curriculum("dps", prompts, history=history)
-    assert rule.state_dict()["chances"][:, 1].tolist() == pytest.approx([1 / 3, 0.4, 0.3])
+    assert dense(rule, 3)["chances"][:, 1].tolist() == pytest.approx([1 / 3, 0.4, 0.3])
     assert ids(rule.pick(0, 1, frozenset())) == ["q1"]
 
 
@@ -329,8 +372,20 @@ def test_a_checkpoint_of_another_rule_or_task_is_refused() -> None:
         curriculum("dps", prompts).load_state_dict(None)
     with pytest.raises(UserError, match="holds what curriculum=epochs has learnt, but this run has curriculum=dps"):
         curriculum("dps", prompts).load_state_dict(curriculum("epochs", prompts).state_dict())
-    with pytest.raises(UserError, match="has learnt of 6 problems, but the task has 5; resume with the task as it was"):
-        curriculum("dps", problems(5)).load_state_dict(dps)
+
+
+def test_beliefs_of_an_older_version_are_by_place_and_go_on() -> None:
+    rule = curriculum("dps", problems(6), per_step=2, pool=2)
+    for step in range(4):
+        picked = rule.pick(step, 2, frozenset())
+        rule.observe(step, [group_of(prompt, 2 * i + step) for i, prompt in enumerate(picked)])
+    older = {"kind": "dps", "order": rule.state_dict()["order"], **dense(rule, 6)}
+    again = curriculum("dps", problems(6), per_step=2, pool=2)
+    again.load_state_dict(older)
+    assert all((dense(again, 6)[name] == belief).all() for name, belief in dense(rule, 6).items())
+    assert ids(again.pick(4, 2, frozenset())) == ids(rule.pick(4, 2, frozenset()))
+    with pytest.raises(UserError, match="of 6 problems, but the task has 5"):
+        curriculum("dps", problems(5)).load_state_dict(older)
 
 
 # Several picks in a step, and steps that are made again

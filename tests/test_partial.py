@@ -21,6 +21,7 @@ from test_stop import cut, stopping
 from test_stop import engine as reading_engine
 
 from grpo_cli.collect.collection import StepCollection
+from grpo_cli.collect.dps import DynamicsPredictive
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.partial import Partial
@@ -570,7 +571,7 @@ def test_numbers_that_make_no_sense_are_refused(changed: dict[str, Any], said: s
     ("state", "said"),
     [
         (None, "the checkpoint holds nothing for collector=partial; leave collector as the run had it"),
-        ({"kind": "exp3"}, "the checkpoint holds what collector=exp3 has learnt, but this run has collector=partial"),
+        ({"kind": "mine"}, "the checkpoint holds what collector=mine has learnt, but this run has collector=partial"),
     ],
 )
 def test_what_another_collector_has_kept_is_not_taken_up(state: Any, said: str) -> None:
@@ -648,3 +649,36 @@ def test_a_run_that_may_halve_its_slots_is_told_what_depends_on_memory(
 def test_workers_that_tell_of_whole_rollouts_only_are_asked_for_nothing_else() -> None:
     with pytest.raises(UserError, match="engine=ray cannot stop rollouts before their end"):
         next(RayEngine.generate(object.__new__(RayEngine), [], after(1)))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_every_group_that_is_trained_on_is_learnt_from_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """By a curriculum that learns by its own picks, also where a group ends in a later step or after a checkpoint."""
+    learnt: list[int] = []
+    plain = DynamicsPredictive._move_on
+
+    def move_on(rule: Any, problems: Any, found: Any) -> None:
+        learnt.append(len(found))
+        plain(rule, problems, found)
+
+    monkeypatch.setattr(DynamicsPredictive, "_move_on", move_on)
+    words = (
+        *TRAINED,
+        "curriculum=dps",
+        "collector=partial",
+        "replay=fifo",
+        "m=2",
+        "train.prompts=3",
+        "task.train_problems=8",
+    )
+    if resumed:
+        trained(tmp_path, *words, "train.steps=3")
+        assert load_state(tmp_path / "checkpoints" / "step_000003")["rules"]["collector"]["held"]
+        words = (*words, f"resume={tmp_path}")
+    trained(tmp_path, *words, "train.steps=7")
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    made = {(line["step"], line["prompt_id"]) for line in lines}
+    assert any(row["collect/carried_rollouts"] for row in rows(tmp_path)[1:])
+    assert sum(learnt) == len(made), "those that are replayed were learnt from when they came"

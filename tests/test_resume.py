@@ -118,7 +118,7 @@ class Halfway(Fifo):
     "rules",
     [
         (),
-        ("curriculum=dps", "collector=exp3", "credit=gdro", FEW),
+        ("curriculum=dps", "collector=partial", "credit=gdro", FEW),
         ("curriculum=target", "collector=mixed", "collector.pool=2", FEW),
     ],
     ids=["plain", "learning", "by_history"],

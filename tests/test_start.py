@@ -112,6 +112,80 @@ def test_a_setting_whose_default_has_changed_is_said_where_the_run_goes_on(run: 
     assert "changed since this run was started: device=cuda is auto\n" in grpo("train", "resume=R").stderr
 
 
+def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path) -> None:
+    result = grpo("train", "resume=R", "task=countdown", "loss=dapo", "train.steps=2")
+    assert result.exit_code == 0, result.output
+    assert "changed since this run was started: task=arithmetic is countdown\n" in result.stderr
+    assert "changed since this run was started: loss=grpo is dapo\n" in result.stderr
+    assert "_target_" not in result.stderr
+    Path("mine.py").write_text("from grpo_cli.downsample import *\n")
+    result = grpo("train", "resume=R", "train.steps=3", "downsample._target_=mine.maxvar")
+    assert result.exit_code == 0, result.output
+    assert "downsample._target_=grpo_cli.downsample.maxvar is mine.maxvar\n" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def changed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, gone on with another rate for a step, and then with a third one for another."""
+    folder = Path(shutil.copytree(trained, tmp_path_factory.mktemp("changed") / "R"))
+    for steps, rate in ((2, "1e-3"), (3, "2e-3")):
+        words = (f"train.steps={steps}", f"optim.lr={rate}", "train.checkpoint_every=1")
+        result = grpo("train", f"resume={folder}", *words)
+        assert result.exit_code == 0, result.output
+    shutil.rmtree(folder / "checkpoints" / "step_000003")
+    (folder / "summary.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("lost", [("resumed_001.json",), ("resumed_001.json", "resumed_002.json"), ("run.json",)])
+def test_settings_that_a_checkpoint_was_made_with_are_missed(changed: Path, lost: tuple[str, ...]) -> None:
+    folder = Path(shutil.copytree(changed, "R"))
+    assert json.loads((folder / "checkpoints/step_000002/settings.json").read_text()).keys() == {
+        "run.json",
+        "resumed_001.json",
+    }
+    for name in lost:
+        (folder / name).unlink()
+    before = content(folder)
+    for words in (("train", "resume=R"), ("eval", "checkpoint=R")):
+        message = refused(*words)
+        assert lost[0] in message and "model.path=" in message
+    assert content(folder) == before
+
+
+def test_settings_that_are_exchanged_for_other_sound_ones_are_refused(changed: Path) -> None:
+    folder = Path(shutil.copytree(changed, "R"))
+    found = json.loads((folder / "resumed_001.json").read_text())
+    for name in ("resumed_001.json", "resumed_002.json"):
+        (folder / name).unlink()
+    made.record(folder, found["config"] | {"seed": 6}, found["overrides"], found["choices"])
+    assert "resumed_001.json" in refused("train", "resume=R")
+
+
+def test_a_run_goes_on_from_before_its_settings_were_changed_and_from_an_older_version(changed: Path) -> None:
+    Path(shutil.copytree(changed, "R"))
+    assert grpo("train", "resume=R/checkpoints/step_000001", "train.steps=2").exit_code == 0
+    folder = Path(shutil.copytree(changed, "S"))
+    shutil.rmtree(folder / "checkpoints/step_000002")
+    marker = folder / "checkpoints/step_000001/COMPLETE"
+    told = json.loads(marker.read_text())
+    del told["files"]["settings.json"]
+    marker.write_text(json.dumps(told))
+    (folder / "checkpoints/step_000001/settings.json").unlink()
+    (folder / "resumed_002.json").unlink()
+    assert grpo("train", "resume=S", "train.steps=2").exit_code == 0
+
+
+def test_a_choice_that_this_version_no_longer_has_is_named_with_a_way_out(run: Path) -> None:
+    found = record.read_record(run)
+    assert found is not None
+    (run / "run.json").unlink()
+    made.record(run, found.config, (*found.overrides, "collector=exp3"), {**found.choices, "collector": "exp3"})
+    message = refused("train", "resume=R")
+    assert "collector=exp3" in message and "model.path=<checkpoint>" in message
+    assert "model.path" not in refused("train", "collector=exp3"), "no run has it"
+
+
 @pytest.mark.parametrize(
     "damage", [lambda text: "", lambda text: text[: len(text) // 2], lambda text: text.replace("5", "6", 1)]
 )

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ import made
 import numpy as np
 import pytest
 import torch
+from bank import group_of, problems
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
@@ -562,6 +564,80 @@ class Dies(CountTask):
         if self.left < 0:
             raise ZeroDivisionError("in the judge")
         return super().reward(prompt, rollout)
+
+
+def calls(action: Callable[[], Any]) -> int:
+    """How many functions, and turns of generators, are entered while something is done."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_end_of_a_step_takes_no_longer_the_more_problems_were_visited(tmp_path: Path) -> None:
+    def calls_after(count: int) -> int:
+        rule = made.part("credit", "gdro")
+        gdro = credit.PromptGdro(**{name: value for name, value in rule.items() if name != "_target_"})
+        seen = [group_of(prompt, 1, 2) for prompt in problems(count)]
+        trainer = make_trainer(settings_for(tmp_path / str(count)), credit=gdro)
+        history = trainer._parts.history
+        history.observe(0, seen)
+        gdro.load_state_dict(gdro.state_dict() | {"bin_of": {group.prompt.id: 0 for group in seen}})
+        trainer._finish(Record(1, {}))
+        history.observe(1, seen[:2])
+
+        def end() -> None:
+            trainer._finish(Record(2, {"prompts/distinct": float(len(history))}))
+
+        return calls(end)
+
+    assert calls_after(2000) <= calls_after(10) + 5
+
+
+class DiesLearning:
+    """A plain collector that fails at the end of its second step, when the history has learnt of that."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def __call__(self, collection: Any) -> Any:
+        return equal(collection)
+
+    def observe(self, step: int, groups: Any) -> Mapping[str, float]:
+        self.told += 1
+        if self.told == 2:
+            raise ZeroDivisionError("in the rule")
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "dies", "told": self.told}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class SameForAll(CountTask):
+    """Nothing is learnt of it, so that no weight moves."""
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        return Reward(1.0)
+
+
+def test_what_was_seen_in_a_step_that_died_is_not_in_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, checkpoint_every=100)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(settings, task=SameForAll(), collector=DiesLearning()).fit()
+    state = load_state(newest(tmp_path))
+    assert newest(tmp_path).name == "step_000001" and state["rules"]["collector"]["told"] == 1
+    visits = state["rules"]["history"]["visits"]
+    assert len(visits) == 3 and {visit[0] for of in visits.values() for visit in of} == {0}
 
 
 # The first evaluation judges 9, each step 12, and the evaluation of step 2 another 9.

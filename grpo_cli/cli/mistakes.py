@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -42,7 +43,8 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         options = [option for option in error.options if not option.startswith("_")]  # no choices by themselves
         known = ", ".join(options)
         extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-        return f"{group}={choice} is not one of the choices {known}{closest(choice, options)}{extras}"
+        lost = _of_the_resumed_run(f"{group}={choice}", arguments)
+        return f"{group}={choice} is not one of the choices {known}{closest(choice, options)}{extras}{lost}"
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read: write key=value or group=choice, "
@@ -56,6 +58,21 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     if unknown:
         return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"
     return str(error).split("\n\n")[0].strip()
+
+
+def _of_the_resumed_run(word: str, arguments: Sequence[str]) -> str:
+    """What to do where the run that is resumed was started with a choice that there is no longer."""
+    from grpo_cli.config.overrides import unquoted
+    from grpo_cli.runs.record import read_record
+
+    resumed = [unquoted(found.partition("=")[2]) for found in arguments if found.startswith("++hydra.run.dir=")]
+    record = read_record(Path(resumed[-1])) if resumed else None
+    if record is None or word not in record.overrides:
+        return ""
+    return (
+        f"; the run in {resumed[-1]} was started with it, and this version has no such choice: start a new run from "
+        "its weights with model.path=<checkpoint> and another choice"
+    )
 
 
 def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_cli.collect.profile import MOST_PROFILED
+from grpo_cli.collect.same import Places
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.errors import UserError, refuse
 from grpo_cli.history import of_kind
@@ -224,17 +224,10 @@ class RunFolder:
             yield _row(row, place, self._reencode)
 
     def _problems(self, wanted: Set[str]) -> dict[str, Prompt]:
-        """The problems of these ids. Tasks may make each when it is asked for, and most number them: that place is
-        looked at first, and the others only where they are few."""
-        prompts, found = self._task.prompts("train"), dict[str, Prompt]()
-        for name in wanted:
-            number = name.rpartition("-")[2]
-            if number.isdecimal() and (place := int(number[:18])) < len(prompts) and prompts[place].id == name:
-                found[name] = prompts[place]
-        if len(prompts) <= MOST_PROFILED:
-            lacking = wanted - found.keys()
-            found |= {prompt.id: prompt for prompt in (prompts if lacking else ()) if prompt.id in lacking}
-        return found
+        """The problems of these ids."""
+        prompts = self._task.prompts("train")
+        places = Places(prompts)
+        return {name: prompts[place] for name in wanted if (place := places.of(name)) is not None}
 
     def _said(self, prompt: Prompt) -> set[tuple[str, str]]:
         return {(self._task.text(prompt.token_ids), prompt.answer)}

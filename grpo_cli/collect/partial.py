@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from grpo_cli.collect.resuming import from_plain, to_plain
 from grpo_cli.errors import refuse
-from grpo_cli.history import of_kind
+from grpo_cli.history import digest_of, of_kind
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.types import GIVEN, Finish, Group, GroupRequest, Round, ScoredGroup
 
@@ -62,6 +62,10 @@ class Partial:
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         return {}
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "partial", "held": [to_plain(group) for group in self._held]}

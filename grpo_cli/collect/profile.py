@@ -4,8 +4,8 @@ arXiv 2606.08854)."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from collections.abc import Collection as Ids
-from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from grpo_cli.collect.candidates import no_share
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.errors import UserError, refuse
-from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.history import PROFILED, History, Visit, digest_of
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 
@@ -30,10 +30,10 @@ def read_history(file: str | None, prompts: Sequence[Prompt]) -> History:
     if file is None:
         return History()
     visits = _visits_in(file)
-    wanted, known = dict(visits), dict[str, Sequence[Visit]]()
+    wanted, known, digests = dict(visits), dict[str, Sequence[Visit]](), dict[str, int]()
     for prompt in prompts:
         if prompt.id in wanted:
-            known[prompt.id] = [wanted.pop(prompt.id)]
+            known[prompt.id], digests[prompt.id] = [wanted.pop(prompt.id)], digest_of(prompt)
             if not wanted:
                 break
     if not known:
@@ -41,7 +41,7 @@ def read_history(file: str | None, prompts: Sequence[Prompt]) -> History:
             f"train.history={file} knows 0 of the {len(prompts)} problems of this task (its ids are such as "
             f"{next(iter(visits))}, the task's such as {prompts[0].id}); write it with {WRITE_IT} on this task"
         )
-    return History(known)
+    return History(known, digests)
 
 
 def no_history(file: str | None) -> Iterator[str]:
@@ -164,7 +164,8 @@ class Profiled:
         refuse([*self.refuses(trivial=trivial, unsolved=unsolved, sizes=sizes, shares=shares)])
         self._prompts, self._per_step, self._steps, self._seed = prompts, per_step, steps, seed
         self._all_sizes, self._shares = tuple(sizes), shares
-        self._sizes: dict[str, int] = {}  # of the problems that are trained on; 0: of every phase
+        # Of the problems that are trained on; 0: of every phase. Never changed in place: states hold this very one.
+        self._sizes: dict[str, int] = {}
         self._phases: list[Bucket] = []
         self._borders: list[int] = []  # the step after each phase
         if history.profile:
@@ -254,9 +255,18 @@ class Profiled:
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         return {"curriculum/phase": float(self._phases[self._number(step)].size)}
 
+    def forget(self, is_other: Callable[[str], bool]) -> None:
+        """As `interfaces.Forgets` has it: phases without some of their problems would be other phases."""
+        others = sum(map(is_other, self._sizes))
+        if others:
+            raise UserError(
+                f"the checkpoint's curriculum=profile is of {len(self._sizes)} problems, of which this run's task does "
+                f"not have {others} with the same prompt and answer; resume with the task as it was, or start a new run"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         orders = {str(phase.size): phase.order.state_dict() for phase in self._phases}
-        return {"kind": "profile", "of": [*self._all_sizes], "sizes": dict(self._sizes), "orders": orders}
+        return {"kind": "profile", "of": [*self._all_sizes], "sizes": self._sizes, "orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         state = of_kind(state, "curriculum", "profile")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from grpo_cli.collect.stored import from_plain, to_plain, version_of
+from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
 from grpo_cli.errors import refuse
-from grpo_cli.history import of_kind
+from grpo_cli.history import digest_of, of_kind
 from grpo_cli.types import ScoredGroup
 
 
@@ -112,6 +112,11 @@ class GroupStore:
         self._stored[group.prompt.id] = to_plain(group)
         if len(self._stored) > self._capacity:
             del self._stored[next(iter(self._stored))]
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        stored = self._stored.items()
+        self._stored = {name: kept for name, kept in stored if not is_other(name, digest_of(prompt_of(kept)))}
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "fifo", "stored": list(self._stored.values())}

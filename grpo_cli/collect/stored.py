@@ -44,8 +44,7 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
 
 def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
     """What `to_plain` was given."""
-    name, token_ids, answer = state["prompt"]
-    prompt = Prompt(name, tuple(token_ids), answer)
+    prompt = prompt_of(state)
     lengths = [fate["length"] for fate in state["rollouts"]]
     parts = zip(state["rollouts"], state["token_ids"].split(lengths), state["logprobs"].split(lengths), strict=True)
     return ScoredGroup(
@@ -53,6 +52,12 @@ def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
         tuple(_rollout(prompt, fate, tuple(ids.tolist()), tuple(said.tolist())) for fate, ids, said in parts),
         tuple(Reward(*reward) for reward in state["rewards"]),
     )
+
+
+def prompt_of(state: Mapping[str, Any]) -> Prompt:
+    """The problem of a group as it is kept."""
+    name, token_ids, answer = state["prompt"]
+    return Prompt(name, tuple(token_ids), answer)
 
 
 def _rollout(

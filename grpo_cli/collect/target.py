@@ -39,7 +39,8 @@ class TargetRate:
         self._prompts, self._seed, self._history = prompts, seed, history
         self._target, self._temperature, self._decay = target, temperature, decay
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
-        self._step, self._predicted = -1, dict[str, float]()  # of the step that is being made
+        self._step = -1  # that is being made
+        self._predicted = dict[str, float]()  # of what was picked and is not seen yet
 
     @staticmethod
     def refuses(*, target: float, temperature: float, pool: int, decay: float) -> Iterator[str]:
@@ -51,7 +52,8 @@ class TargetRate:
 
     def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
         if step != self._step:
-            self._step, self._predicted = step, {}
+            self._step = step
+            self._predicted = {name: rate for name, rate in self._predicted.items() if name in without}
         prompts = [self._prompts[place] for place in self._candidates.places(step, count, without)]
         rates = np.array([self._rate(prompt) for prompt in prompts])
         rng = np.random.default_rng(seed_of(self._seed, step, "target", len(without)))
@@ -66,13 +68,16 @@ class TargetRate:
         return UNSEEN if rate is None else rate
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        predicted = [self._predicted[group.prompt.id] for group in groups if group.prompt.id in self._predicted]
+        predicted = [self._predicted.pop(group.prompt.id) for group in groups if group.prompt.id in self._predicted]
         self._step = -1  # a step that is made again begins anew
         return {"curriculum/predicted_rate": float(np.mean(predicted))} if predicted else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is in the order of candidates; what was seen of problems is the history's to keep."""
-        return {"kind": "target", "order": self._candidates.state_dict()}
+        """Where it is in the order of candidates, and what it predicted of groups that are under way; what was seen of
+        problems is the history's to keep."""
+        return {"kind": "target", "order": self._candidates.state_dict(), "predicted": dict(self._predicted)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._candidates.load_state_dict(of_kind(state, "curriculum", "target")["order"])
+        state = of_kind(state, "curriculum", "target")
+        self._candidates.load_state_dict(state["order"])
+        self._predicted = dict(state.get("predicted", {}))

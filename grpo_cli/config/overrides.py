@@ -83,7 +83,12 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
 
 
 def _is_our_target(key: str, value: Any) -> bool:
-    return key.endswith("._target_") and str(value).startswith("grpo_cli.")
+    return key.endswith("._target_") and is_ours(value)
+
+
+def is_ours(target: Any) -> bool:
+    """Whether a part is built by code of this package, which may have stood elsewhere in another version."""
+    return str(target).startswith("grpo_cli.")
 
 
 def _quoted(value: Any) -> str:

@@ -35,6 +35,7 @@ BAD_BATCHES = "bad_batches"
 
 CHECKPOINTS, TRAINER_STATE, COMPLETE = "checkpoints", "trainer_state.pt", "COMPLETE"
 LEDGER = "ledger.npz"  # of a checkpoint: what the files of records held
+CHAIN = "settings.json"  # of a checkpoint: the files of settings that its run had then, with their checksums
 # A checkpoint that is being written or removed, and the good one of a step that is being saved again.
 UNFINISHED, REPLACED = ".tmp", ".replaced"
 _STEP = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")

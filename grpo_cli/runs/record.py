@@ -1,8 +1,9 @@
 """What a run was composed of, as the run itself has written it down: `run.json`, once, after every check has passed.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
-itself and is never written again. Folders that were made before there was a `run.json` have Hydra's files in `.hydra/`
-instead: those are read where there is nothing else, if they agree with each other.
+itself and is never written again, and every checkpoint knows those that its run had. Folders that were made before
+there was a `run.json` have Hydra's files in `.hydra/` instead: those are read where there is nothing else, if they
+agree with each other.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import yaml
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.runs.layout import EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
+from grpo_cli.runs.files import json_line, sha256, write_atomically
+from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 _CHECKSUM = "sha256"
@@ -69,6 +70,30 @@ def read_record(folder: Path) -> RunRecord | None:
     for path in files[:-1]:
         _read(path)  # an earlier one that is damaged says that something has been at them
     return _read(files[-1]) if files else _of_hydra(folder)
+
+
+def chain_of(folder: Path) -> dict[str, str]:
+    """The files that say what the run in this folder is, with their checksums: what its checkpoints are made with."""
+    return {path.name: sha256(path) for path in (folder / RUN, *sorted(folder.glob(EVERY_RESUMED))) if path.exists()}
+
+
+def keep_chain(folder: Path, chain: Mapping[str, str]) -> None:
+    """Leave it in a checkpoint's folder."""
+    (folder / CHAIN).write_text(f"{json_line(chain, indent=1)}\n")
+
+
+def check_chain(checkpoint: Path) -> None:
+    """UserError if the folder of the run no longer says the settings that this checkpoint of it was made with."""
+    if not (checkpoint / CHAIN).exists():
+        return  # of an older version
+    now = chain_of(folder := checkpoint.parent.parent)
+    for name, checksum in json.loads((checkpoint / CHAIN).read_text()).items():
+        if now.get(name) != checksum:
+            what = "has been altered" if name in now else "is missing"
+            raise UserError(
+                f"{folder / name} {what}, and {checkpoint.name} was made with it: the settings of this run are not "
+                f"certain; put the file back, or start a new run from the checkpoint (model.path={checkpoint})"
+            )
 
 
 def has_record(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, overload
 
@@ -80,6 +81,14 @@ class LazyPrompts(Sequence[Prompt]):
             return [self._prompt(problem) for problem in self.problems[index]]
         return self._prompt(self.problems[index])
 
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Where the prompt of each id is, none of which is made for it."""
+        return {self._id(problem): place for place, problem in enumerate(self.problems)}
+
+    def _id(self, problem: Problem) -> str:
+        return f"{self._split}-{problem.line:06d}"
+
     def of(self, prompt_id: str) -> Problem:
         """The problem that a prompt was made of."""
         if not self._by_line:
@@ -94,7 +103,7 @@ class LazyPrompts(Sequence[Prompt]):
             if not self._cut:
                 raise self._refusal(problem, f"{len(token_ids)} tokens", count=1)
             token_ids = token_ids[len(token_ids) - self._max_tokens :]
-        return Prompt(f"{self._split}-{problem.line:06d}", token_ids, problem.answer)
+        return Prompt(self._id(problem), token_ids, problem.answer)
 
     def _too_long(self, problems: Sequence[Problem]) -> dict[int, str]:
         """The lines of the prompts that do not fit, each with its number of tokens."""

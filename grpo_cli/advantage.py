@@ -87,6 +87,9 @@ def median(
     return distances.to(kept_rewards.dtype)
 
 
+median.needs_middle = True  # type: ignore[attr-defined]
+
+
 def novelty(
     kept_rewards: Float[Tensor, " K"],
     group_rewards: Float[Tensor, " G"],

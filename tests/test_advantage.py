@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import made
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import advantage
+from grpo_cli import advantage, downsample
 from grpo_cli.errors import UserError
+from grpo_cli.select import select
 from grpo_cli.settings import Sampling
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -163,6 +166,19 @@ def test_the_middle_of_an_odd_group_has_no_advantage_and_half_of_the_others_no_l
     assert 2 * int((found >= 0).sum()) > len(rewards) and 2 * int((found <= 0).sum()) > len(rewards)
     order = data.draw(st.permutations(range(len(rewards))))
     assert torch.allclose(MEDIAN(values[order], values[order]), found[order])
+
+
+def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
+    """Median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle: each over .201."""
+    group = group_of([Reward(total) for total in (0.0, 1.0, 0.2, 0.5, 0.1)])
+    release = made.advantage("median_release")
+    found = select(group, [""] * 5, 4, downsample.median, release, np.random.default_rng(0), True)
+    assert found.indices == (0, 1, 3, 4)
+    assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
+    # of 0/1 rewards only the floor is left
+    thirds = group_of([Reward(total) for total in (0.0, 1.0, 0.0)])
+    found = select(thirds, [""] * 3, 2, downsample.median, release, np.random.default_rng(0), True)
+    assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
 
 
 def test_a_median_that_cannot_be_had_is_refused():

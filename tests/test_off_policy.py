@@ -503,7 +503,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: list[str], 
 
 def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
     check(settings_of("correction.prox=drawn"))
-    check(settings_of("correction=ftis", "correction.prox=drawn", "engine=ray"))
+    check(settings_of("correction.prox=drawn", "engine=ray"))
 
 
 class Rejects:

@@ -74,6 +74,9 @@ def median(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]
     return [index for index in range(size) if index != left_out]
 
 
+median.needs_middle = True  # type: ignore[attr-defined]
+
+
 def max_variance_indices(
     rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " K"]:

@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.profile import read_history
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
+from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rules_of
 from grpo_cli.config.rehearsal import build_rules
@@ -175,6 +176,8 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
     _say_what_depends_on_memory(settings, console.warn)
+    for remark in together.remarks(settings, rules, collection_size(settings)):
+        console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
     for line in introduction(replace(settings, model=weights), everything, trained, bench.device):

@@ -38,7 +38,8 @@ class Trainer:
         self._progress = Progress()
         correction = parts.rules.correction
         answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
-        self._health = HealthCheck(reuse_is_answered=answered)
+        weighed_parts = settings.parts.get("advantage", {}).get("weights") or ()
+        self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
         self._done: Record | None = None  # of the last step that this process has finished

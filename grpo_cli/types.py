@@ -142,6 +142,7 @@ LARGEST_REWARD = 2.0**53
 class Reward:
     """What a rollout earned. `total` is trained on; `parts` are logged, each by its name.
 
+    `weights` says what each part counts in the total; one that it does not name is only logged. Empty: not known.
     Evaluation counts an answer as right whose part `answer_part` is at least 1, or the total where there is no such
     part.
     """
@@ -149,6 +150,7 @@ class Reward:
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
     answer_part: str = "correct"
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def solved(self) -> bool:

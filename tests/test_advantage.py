@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
+import made
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import advantage
+from grpo_cli import advantage, downsample
 from grpo_cli.errors import UserError
+from grpo_cli.select import select
 from grpo_cli.settings import Sampling
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
@@ -164,6 +168,19 @@ def test_the_middle_of_an_odd_group_has_no_advantage_and_half_of_the_others_no_l
     assert torch.allclose(MEDIAN(values[order], values[order]), found[order])
 
 
+def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollout_out():
+    """Median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle: each over .201."""
+    group = group_of([Reward(total) for total in (0.0, 1.0, 0.2, 0.5, 0.1)])
+    release = made.advantage("median_release")
+    found = select(group, [""] * 5, 4, downsample.median, release, np.random.default_rng(0), True)
+    assert found.indices == (0, 1, 3, 4)
+    assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
+    # of 0/1 rewards only the floor is left
+    thirds = group_of([Reward(total) for total in (0.0, 1.0, 0.0)])
+    found = select(thirds, [""] * 3, 2, downsample.median, release, np.random.default_rng(0), True)
+    assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
+
+
 def test_a_median_that_cannot_be_had_is_refused():
     with pytest.raises(UserError, match="advantage.scale=iqr is unknown: use mad, std or none"):
         advantage.median(torch.ones(3), torch.ones(3), scale="iqr", floor=1e-3, stats_over="group")
@@ -233,12 +250,15 @@ def test_how_likely_the_others_were_is_asked_of_those_that_are_compared_with():
 
 
 def test_a_part_counts_by_its_weight_and_not_by_its_scale():
-    """Two parts of scale 1 and 100, of which each rollout has one or both: whitened both are +-.866 and +-.5."""
+    """Two parts of scale 1 and 100, of which each rollout has one or both: whitened both are +-.866."""
     rewards = [
-        Reward(101.0, {"right": 1.0, "short": 100.0}),
-        Reward(1.0, {"right": 1.0, "short": 0.0}),
-        Reward(100.0, {"right": 0.0, "short": 100.0}),
-        Reward(0.0, {"right": 0.0}),  # what it has not is 0
+        replace(reward, weights={"right": 1.0, "short": 1.0})
+        for reward in (
+            Reward(101.0, {"right": 1.0, "short": 100.0}),
+            Reward(1.0, {"right": 1.0, "short": 0.0}),
+            Reward(100.0, {"right": 0.0, "short": 100.0}),
+            Reward(0.0, {"right": 0.0}),  # what it does not have is 0
+        )
     ]
     per_part = partial(advantage.per_part, stats_over="kept", eps=0.0)
     high = 3**0.5 / 2
@@ -254,15 +274,92 @@ def test_a_part_counts_by_its_weight_and_not_by_its_scale():
 
 def test_parts_are_compared_where_it_is_asked_for_and_add_nothing_where_they_are_equal():
     """Kept are 0 and 4 of 0 4 8: means 2 and 4, deviations sqrt(8) and 4."""
-    group = group_of([Reward(0.0, {"a": value, "same": 0.1}) for value in (0.0, 4.0, 8.0)])
+    weights = {"a": 1.0, "same": 1.0}
+    group = group_of([Reward(value + 0.1, {"a": value, "same": 0.1}, weights=weights) for value in (0.0, 4.0, 8.0)])
     per_part = partial(advantage.per_part, weights={}, eps=0.0)
     assert asked(per_part, group, [0, 1], stats_over="kept") == close([-(0.5**0.5), 0.5**0.5])
     assert asked(per_part, group, [0, 1], stats_over="group") == close([-1.0, 0.0])
 
 
+PER_PART = partial(advantage.per_part, stats_over="kept", eps=0.0)
+
+
 def test_without_parts_the_total_is_the_only_one():
     group = group_of([Reward(0.0), Reward(2.0), Reward(4.0)])
-    assert asked(advantage.per_part, group, weights={}, stats_over="kept", eps=0.0) == close([-1, 0, 1])
+    assert asked(PER_PART, group, weights={}) == close([-1, 0, 1])
+    assert asked(PER_PART, group, weights={"short": 2.0}) == close([-1, 0, 1])
+
+
+def test_a_part_that_is_only_logged_teaches_nothing_unless_it_is_named():
+    rewards = [Reward(0.0, {"correct": 0.0, "well_formed": well}, weights={"correct": 1.0}) for well in (1.0, 0.0, 0.0)]
+    assert asked(PER_PART, group_of(rewards), weights={}) == [0.0, 0.0, 0.0]
+    rise = 1 / 3**0.5
+    assert asked(PER_PART, group_of(rewards), weights={"well_formed": 0.5}) == close([rise, -rise / 2, -rise / 2])
+
+
+def test_a_part_weighs_what_it_does_in_the_total_unless_it_is_named():
+    """Whitened, 0 2 4 are -1 0 1 and 30 10 20 are 1 -1 0."""
+    weights = {"a": 1.0, "b": -0.1}
+    rewards = [
+        Reward(a - 0.1 * b, {"a": a, "b": b, "seen": a * b}, weights=weights)
+        for a, b in ((0.0, 30.0), (2.0, 10.0), (4.0, 20.0))
+    ]
+    assert asked(PER_PART, group_of(rewards), weights={}) == close([-1.1, 0.1, 1.0])
+    assert asked(PER_PART, group_of(rewards), weights={"b": 2}) == close([1.0, -2.0, 1.0])
+
+
+def test_a_part_that_the_total_of_a_rollout_leaves_out_is_0_for_it():
+    """As with formats_on=wrong: the form of the right answer is not looked at."""
+    rewards = [
+        Reward(1.0, {"correct": 1.0, "format": 1.0}, weights={"correct": 1.0}),
+        Reward(0.5, {"correct": 0.0, "format": 1.0}, weights={"correct": 1.0, "format": 0.5}),
+        Reward(0.0, {"correct": 0.0, "format": 0.0}, weights={"correct": 1.0, "format": 0.5}),
+    ]
+    rise = 1 / 3**0.5
+    right, form = (2 * rise, -rise, -rise), (-rise, 2 * rise, -rise)
+    expected = [one + 0.5 * other for one, other in zip(right, form, strict=True)]
+    assert asked(PER_PART, group_of(rewards), weights={}) == close(expected)
+
+
+def test_parts_whose_weights_nobody_knows_count_where_they_add_up_to_the_total():
+    adding = [Reward(a + b, {"a": a, "b": b}) for a, b in ((0.0, 30.0), (2.0, 10.0), (4.0, 20.0))]
+    assert asked(PER_PART, group_of(adding), weights={}) == close([0.0, -1.0, 1.0])
+    others = [Reward(a, {"a": a, "b": b}) for a, b in ((0.0, 30.0), (2.0, 10.0), (4.0, 20.0))]
+    assert asked(PER_PART, group_of(others), weights={}) == close([-1.0, 0.0, 1.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(*[st.integers(-9, 9).map(float)] * 3), min_size=2, max_size=7),
+    weights=st.tuples(*[st.sampled_from([-2.0, 0.0, 0.5, 1.0])] * 2),
+    typed=st.dictionaries(st.sampled_from("ab"), st.sampled_from([-1.0, 0.0, 3.0])),
+    data=st.data(),
+)
+def test_each_part_is_whitened_among_the_rewards_that_are_compared(parts, weights, typed, data):
+    """By the definition, in Python's floats; c is only logged, and the rejected may be out of the statistics."""
+    size = len(parts)
+    baseline = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=2)))
+    kept = sorted(data.draw(st.sets(st.sampled_from(baseline), min_size=1)))
+    rewards = [
+        Reward(weights[0] * a + weights[1] * b, {"a": a, "b": b, "c": c}, weights={"a": weights[0], "b": weights[1]})
+        for a, b, c in parts
+    ]
+    group = group_of(rewards)
+    totals = torch.tensor(group.totals)
+    inputs = AdvantageInputs(group, tuple(kept), tuple(baseline))
+    for stats_over, compared in (("kept", kept), ("group", baseline)):
+        found = advantage.per_part(
+            totals[kept], totals[baseline], inputs, weights=typed, stats_over=stats_over, eps=0.5
+        )
+        expected = [0.0] * len(kept)
+        for place, part in enumerate("ab"):
+            column = [one[place] for one in parts]
+            mean = sum(column[i] for i in compared) / len(compared)
+            squares = sum((column[i] - mean) ** 2 for i in compared)
+            if len({column[i] for i in compared}) > 1:
+                weight = typed.get(part, weights[place]) / ((squares / (len(compared) - 1)) ** 0.5 + 0.5)
+                expected = [one + weight * (column[i] - mean) for one, i in zip(expected, kept, strict=True)]
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("weight", ["much", True, float("nan"), None])

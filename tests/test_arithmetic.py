@@ -104,7 +104,8 @@ def test_anything_but_the_plain_number_earns_nothing(reply: str) -> None:
 
 
 def test_a_right_number_without_an_end_earns_nothing() -> None:
-    assert judge("14+30=44", "44", Finish.LENGTH) == Reward(0.0, {"correct": 0.0, "well_formed": 0.0})
+    parts = {"correct": 0.0, "well_formed": 0.0}
+    assert judge("14+30=44", "44", Finish.LENGTH) == Reward(0.0, parts, weights={"correct": 1.0})
 
 
 @pytest.mark.parametrize(

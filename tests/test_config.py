@@ -78,6 +78,7 @@ def test_every_choice_can_be_composed(file):
     predictor = ["predictor=mean"] if group == "scheduler" else []
     fewer = ["m=8"] if group == "downsample" and file.stem != "all" else []
     others = {"collector=dars": ["advantage=dr_grpo"], "advantage=median": ["n=9"], "downsample=median": ["n=9"]}
+    others["advantage=median_release"] = ["n=9"]
     others["curriculum=profile"] = [f"train.history={trace}"]
     others["replay=folder"] = [f"replay.path={trace.parent}"]
     besides = others.get(f"{group}={file.stem}", [])

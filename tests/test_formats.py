@@ -66,7 +66,10 @@ def test_parts_without_a_weight_are_not_looked_at_and_those_of_zero_only_logged(
 def test_the_total_is_the_weighted_sum_as_in_the_published_runs(
     tmp_path: Path, reply: str, weights: dict[str, float], formats_on: str, total: float
 ) -> None:
-    assert reward_of(tmp_path, reply, weights=weights, formats_on=formats_on).total == pytest.approx(total)
+    reward = reward_of(tmp_path, reply, weights=weights, formats_on=formats_on)
+    assert reward.total == pytest.approx(total)
+    assert sum(weight * reward.parts[part] for part, weight in reward.weights.items()) == pytest.approx(total)
+    assert "correct_strict" in reward.parts and "correct_strict" not in reward.weights, "it is only logged"
 
 
 def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: Path) -> None:
@@ -74,6 +77,8 @@ def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: P
     unmarked = reward_of(tmp_path, "It is 4.", weights=weights, grading="strict", formats_on="wrong")
     marked = reward_of(tmp_path, "<answer>4</answer>", weights=weights, grading="strict", formats_on="wrong")
     assert (unmarked.total, marked.total) == (0.0, 0.5)
+    assert unmarked.weights == {"correct_strict": 0.5, "tag_count": 0.1}
+    assert marked.weights == {"correct_strict": 0.5}, "form counts in wrong answers alone"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,15 @@ def test_metrics_that_were_not_measured_give_no_warning() -> None:
     assert [check.check({"eval/accuracy": 0.0}) for _ in range(20)] == [[]] * 20
 
 
+def test_a_weight_of_a_part_that_no_reward_has_is_warned_of_once() -> None:
+    check = HealthCheck(weighed_parts={"short": 0.5, "shrot": 0.5})
+    assert check.check({"eval/accuracy": 0.0}) == [], "nothing was judged yet"
+    (said,) = check.check(WELL | {"reward/short": 1.0})
+    assert "advantage.weights.shrot" in said and "advantage.weights.short" not in said
+    assert [check.check(WELL) for _ in range(5)] == [[]] * 5, "a part may be missing from a step"
+    assert HealthCheck(weighed_parts=["short"]).check(WELL | {"reward/short": 1.0}) == []
+
+
 def test_a_run_that_meets_few_problems_is_warned_after_fifty_steps() -> None:
     few, enough = ({"prompts/distinct": met, "collect/problems": 16.0} for met in (31.0, 32.0))
     check = HealthCheck()

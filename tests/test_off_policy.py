@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import made
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from small import small_model
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, settings_for
@@ -22,6 +26,7 @@ from grpo_cli.config.compose import settings_of
 from grpo_cli.config.rehearsal import rehearsed_rules
 from grpo_cli.credit import fresh
 from grpo_cli.errors import UserError
+from grpo_cli.experiment import build
 from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.learner import Learner
@@ -316,11 +321,58 @@ def test_given_tokens_and_rows_that_count_nothing_have_no_part_in_the_sample_siz
     assert effective_share(replace(batch, weights=0 * weights), logprobs) == 1.0
 
 
-def test_a_rollout_s_weight_is_bounded_and_stays_a_number():
-    batch, logprobs = weighed(1.0, 1.0, tokens=4)
-    logprobs = logprobs + torch.tensor([[500.0], [-500.0]]) * batch.response_mask
-    assert effective_share(batch, logprobs) == pytest.approx(0.5)
-    assert effective_share(batch, (logprobs + 90.0 * batch.response_mask).bfloat16().float()) == pytest.approx(0.5)
+def logged(*log_weights: float) -> tuple[Batch, torch.Tensor]:
+    """A batch of rows of two tokens each, of which the learner's and the sampler's probabilities differ by so much."""
+    batch, logprobs = weighed(*[1.0] * len(log_weights))
+    return batch, logprobs + torch.tensor(log_weights)[:, None] / 2 * batch.response_mask
+
+
+def by_definition(log_weights: Sequence[float]) -> float:
+    """(sum w)^2 / (B sum w^2) in decimals, whose exponents have no end that matters here."""
+    w = [Decimal(one).exp() for one in log_weights]
+    return float(sum(w) ** 2 / (len(w) * sum(one * one for one in w)))
+
+
+# Sixteenths are exact in every sum that is made of them.
+sixteenths = st.integers(-32_000, 32_000).map(lambda whole: whole / 16)
+
+
+@settings(max_examples=80, deadline=None)
+@given(log_weights=st.lists(sixteenths, min_size=1, max_size=8), further=sixteenths)
+@example(log_weights=[-25.0, -60.0, -40.0, -90.0], further=-2000.0)
+@example(log_weights=[25.0, 60.0, 40.0, 90.0], further=2000.0)
+def test_the_share_is_that_of_the_definition_however_far_all_rollouts_are_off(log_weights: list[float], further: float):
+    share = effective_share(*logged(*log_weights))
+    assert share == pytest.approx(by_definition(log_weights), rel=1e-9)
+    assert effective_share(*logged(*(one + further for one in log_weights))) == share
+
+
+def test_of_four_rollouts_that_are_far_off_the_nearest_alone_counts():
+    assert effective_share(*logged(-25.0, -60.0, -40.0, -90.0)) == pytest.approx(0.25)
+    assert effective_share(*logged(-25.0, -25.0, -40.0, -90.0)) == pytest.approx(0.5)
+    assert effective_share(*logged(0.0, 0.0, 0.0, -math.inf)) == 0.75, "what is impossible now is worth nothing"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_not_taken_for_a_full_share(bad: float):
+    assert math.isnan(effective_share(*logged(0.0, bad, -3.0)))
+    batch = uneven()
+    broken = batch.sampler_logprobs.clone()
+    broken[2, 1] = -bad
+    update = make_learner(10_000, ess="sqrt").update(replace(batch, sampler_logprobs=broken), 0)
+    assert update.fault == "off/ess is nan" and not update.moved
+
+
+def test_a_run_whose_sampler_is_far_off_does_not_keep_the_full_rate(tmp_path: Path):
+    """Two KV entries are kept of replies of 50 tokens and more; of eight rollouts of a step one or two are left."""
+    words = ["sparsity=streaming", "sparsity.budget=2", "sparsity.window=1", "sparsity.sinks=1", "sparsity.buffer=1"]
+    words += ["task.min_terms=8", "optim.ess=sqrt", "n=4", "train.prompts=2", "train.steps=6", "eval.every=0"]
+    build(settings_of(*words, "optim.lr=1e-3", "optim.warmup_steps=0", "logger=jsonl", f"run_dir={tmp_path}")).fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
+    shares = [row["off/ess"] for row in rows]
+    assert len(shares) == 6 and max(shares) < 0.5
+    assert shares[4] == pytest.approx(1 / 8, abs=1e-3)
+    assert [row["optim/lr"] for row in rows] == pytest.approx([1e-3 * math.sqrt(share) for share in shares])
 
 
 def steep(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
@@ -451,7 +503,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: list[str], 
 
 def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
     check(settings_of("correction.prox=drawn"))
-    check(settings_of("correction=ftis", "correction.prox=drawn", "engine=ray"))
+    check(settings_of("correction.prox=drawn", "engine=ray"))
 
 
 class Rejects:

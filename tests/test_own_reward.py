@@ -105,7 +105,9 @@ def test_one_number_is_the_reward_and_a_part_of_the_functions_name(tmp_path: Pat
     task = make(tmp_path, "match")
     answer = task.prompts("train")[0].answer
     assert answer.startswith("word ")  # as it is in the file: only one's own function knows what it means
-    assert judged(task, [answer, "x"]) == [Reward(1.0, {"match": 1.0}), Reward(0.0, {"match": 0.0})]
+    weights = {"match": 1.0}
+    right, wrong = Reward(1.0, {"match": 1.0}, weights=weights), Reward(0.0, {"match": 0.0}, weights=weights)
+    assert judged(task, [answer, "x"]) == [right, wrong]
 
 
 def test_named_parts_are_added_with_their_weights(tmp_path: Path) -> None:
@@ -140,7 +142,9 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     answers = [prompt.answer for prompt in task.prompts("train")]
     assert [reward.total for reward in judged(task, [answers[0], "x", answers[2]])] == [1.0, 0.0, 1.0]
     assert task.rewards([]) == []
-    assert judged(make(tmp_path, "array"), ["a", "bcd"]) == [Reward(1.0, {"array": 1.0}), Reward(3.0, {"array": 3.0})]
+    assert judged(make(tmp_path, "array"), ["a", "bcd"]) == [
+        Reward(size, {"array": size}, weights={"array": 1.0}) for size in (1.0, 3.0)
+    ]
     assert judged(make(tmp_path, "anything"), ["a"])[0].total == 6.0
 
 

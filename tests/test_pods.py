@@ -406,12 +406,12 @@ def test_the_report_says_what_the_runs_say(tmp_path, runs_made, capsys):
 
 
 def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_few(tmp_path: Path) -> None:
-    """BroRL's shape, smaller: 128 rollouts of a problem in 16 slots and all at once, 8 of them trained on."""
+    """BroRL's shape, smaller: 128 rollouts of a problem in 16 slots and all at once, all of them trained on."""
     from test_train import make_trainer, settings_for
 
     def run(name: str, sampler: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
-        settings = replace(settings_for(tmp_path / name, steps=2, prompts=1), n=128, m=8)
-        trainer = make_trainer(settings, sampler=sampler, downsample=downsample.maxvar)
+        settings = replace(settings_for(tmp_path / name, steps=2, prompts=1), n=128, m=128)
+        trainer = make_trainer(settings, sampler=sampler)
         trainer.fit()
         [recorder] = trainer._parts.trackers
         return [p.detach() for p in trainer._parts.bench.model.parameters()], dict(recorder.records[-1].metrics)
@@ -420,6 +420,12 @@ def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_f
     assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(few, all_of_them, strict=True))
     assert in_slots["engine/slots"] == 16 and at_once["engine/slots"] > 16
     assert in_slots["engine/kv_peak_bytes"] < at_once["engine/kv_peak_bytes"] / 2
+
+
+def test_broad_groups_are_trained_on_whole() -> None:
+    broad, wide = composed("experiment=brorl_arithmetic"), composed("experiment=wide_arithmetic")
+    assert broad.m == broad.n == 512
+    assert broad.train.prompts * broad.m == wide.train.prompts * wide.m, "a step of a size that a laptop makes"
 
 
 def test_a_wide_step_keeps_the_size_of_an_update() -> None:

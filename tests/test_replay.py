@@ -48,7 +48,7 @@ def group(name: str, rewards: Sequence[float] = (1.0, 0.0), version: int = 0, lo
     rollouts = tuple(
         Rollout(r, (4, 5 + r.sample), (logprob,) * 2, Finish.EOS, 2, (Span(version, 2),)) for r in requests
     )
-    return ScoredGroup(prompt, rollouts, tuple(Reward(reward, {"correct": reward}) for reward in rewards))
+    return ScoredGroup(prompt, rollouts, tuple(Reward(r, {"correct": r}, weights={"correct": 1.0}) for r in rewards))
 
 
 def store(*groups: ScoredGroup, **changed: Any) -> GroupStore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -55,6 +56,16 @@ def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
     selection = select(group(*rewards), why, 2, downsample.maxvar, over_group, np.random.default_rng(0), count_rejected)
     mean = 3.0 if count_rejected else 1.0
     assert selection.advantages.tolist() == [0.0 - mean, 2.0 - mean]
+
+
+@pytest.mark.parametrize(("count_rejected", "expected"), [(True, [-0.734847, -0.244949]), (False, [-1.0, 1.0])])
+def test_so_do_those_of_each_part_of_the_reward(count_rejected: bool, expected: list[float]) -> None:
+    """Of 0 1 2 and the rejected 9 the mean is 3 and the deviation sqrt(50 / 3); without the 9 both are 1."""
+    parts = partial(advantage.per_part, weights={}, stats_over="group", eps=0.0)
+    scored, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
+    scored = replace(scored, rewards=tuple(Reward(r.total, {"a": r.total}, weights={"a": 1.0}) for r in scored.rewards))
+    selection = select(scored, why, 2, downsample.maxvar, parts, np.random.default_rng(0), count_rejected)
+    assert selection.indices == (0, 2) and selection.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_fewer_than_wanted_or_none_may_be_left() -> None:

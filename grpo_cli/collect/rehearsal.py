@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.errors import own_code
-from grpo_cli.history import History
+from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
@@ -21,12 +21,15 @@ from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 MOST_REHEARSED, ENOUGH = 4096, 1024
 # What every second, no and every rollout of a problem earns, by its sample.
 _SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
+_SOLVED = (0, 1, 2, 3, 4)  # how often problems were solved in earlier visits, of as many tries as the last
 
 
 @dataclass(frozen=True)
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
-    rollouts altogether, and rounds; and whether it leaves rollouts partial, to go on with in a later step."""
+    rollouts altogether, and rounds; whether it leaves rollouts partial, to go on with in a later step; and whether it
+    made groups of another size than n, in one of these steps or in one whose problems differ in how often they are and
+    were solved."""
 
     picked: int
     problems: int
@@ -34,6 +37,7 @@ class CollectionSize:
     rollouts: int
     rounds: int
     partial: bool = False
+    unequal: bool = False
 
     @classmethod
     def equal(cls, n: int, prompts: int) -> CollectionSize:
@@ -42,11 +46,13 @@ class CollectionSize:
 
 
 def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
-    """Runs a copy of `collector` through a step whose rollouts are all wrong, wrong and right in turn, and all right.
+    """Runs copies of `collector` through a step whose rollouts are all wrong, wrong and right in turn, and all right.
     UserError if it asks for what cannot be had, or has no end."""
     size = min(n, MOST_REHEARSED)
     problems = max(1, min(prompts, ENOUGH // size))
-    seen = [_tried(copy.deepcopy(collector), size, problems, script) for script in _SCRIPTS]
+    seen = [_tried(collector, size, problems, [script], History()) for script in _SCRIPTS]
+    few = max(problems, min(prompts, len(_SOLVED)))
+    later = _tried(collector, size, few, _SCRIPTS, _visited(few))
 
     def most(name: str, times: float) -> int:
         return ceil(times * max(getattr(one, name) for one in seen))
@@ -60,21 +66,34 @@ def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
         rollouts=most("rollouts", longer),
         rounds=most("rounds", 1.0),
         partial=any(one.partial for one in seen),
+        unequal=any(one.unequal for one in (*seen, later)),
     )
 
 
-def _tried(collector: Collector, n: int, prompts: int, script: Sequence[float]) -> CollectionSize:
+def _visited(problems: int) -> History:
+    """Some problems were never solved before, some always, some in part."""
+    visits = {_name(place): Visit(PROFILED, _SOLVED[place % len(_SOLVED)], _SOLVED[-1]) for place in range(problems)}
+    return History({name: [visit] for name, visit in visits.items()})
+
+
+def _name(place: int) -> str:
+    return f"rehearsal-{place}"
+
+
+def _tried(
+    collector: Collector, n: int, prompts: int, scripts: Sequence[Sequence[float]], history: History
+) -> CollectionSize:
     """The most of a step; of two, if the first leaves partial rollouts that the second may resume."""
-    made_up = _MadeUp(script)
-    first = _step(collector, n, prompts, made_up, 0)
+    made_up, collector = _MadeUp(scripts), copy.deepcopy(collector)
+    first = _step(collector, n, prompts, made_up, 0, history)
     if not first.partial:
         return first
-    second = _step(collector, n, prompts, made_up, 1)
+    second = _step(collector, n, prompts, made_up, 1, history)
     largest = {name: max(number, vars(second)[name]) for name, number in vars(first).items()}
     return CollectionSize(**largest)
 
 
-def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: int) -> CollectionSize:
+def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: int, history: History) -> CollectionSize:
     collection = StepCollection(
         n=n,
         prompts=prompts,
@@ -83,13 +102,13 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         step=step,
         curriculum=made_up,
         task=made_up,
-        history=History(),
+        history=history,
         version=step,
         span=lambda name: nullcontext(),
     )
     before, made_up.rounds, made_up.stopped = made_up.picked, [], False
     with own_code("collector"):
-        collection.run(collector, made_up)
+        groups = collection.run(collector, made_up)
     rounds = made_up.rounds
     return CollectionSize(
         picked=made_up.picked - before,
@@ -99,6 +118,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         rollouts=sum(map(len, rounds)),
         rounds=len(rounds),
         partial=made_up.stopped,
+        unequal=any(len(group.rollouts) != n for group in groups),
     )
 
 
@@ -107,15 +127,15 @@ class _MadeUp:
 
     reads_stop_strings = False
 
-    def __init__(self, script: Sequence[float]) -> None:
-        self._script = script
+    def __init__(self, scripts: Sequence[Sequence[float]]) -> None:
+        self._scripts = scripts  # of the problems in turn
         self.picked = 0
         self.rounds: list[Sequence[Request]] = []
         self.stopped = False
 
     def pick(self, step: int, count: int, without: Set[str]) -> Sequence[Prompt]:
         self.picked += count
-        return [Prompt(f"rehearsal-{i}", (0,), "0") for i in range(self.picked - count, self.picked)]
+        return [Prompt(_name(i), (0,), "0") for i in range(self.picked - count, self.picked)]
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
@@ -137,7 +157,8 @@ class _MadeUp:
         return []
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        return Reward(self._script[rollout.request.sample % len(self._script)])
+        script = self._scripts[int(prompt.id.partition("-")[2]) % len(self._scripts)]
+        return Reward(script[rollout.request.sample % len(script)])
 
     def text(self, token_ids: Sequence[int]) -> str:
         return ""

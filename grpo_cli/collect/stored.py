@@ -23,10 +23,14 @@ def to_plain(group: ScoredGroup) -> dict[str, Any]:
         "logprobs": torch.tensor(logprobs, dtype=torch.float32),
         "rollouts": [_fate(rollout) for rollout in group.rollouts],
         "rewards": [
-            (float(reward.total), {part: float(value) for part, value in reward.parts.items()}, reward.answer_part)
+            (float(reward.total), _floats(reward.parts), reward.answer_part, _floats(reward.weights))
             for reward in group.rewards
         ],
     }
+
+
+def _floats(named: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in named.items()}
 
 
 def _fate(rollout: Rollout) -> dict[str, Any]:

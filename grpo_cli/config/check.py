@@ -32,8 +32,6 @@ _QUANTISED = ("none", "8bit", "4bit")
 _OPTIMIZERS = ("adamw", "adamw8bit")
 _AUTOCASTS = ("auto", "none", "bfloat16")
 _DEVICES = ("auto", "cpu", "cuda")
-# Whether an advantage divides by the deviation of its group.
-_DIVIDES = {"grpo": True, "novelty": True, "per_part": True, "dr_grpo": False, "rloo": False}
 _COUNTED = ("rollout", "prompt")
 _ESS = ("none", "sqrt", "linear")
 _SPLITS = ("eval", "train")
@@ -46,7 +44,6 @@ def check(settings: RunSettings) -> None:
         [
             *_seed_problems(settings.seed),
             *_group_problems(settings),
-            *_together_problems(settings),
             *_train_problems(settings.train, settings.m),
             *_sampling_problems(settings.sampling),
             *_optim_problems(settings.optim),
@@ -60,7 +57,6 @@ def check(settings: RunSettings) -> None:
             *_rule_problems(settings),
             *_curriculum_problems(settings),
             *_replay_problems(settings),
-            *_drawn_problems(settings),
         ]
     )
 
@@ -156,48 +152,6 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         yield (
             f"m=1 leaves advantage={choice_of('advantage', parts['advantage'])} nothing to compare with: take m of 2 "
             "or more, or advantage.stats_over=group"
-        )
-
-
-def _together_problems(settings: RunSettings) -> Iterator[str]:
-    """Rules that ask something of each other, of `n` or of `m`. What one's own rules ask is not known."""
-    n, m = settings.n, settings.m
-    names = {group: choice_of(group, settings.parts[group]) for group in ("collector", "advantage", "downsample")}
-    of_medians = [f"{group}=median" for group in ("advantage", "downsample") if names[group] == "median"]
-    if of_medians and names["collector"] not in ("equal", "partial"):
-        yield (
-            f"collector={names['collector']} makes groups of any size, of which {' and '.join(of_medians)} would not "
-            f"know the one in the middle; use collector=equal"
-        )
-    if names["advantage"] == "median" and n % 2 == 0:
-        yield (
-            f"n={n} has no middle rollout for advantage=median; take n={n + 1} (downsample=median m={n} then trains on "
-            f"{n})"
-        )
-    if names["downsample"] == "median" and m == n:  # if m is less, the rule itself is asked
-        yield f"downsample=median leaves out one of n={n} rollouts, so m must be {n - 1}"
-    divides, divided = _DIVIDES.get(names["advantage"]), settings.parts["collector"].get("divided")
-    if names["collector"] == "dars" and isinstance(divided, bool) and divides not in (None, divided):
-        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
-        yield (
-            f"collector=dars counts for {'divided' if divided else 'undivided'} advantages, but "
-            f"advantage={names['advantage']} {does} by the deviation; use advantage={other} or "
-            f"collector.divided={str(divides).lower()}"
-        )
-
-
-def _drawn_problems(settings: RunSettings) -> Iterator[str]:
-    """Where what was drawn from is not the policy as it was, its log-probabilities cannot stand for the policy's."""
-    parts = settings.parts
-    if parts["correction"].get("prox") != "drawn":
-        return
-    engine, sparsity = choice_of("engine", parts["engine"]), choice_of("sparsity", parts["sparsity"])
-    other = f"engine={engine}" if engine == "vllm" else f"engine.inner={parts['engine'].get('inner')}"
-    foreign = "vllm" in (engine, parts["engine"].get("inner"))
-    for setting in [other] * foreign + [f"sparsity={sparsity}"] * (sparsity != "dense"):
-        yield (
-            f"correction.prox=drawn takes the sampler for the old policy, which {setting} is not; use "
-            "correction.prox=now"
         )
 
 
@@ -339,6 +293,7 @@ def _rule_problems(settings: RunSettings) -> list[str]:
     """What rules say of their settings, the collector of `n`, and down-sampling of `n` and `m`; the others are tried by
     the run itself."""
     from grpo_cli.collect.rehearsal import rehearsed
+    from grpo_cli.config import together
     from grpo_cli.config.instantiate import rules_of
     from grpo_cli.config.rehearsal import try_choice
 
@@ -346,16 +301,18 @@ def _rule_problems(settings: RunSettings) -> list[str]:
 
     def ask() -> None:
         rules = rules_of(settings.parts)
-        problems: list[str] = []
+        problems = [] if settings.resume is not None else [*together.undone(settings, rules)]
         with gathered(problems):
-            if n >= 2 and prompts >= 1 and rehearsed(rules.collector, n, prompts).partial:
-                refuse([*_partial_problems(settings)])
+            if n >= 2 and prompts >= 1:
+                size = rehearsed(rules.collector, n, prompts)
+                refuse([*_partial_problems(settings)] if size.partial else [])
+                refuse([*together.unequal_problems(settings)] if size.unequal else [])
         with gathered(problems):
             if n >= 2 and 1 <= m <= n:
                 try_choice(rules, n, m)
         refuse(problems)
 
-    return _refused(ask)
+    return [*together.problems(settings), *_refused(ask)]
 
 
 def _partial_problems(settings: RunSettings) -> Iterator[str]:
@@ -399,11 +356,11 @@ def _curriculum_problems(settings: RunSettings) -> list[str]:
 def _replay_problems(settings: RunSettings) -> list[str]:
     """What the replay says of its settings, and which rules can make nothing of what it brings."""
     from grpo_cli.config.instantiate import refused_by
+    from grpo_cli.config.together import of_middle
 
     parts = settings.parts
     problems = _refused(lambda: refuse([*refused_by("replay", parts["replay"], {})]))
-    groups = ("replay", "credit", "advantage", "downsample")
-    names = {group: choice_of(group, parts[group]) for group in groups}
+    names = {group: choice_of(group, parts[group]) for group in ("replay", "credit")}
     replay = f"replay={names['replay']}"
     if names["replay"] == "none":
         return problems
@@ -414,10 +371,9 @@ def _replay_problems(settings: RunSettings) -> list[str]:
         )
     if names["replay"] != "folder":
         return problems
-    of_medians = [f"{group}=median" for group in ("advantage", "downsample") if names[group] == "median"]
-    if of_medians:
+    if found := of_middle(parts):
         problems.append(
-            f"replay=folder brings groups of any size, of which {' and '.join(of_medians)} would not know the one in "
+            f"replay=folder brings groups of any size, of which {' and '.join(found)} would not know the one in "
             "the middle; use replay=fifo"
         )
     if parts["correction"].get("prox") == "drawn":

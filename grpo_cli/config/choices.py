@@ -57,6 +57,8 @@ def choices(group: str) -> list[str]:
 
 
 def choice_of(group: str, part: Mapping[str, Any]) -> str:
-    """What a person would choose to get this part; for one of their own its target."""
-    target = part["_target_"]
-    return next((choice for choice in choices(group) if shipped(group, choice).get("_target_") == target), target)
+    """What a person would choose to get this part, with the fewest other settings; for one of their own its target."""
+    target = str(part["_target_"])
+    files = {choice: shipped(group, choice) for choice in choices(group)}
+    same = {choice: keys for choice, keys in files.items() if keys.get("_target_") == target}
+    return max(same, key=lambda choice: sum(part.get(key) == same[choice][key] for key in same[choice]), default=target)

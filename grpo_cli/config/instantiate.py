@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,6 +112,14 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
             f"what else it needs is given as +{name}.<argument>=..."
         ) from error
     return rule
+
+
+def says(name: str, part: Mapping[str, Any], word: str) -> bool:
+    """Whether the class or function that a part names has an attribute, and it is true. False for a part that cannot be
+    had: it is refused where it is made."""
+    with suppress(UserError):
+        return bool(getattr(_factory(name, part, {}).func, word, False))
+    return False
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:

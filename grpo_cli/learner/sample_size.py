@@ -9,15 +9,13 @@ from torch import Tensor
 
 from grpo_cli.types import Batch
 
-_MAX_LOG_WEIGHT = 20.0  # either way, so that one rollout's weight stays a number
-
 
 def effective_share(batch: Batch, logprobs: Float[Tensor, "B T"]) -> float:
     """The effective sample size of a whole update as a share of its rollouts, from 1 / B to 1 (VCPO, arXiv 2602.17616).
 
     (sum w)^2 / (B * sum w^2), with w the learner's over the sampler's probability of all the drawn tokens of a rollout,
     not truncated: what a correction leaves in the gradient is the remedy, and this is the disease. Only rollouts with a
-    drawn token that counts are looked at; without any it is 1.
+    drawn token that counts are looked at; without any it is 1. NaN where a log-probability is NaN.
     """
     drawn = batch.drawn_mask
     rows = (drawn & (batch.weights != 0)).any(dim=1)
@@ -25,8 +23,9 @@ def effective_share(batch: Batch, logprobs: Float[Tensor, "B T"]) -> float:
         return 1.0
     log_ratio = logprobs.double() - batch.sampler_logprobs.double()
     of_rows = log_ratio.masked_fill(~drawn, 0.0)[rows].sum(dim=1)
-    weights = of_rows.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp()
-    return min(1.0, float(weights.sum() ** 2 / (len(weights) * weights.square().sum())))
+    weights = (of_rows - of_rows.max()).exp()  # the share is the same for weights times any number
+    share = float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
+    return min(share, 1.0)  # in this order a NaN stays one, for the learner's guard against bad steps
 
 
 def rate_factor(ess: str, share: float, reference: float) -> float:

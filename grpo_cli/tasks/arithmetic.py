@@ -120,7 +120,8 @@ class Arithmetic:
         # the end is taken off by its place and not by its kind: other special tokens inside a number must spoil it
         completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
         correct = float(finished and final_answer(completion) == prompt.answer)
-        return Reward(correct, {"correct": correct, "well_formed": float(finished and is_well_formed(completion))})
+        parts = {"correct": correct, "well_formed": float(finished and is_well_formed(completion))}
+        return Reward(correct, parts, weights={"correct": 1.0})
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids, skip_special_tokens=True)

@@ -224,7 +224,8 @@ class Countdown:
             found.numbers, [int(number) for number in numbers.split(",")], self._use_all
         )
         correct = float(found is not None and allowed and found.value == int(target))
-        return Reward(correct, {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)})
+        parts = {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)}
+        return Reward(correct, parts, weights={"correct": 1.0})
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._decode(token_ids, skip_special_tokens=True)

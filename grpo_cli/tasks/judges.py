@@ -88,13 +88,14 @@ class Weighing:
         forms = {name: form(text) for name, form in FORMATS.items() if name in self.weights}
         self._check(parts, forms)
         answer_part = self.main or "correct"
-        if self.main is None:
-            total = sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
-        else:
-            total = self.weights.get("correct", 1.0) * parts[self.main]
-        if self.formats_on == "all" or parts[answer_part] < 1:
-            total += sum(self.weights[name] * value for name, value in forms.items())
-        return Reward(total, {**parts, **forms}, answer_part)
+        judged = {name: self.weights.get(name, 1.0) for name in parts}
+        if self.main is not None:
+            judged = {self.main: self.weights.get("correct", 1.0)}
+        form_counts = self.formats_on == "all" or parts[answer_part] < 1
+        formed = {name: self.weights[name] for name in forms} if form_counts else {}
+        total = sum(weight * parts[name] for name, weight in judged.items())
+        total += sum(weight * forms[name] for name, weight in formed.items())
+        return Reward(total, {**parts, **forms}, answer_part, {**judged, **formed})
 
     def _check(self, parts: Mapping[str, float], forms: Mapping[str, float]) -> None:
         """A person's own function may name its parts as it likes: what does not go together shows only now."""
@@ -126,4 +127,4 @@ def weighing(weights: Mapping[str, Any], formats_on: str, main: str | None) -> W
     if formats_on not in FORMATS_ON:
         problems.append(f"task.formats_on={formats_on} must be one of {', '.join(FORMATS_ON)}")
     refuse(problems)
-    return Weighing(given, formats_on, main)
+    return Weighing({name: float(weight) for name, weight in given.items()}, formats_on, main)

@@ -164,7 +164,7 @@ class WordProblems:
         found = extract_answer(self.text(rollout.token_ids))
         right = equal(found.value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))
-        return Reward(correct, {"correct": correct, "ended": float(ended)})
+        return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)

@@ -5,7 +5,7 @@ It changes nothing and stops nothing. Each warning comes once, and again only af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 TRUNCATED_SHARE = 0.9
 ZERO_STD_SHARE = 0.9
@@ -20,10 +20,12 @@ class HealthCheck:
     """Remembers which conditions hold, how long all rewards have been equal, and how many steps there were.
 
     `reuse_is_answered`: a correction looks at how far tokens are from the policy, or the learning rate does.
+    `weighed_parts`: those of the reward that the advantage was told to weigh by name.
     """
 
-    def __init__(self, reuse_is_answered: bool = False) -> None:
+    def __init__(self, reuse_is_answered: bool = False, weighed_parts: Iterable[str] = ()) -> None:
         self._reuse_is_answered = reuse_is_answered
+        self._unseen_parts = list(weighed_parts)
         self._holding: set[str] = set()
         self._equal_steps = self._steps = 0
 
@@ -36,6 +38,7 @@ class HealthCheck:
             "equal": self._all_equal(metrics),
             "few_problems": self._few_problems(metrics),
             "reuse": self._reuse(metrics),
+            "weights": self._weigh_nothing(metrics),
             "ess": _ess(metrics),
         }
         new = [text for name, text in found.items() if text and name not in self._holding]
@@ -69,6 +72,18 @@ class HealthCheck:
             f"off/token_share is {share:.2f}: that share of the tokens was drawn by weights of earlier updates, and "
             "nothing answers for it. Reweigh them (correction=tis), let the learning rate follow (optim.ess=sqrt), or "
             "train on the new ones alone (credit=fresh)."
+        )
+
+    def _weigh_nothing(self, metrics: Mapping[str, float]) -> str | None:
+        if "reward/mean" not in metrics:
+            return None
+        self._unseen_parts = [part for part in self._unseen_parts if f"reward/{part}" not in metrics]
+        if not self._unseen_parts:
+            return ""
+        keys = " and ".join(f"advantage.weights.{part}" for part in self._unseen_parts)
+        return (
+            f"{keys} weighs nothing so far: no rollout's reward has a part of that name. Correct it to one of the "
+            "parts that metrics.jsonl has as reward/<part>, or leave it out."
         )
 
     def _few_problems(self, metrics: Mapping[str, float]) -> str | None:

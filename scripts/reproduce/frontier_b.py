@@ -50,7 +50,7 @@ ARMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "partial tis": (*PARTIAL, "correction=tis"),
         "partial tis ess": (*PARTIAL, "correction=tis", ESS),
         "partial fresh": (*PARTIAL, "credit=fresh"),
-        "partial drawn": (*PARTIAL, DECOUPLED, "correction.prox=drawn"),
+        "partial drawn": (*PARTIAL, "correction.prox=drawn"),
     },
     "replay": {
         "fifo": FIFO,

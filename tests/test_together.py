@@ -1,0 +1,171 @@
+"""Choices of which one undoes what another was asked for: refused, or warned of when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_cli.collect.rehearsal import rehearsed
+from grpo_cli.config import together
+from grpo_cli.config.check import check
+from grpo_cli.config.choices import choice_of, choices, shipped
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.instantiate import rules_of
+from grpo_cli.errors import UserError
+from grpo_cli.experiment import build, collection_size
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.types import GroupRequest, Round
+
+
+def every_second(collection: Collection) -> Rounds:
+    """A collector of one's own, whose groups have n rollouts each."""
+    picked = collection.pick(2 * collection.prompts)[::2]
+    yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in picked))
+    return None
+
+
+def one_more(collection: Collection) -> Rounds:
+    """One of one's own that gives problems which were solved before a rollout less, and the others one more."""
+    picked, known = collection.pick(collection.prompts), collection.history.profile
+    more = [1 if prompt.id in known and not known[prompt.id].solved else 0 for prompt in picked]
+    yield Round(tuple(GroupRequest(p, collection.n + extra) for p, extra in zip(picked, more, strict=True)))
+    return None
+
+
+OWN = {name: [f"collector._target_=test_together.{name}"] for name in ("every_second", "one_more")}
+UNEQUAL = {
+    "dars": ["collector=dars", "advantage=dr_grpo"],
+    "mixed": ["collector=mixed"],
+    "sqrt": ["collector=sqrt"],
+    "ci": ["collector=ci"],
+    "profile": ["collector=profile"],
+    "one_more": OWN["one_more"],
+}
+EQUAL = {"equal": [], "partial": ["collector=partial"], "every_second": OWN["every_second"]}
+
+
+def remarks(*words: str, resume: str | None = None) -> list[str]:
+    settings = replace(settings_of(*words), resume=resume)
+    return [*together.remarks(settings, rules_of(settings.parts), collection_size(settings))]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UserError) as refused:
+        check(settings_of(*words))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
+@pytest.mark.parametrize("n", [8, 5000])
+def test_a_rehearsal_knows_that_groups_may_differ_in_size(words: list[str], n: int) -> None:
+    more = ["collector.most=20000"] if "collector=dars" in words else []
+    assert rehearsed(rules_of(settings_of(*words, *more).parts).collector, n, 6).unequal
+
+
+@pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
+def test_and_that_they_do_not(words: list[str]) -> None:
+    assert not rehearsed(rules_of(settings_of(*words).parts).collector, 8, 6).unequal
+
+
+@pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
+def test_rollouts_that_a_collector_adds_and_m_takes_away_are_warned_of(words: list[str]) -> None:
+    check(settings_of(*words, "n=8", "m=4"))
+    (said,) = remarks(*words, "n=8", "m=4")
+    assert "m=4" in said and "m=8" in said and "collector=equal" in said
+    assert remarks(*words, "n=8", "m=8") == []
+
+
+@pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
+def test_fewer_of_equal_groups_are_what_was_asked_for(words: list[str]) -> None:
+    assert remarks(*words, "n=8", "m=4") == []
+
+
+@pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
+@pytest.mark.parametrize("rule", ["advantage=median", "advantage=median_release"])
+def test_a_median_goes_with_any_collector_whose_groups_have_n_rollouts(words: list[str], rule: str) -> None:
+    check(settings_of(*words, rule, "downsample=median", "n=9", "m=8"))
+
+
+@pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
+def test_and_with_no_other(words: list[str]) -> None:
+    others = [word for word in words if not word.startswith("advantage")]
+    said = refusal(*others, "advantage=median_release", "n=9")
+    assert "advantage=median_release" in said and "collector=equal" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([f"correction={choice}"] for choice in choices("correction") if choice != "none"),
+        ["correction.importance=token"],
+        ["correction.importance=sequence"],
+        ["correction.rejection=veto"],
+        ["correction.mask_low=0.5"],
+        ["correction.mask_high=2.0"],
+    ],
+    ids=" ".join,
+)
+def test_a_correction_that_sees_no_ratio_but_1_is_refused_and_a_run_that_began_so_goes_on(words: list[str]) -> None:
+    check(settings_of(*words))
+    said = refusal(*words, "correction.prox=drawn")
+    assert "correction.prox=now" in said and "correction=none correction.prox=drawn" in said
+    check(replace(settings_of(*words, "correction.prox=drawn"), resume="here"))
+    assert remarks(*words, "correction.prox=drawn", resume="here") == [said]
+
+
+def test_without_a_correction_the_clip_may_measure_from_the_sampler() -> None:
+    check(settings_of("correction.prox=drawn"))
+    assert remarks("correction.prox=drawn") == remarks("correction=tis", "correction.prox=ewma", resume="here") == []
+
+
+KEPT = ["advantage=median", "advantage.stats_over=kept"]
+
+
+@pytest.mark.parametrize("words", [["m=4"], ["m=8", "downsample=median"]], ids=" ".join)
+def test_an_even_number_of_kept_rollouts_has_no_median_of_its_own(words: list[str]) -> None:
+    said = refusal(*KEPT, "n=9", *words)
+    assert words[0] in said and "advantage.stats_over=group" in said
+    check(replace(settings_of(*KEPT, "n=9", *words), resume="here"))
+    assert remarks(*KEPT, "n=9", *words, resume="here") == [said]
+    check(settings_of("advantage=median", "n=9", *words)), "of the whole group there is one"
+
+
+@pytest.mark.parametrize(("n", "m"), [(9, 5), (8, 5), (9, 9)])
+def test_an_odd_number_has_one(n: int, m: int) -> None:
+    check(settings_of(*KEPT, f"n={n}", f"m={m}"))
+
+
+def test_all_rollouts_of_an_even_group_are_no_better() -> None:
+    assert "take n=9" in refusal(*KEPT, "n=8")
+
+
+def test_a_choice_is_known_by_its_settings_where_several_are_of_one_function() -> None:
+    groups = ("advantage", "correction", "loss", "collector")
+    assert [(g, c) for g in groups for c in choices(g) if choice_of(g, shipped(g, c)) != c] == []
+    assert choice_of("correction", shipped("correction", "mis") | {"is_threshold": 4.0}) == "mis"
+    assert choice_of("correction", {"_target_": "mine.one"}) == "mine.one"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[list[str]]:
+    words = ["logger=jsonl", "n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "sampling.max_new_tokens=12"]
+    yield [*words, f"run_dir={tmp_path / 'run'}"]
+
+
+def test_a_run_says_so_when_it_starts(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    build(settings_of(*small, "collector=mixed", "m=2"))
+    assert "warning: collector=mixed" in capsys.readouterr().out
+
+
+def test_a_run_is_resumed_with_what_is_refused_of_a_new_one(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(settings_of(*small, "correction=decoupled")).fit()
+    words = ["correction=decoupled", "correction.prox=drawn", "train.steps=2"]
+    settings = replace(settings_of(*small, *words), resume=str(tmp_path / "run"))
+    check(settings)
+    assert build(settings).fit()["step"] == 2
+    assert "warning: correction=decoupled" in capsys.readouterr().out

@@ -19,12 +19,13 @@ METRICS: Mapping[str, str] = {
     "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what is replayed "
     "says nothing of the policy as it is.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
-    "reward/kept_mean": "Mean total reward over the rollouts that were trained on, replayed ones included; selection "
-    "biases it.",
+    "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
+    "replayed ones included; selection biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
     "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing.",
     "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
-    "group/zero_std_kept": "The same share after selection, among the rollouts that were kept.",
+    "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
+    "or a credit took any of them out of the policy loss.",
     "response/length_mean": "Mean number of generated tokens per rollout, the end-of-sequence token included.",
     "response/length_max": "Number of tokens of the longest rollout of the step.",
     "response/truncated": "Share of rollouts that reached sampling.max_new_tokens without ending.",
@@ -46,14 +47,20 @@ METRICS: Mapping[str, str] = {
     "credit/weight_max": "Most that credit=gdro had a rollout of the step weigh, where their mean is about 1.",
     "credit/<figure>": "A figure that the chosen credit reports about itself.",
     "tokens/generated": "Tokens generated for training since the run began.",
-    "tokens/trained": "Response tokens trained on since the run began.",
+    "tokens/trained": "Response tokens trained on since the run began: those with a weight other than 0 in the policy "
+    "loss, once correction and credit have had their say, be their advantage 0 or not. A token counts once a step, "
+    "however many epochs go over it.",
     "rollouts/generated": "Rollouts generated for training since the run began.",
-    "rollouts/trained": "Rollouts trained on since the run began.",
+    "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
     "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
+    "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
+    "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
+    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; sampling.top_p and "
+    "sampling.top_k play no part.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
@@ -164,20 +171,20 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
-def kept_metrics(kept: Sequence[ScoredGroup]) -> dict[str, float]:
-    """What the rollouts that are trained on were like. Empty if none was kept: a mean of nothing is no number."""
-    totals = np.concatenate([np.zeros(0), *(group.totals for group in kept)])
-    if not len(totals):
-        return {}
-    return {"reward/kept_mean": float(totals.mean()), "group/zero_std_kept": zero_std_share(kept)}
+def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) -> dict[str, float]:
+    """What the rollouts were like that were chosen, and those of them that are trained on. Nothing is said of none: a
+    mean of nothing is no number."""
+    totals = np.concatenate([np.zeros(0), *(group.totals for group in trained)])
+    found = {"reward/kept_mean": float(totals.mean())} if len(totals) else {}
+    return found | ({"group/zero_std_kept": zero_std_share(chosen)} if any(len(one.totals) for one in chosen) else {})
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
-    """How much of what is trained on is old or was given: of the tokens that have a weight in the policy loss. Lags
-    count in updates, over those that were drawn. Empty where all of the step is new."""
+    """How much of what is trained on is old or was given. Lags count in updates, over those that were drawn. Empty
+    where all of the step is new."""
     if batch.lags is None:
         return {}
-    trained = batch.loss_mask & (batch.weights != 0)
+    trained = batch.trained_mask
     lags = batch.lags.clamp(min=0) * trained
     tokens, given, foreign = (int((trained & of).sum()) for of in (True, batch.lags == GIVEN, batch.lags == FOREIGN))
     return {

@@ -33,10 +33,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step's updates were made from, and what came of them. `reuse` is empty where nothing was used again."""
+    """What a step's updates were made from, and what came of them. `reuse` is empty where nothing was used again.
+
+    `selected` says of every rollout whether it was trained on, and `tokens` counts the tokens that were.
+    """
 
     updates: tuple[Update, ...]
-    rollouts: int
+    selected: Sequence[Selection]
     tokens: int
     mismatch: Mapping[str, float]
     reuse: Mapping[str, float]
@@ -45,7 +48,6 @@ class Trained:
 def step_metrics(
     progress: Progress,
     scored: Sequence[ScoredGroup],
-    selected: Sequence[Selection],
     stats: EngineStats,
     trained: Trained,
 ) -> dict[str, float]:
@@ -53,12 +55,13 @@ def step_metrics(
     progress.generated_tokens += stats.generated_tokens
     progress.trained_tokens += trained.tokens
     progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
-    progress.trained_rollouts += trained.rollouts
+    progress.trained_rollouts += sum(selection.reasons.count("") for selection in trained.selected)
     good = [update.metrics for update in trained.updates if update.fault is None]
-    losses = {name: float(np.mean([metrics[name] for metrics in good])) for name in (good[0] if good else ())}
+    names = dict.fromkeys(name for metrics in good for name in metrics)
+    losses = {name: float(np.mean([metrics[name] for metrics in good if name in metrics])) for name in names}
     metrics = {
         **rollout_metrics(scored),
-        **kept_metrics([selection.kept for selection in selected if selection.indices]),
+        **kept_metrics([one.chosen for one in trained.selected], [one.trained for one in trained.selected]),
         **losses,
         **trained.mismatch,
         **trained.reuse,

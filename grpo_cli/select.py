@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from grpo_cli.downsample import choose
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
-from grpo_cli.types import AdvantageInputs, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
+NO_TOKEN = "empty: no response token"
+NO_CREDIT = "credit: no weight for any of the tokens that the correction left"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Selection:
     """A scored group and what became of its rollouts.
 
     `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says of each rollout of the group
-    why it is not trained on, and is empty for one that is.
+    why it is not trained on, and is empty for one that is (of the chosen, only once `settled` has looked at weights).
     """
 
     group: ScoredGroup
@@ -38,8 +40,12 @@ class Selection:
     reasons: tuple[str, ...]
 
     @property
-    def kept(self) -> ScoredGroup:
+    def chosen(self) -> ScoredGroup:
         return self.group.take(self.indices)
+
+    @property
+    def trained(self) -> ScoredGroup:
+        return self.group.take([index for index, why in enumerate(self.reasons) if not why])
 
 
 def select(
@@ -67,6 +73,22 @@ def select(
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
     return Selection(group, tuple(chosen), answer.float(), reasons)
+
+
+def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
+    """The same once it is known what every token of their `batch` weighs: a chosen rollout of which none weighs
+    anything gets a reason. `rejections` are those of a correction that was asked about the batch, row by row, or none.
+    """
+    trained, answered = (mask.any(dim=1).tolist() for mask in (batch.trained_mask, batch.response_mask))
+    rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)
+    found = []
+    for selection in selected:
+        reasons = list(selection.reasons)
+        for index in selection.indices:
+            is_in, some, why = next(rows)
+            reasons[index] = "" if is_in else reasons[index] or why or (NO_CREDIT if some else NO_TOKEN)
+        found.append(replace(selection, reasons=tuple(reasons)))
+    return found
 
 
 def advantages_of(

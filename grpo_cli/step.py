@@ -27,7 +27,7 @@ from grpo_cli.memory import peak_bytes, reserved_bytes
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import Selection, batch_rows, row_weights, select
+from grpo_cli.select import Selection, batch_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
 
@@ -68,14 +68,14 @@ class Step:
             learnt = self._observe(step, scored)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
-        metrics = step_metrics(progress, scored, selected, stats, trained) | collection.metrics() | learnt
+        metrics = step_metrics(progress, scored, stats, trained) | collection.metrics() | learnt
         metrics |= replay_metrics(groups[len(scored) :], version)
         metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
         metrics |= reserved_bytes(self._parts.bench.device)
         metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         record = self._settings.record
-        rows = examples(self._parts.bench.task, scored, selected, record.rollouts, record.tokens)
+        rows = examples(self._parts.bench.task, scored, trained.selected, record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
     def _fresh(self, version: int) -> int:
@@ -192,13 +192,14 @@ class Step:
         if not any(selection.indices for selection in selected):
             self._warn_of_rejection(step)
             progress.empty_steps += 1
-            return Trained((), 0, 0, verdict.metrics if verdict else {}, {})
+            return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
         advantages = torch.cat([selection.advantages for selection in selected])
         batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
         weighted = bool(batch.weights.any())
         batch = self._credited(batch, selected)
         by_credit = weighted and not batch.weights.any()
         of_all = verdict is not None or len(batch) == len(everything)
+        rejections: Sequence[str] = ()
         with self._span("logprobs"):
             if self._parts.reference is not None:
                 with self._span("ref_logprobs"):
@@ -206,10 +207,11 @@ class Step:
                 batch = replace(batch, ref_logprobs=reference)
             if verdict is None and (self._old_policy_first or self.old_policy.apart):
                 batch, verdict = self._corrected(batch)
-        rollouts, tokens, reuse = len(batch), int(batch.loss_mask.sum()), reuse_metrics(batch)
-        if not batch.weights.any():
+                rejections = verdict.reasons
+        selected = settled(selected, batch, rejections)
+        tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
+        if not tokens:
             self._warn_of_rejection(step, by_credit)
-            rollouts, tokens = 0, 0
         with self._span("update"):
             updates = self._update(batch, step, progress)
         if not any(update.moved or update.fault for update in updates):
@@ -218,7 +220,7 @@ class Step:
             verdict = self._verdict(batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         reuse |= self._settled(updates, mismatch)
-        return Trained(updates, rollouts, tokens, mismatch if of_all else of_trained(mismatch), reuse)
+        return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
 
     def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
         """Tell the old policy what became of the step, if it moved anything; a loss need not say what it clipped."""

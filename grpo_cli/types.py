@@ -225,6 +225,11 @@ class Batch:
         return self.input_ids.shape[0]
 
     @property
+    def trained_mask(self) -> Bool[Tensor, "B T"]:
+        """The tokens that are trained on: those that the policy loss gives a weight, be their advantage 0 or not."""
+        return self.loss_mask & (self.weights != 0)
+
+    @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:
         """The response tokens that were drawn: all that a mismatch can be told of."""
         return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)

@@ -154,11 +154,11 @@ def close(by_row: logprobs.ByRow, rows: int, dtype: torch.dtype, temperature: fl
     factors, found = torch.linspace(-1.0, 2.0, rows), []
     for way in (logprobs.PLAIN, by_row):
         leaf = logits.clone().requires_grad_()
-        held = leaf.clone()
-        chosen = logprobs._Chosen.apply(held, ids, temperature, way)
+        held, room = leaf.clone(), torch.empty(rows)
+        chosen = logprobs._Chosen.apply(held, ids, temperature, way, room)
         chosen.backward(factors)
         assert torch.equal(held.detach(), leaf.grad)
-        found.append((chosen.detach(), leaf.grad))
+        found.append((chosen.detach(), leaf.grad, room))
     torch.testing.assert_close(found[1], found[0], atol=rounding, rtol=rounding)
 
 

@@ -62,6 +62,16 @@ def test_a_plain_line_says_what_there_is() -> None:
     assert step_line(Record(0, EVAL), 200, left=None) == "step   0/200  eval 0.710"
 
 
+def test_the_entropy_is_in_the_line_and_in_the_view_where_it_was_measured() -> None:
+    metrics = {"response/length_mean": 38.0, "policy/entropy": 0.2344}
+    assert step_line(Record(3, metrics), 9, left=None) == "step 3/9  length 38  entropy 0.234"
+    screen = Screen(total=20)
+    screen.tracker.view.add(Record(1, metrics))
+    assert [line.split() for line in screen.view().splitlines() if "entropy" in line] == [
+        ["policy", "entropy", "0.234"]
+    ]
+
+
 def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation() -> None:
     screen = Screen(total=1000)
     for step in range(1, 1001):

@@ -97,3 +97,41 @@ def test_the_keys_that_warnings_name_exist() -> None:
     warnings += [text for _ in range(5) for text in check.check({"reward/std": 0.0})]
     named = {key for text in warnings for key in re.findall(r"\b(?:sampling|model)\.\w+", text)}
     assert named and named <= known
+
+
+COLLAPSED = {"policy/entropy": 0.04, "group/zero_std": 0.5, "reward/correct": 0.3, "reward/mean": 0.9}
+
+
+def after_five_steps(entropy: float, **then: float) -> list[str]:
+    """The warnings of a sixth step, as `then` says of what has collapsed."""
+    check = HealthCheck()
+    assert [check.check({**WELL, **COLLAPSED, "policy/entropy": entropy}) for _ in range(5)] == [[]] * 5
+    return check.check({**WELL, **COLLAPSED, **then})
+
+
+def test_entropy_that_is_gone_before_the_problems_are_solved_is_warned_of() -> None:
+    [text] = after_five_steps(0.5)
+    assert "policy/entropy is 0.040" in text and "0.500" in text and "optim.lr" in text and "loss.kl_coef" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (0.3, {}),  # more than a tenth is left
+        (5.0, {"policy/entropy": 0.05}),
+        (0.5, {"group/zero_std": 0.49}),
+        (0.5, {"reward/correct": 0.8}),
+        (0.5, {"policy/entropy": 0.3}),
+    ],
+)
+def test_entropy_that_is_left_or_has_a_good_reason_to_be_gone_is_not(first: float, then: dict[str, float]) -> None:
+    assert after_five_steps(first, **then) == []
+
+
+def test_entropy_is_judged_by_the_reward_where_no_part_says_what_is_right() -> None:
+    few, many = ({"policy/entropy": 0.01, "group/zero_std": 0.6, "reward/mean": mean} for mean in (0.5, 0.9))
+    for metrics, warned in ((few, 1), (many, 0)):
+        check = HealthCheck()
+        for _ in range(5):
+            check.check({**metrics, "policy/entropy": 1.0})
+        assert len(check.check(metrics)) == warned

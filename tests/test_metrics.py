@@ -62,7 +62,7 @@ def test_rollout_metrics_are_those_worked_out_by_hand() -> None:
 
 
 def test_every_computed_metric_has_a_sentence() -> None:
-    for name in {**rollout_metrics([group(1.0, 0.0, format=1.0)]), **kept_metrics([group(1.0, 0.0)])}:
+    for name in {**rollout_metrics([group(1.0, 0.0, format=1.0)]), **kept_metrics([group(1.0, 0.0)], [group(1.0)])}:
         assert describe(name).endswith(".")
 
 
@@ -97,12 +97,13 @@ def test_nearly_equal_rewards_are_not_equal() -> None:
 def test_kept_metrics_speak_of_the_kept_rollouts_alone() -> None:
     whole = [group(1.0, 0.0, 0.0, 0.0), group(1.0, 1.0, 0.0, 0.0)]
     kept = [whole[0].take([0, 1]), whole[1].take([0, 1])]
-    assert kept_metrics(kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
+    assert kept_metrics(kept, kept) == {"reward/kept_mean": 3 / 4, "group/zero_std_kept": 1 / 2}
+    assert kept_metrics(kept, []) == {"group/zero_std_kept": 1 / 2}
 
 
 def test_without_rollouts_there_are_no_metrics() -> None:
     assert rollout_metrics([]) == {} == rollout_metrics([group()])
-    assert kept_metrics([]) == {} == kept_metrics([group()])
+    assert kept_metrics([], []) == {} == kept_metrics([group()], [group()])
 
 
 def test_a_reward_part_may_not_take_the_name_of_a_metric() -> None:

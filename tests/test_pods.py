@@ -74,7 +74,7 @@ def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, lis
     """Loss and gradients as the learner makes them."""
     model, total = small_model(), 0.0
     advantages = torch.cat([s.advantages for s in selected])
-    batch = replace(collate([s.kept for s in selected], pad_token_id=0), advantages=advantages)
+    batch = replace(collate([s.chosen for s in selected], pad_token_id=0), advantages=advantages)
     for rows in micro_batches(batch, micro_batch_tokens):
         part = rows_of(batch, rows)
         logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)

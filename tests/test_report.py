@@ -17,7 +17,7 @@ from grpo_cli.errors import UserError
 from grpo_cli.report.compare import compare, estimate, student_95
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
-from grpo_cli.report.tables import footnotes
+from grpo_cli.report.tables import arm_table, as_json, footnotes
 from grpo_cli.runs.lock import sole_use
 
 
@@ -82,6 +82,24 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert (run.steps, run.seconds, run.generated_tokens, run.trained_tokens) == (20, 40.0, 2000.0, 500.0)
     assert run.peak_bytes == 20 * 2**20
     assert run.step_seconds == {"rollout": 1.0, "update": 0.5, "other": 0.5}
+
+
+def test_the_entropy_that_runs_end_with_is_told_where_any_has_it(tmp_path):
+    """Two seeds at 0.25 and 0.75; a run from before it was measured, whose arm has none."""
+    for seed, last in enumerate((0.25, 0.75)):
+        rows = leave(tmp_path / str(seed), settings={"n": 4, "seed": seed}) / "metrics.jsonl"
+        steps = [json.loads(line) for line in rows.read_text().splitlines()]
+        steps[-2] |= {"policy/entropy": 0.9}
+        steps[-1] |= {"policy/entropy": last}
+        rows.write_text("".join(json.dumps(row) + "\n" for row in steps))
+    found = compare(runs_in(tmp_path))
+    table = arm_table(found)
+    assert [row[table.columns.index("last entropy")] for row in table.rows] == ["0.500"]
+    assert as_json(found)["arms"][0]["entropy"]["mean"] == 0.5
+    leave(tmp_path / "old", settings={"n": 8})
+    table = arm_table(compare(runs_in(tmp_path)))
+    assert [row[table.columns.index("last entropy")] for row in table.rows] == ["0.500", "–"]
+    assert "last entropy" not in arm_table(compare(runs_in(tmp_path / "old"))).columns
 
 
 def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):

@@ -23,6 +23,7 @@ STUDIES = [
 ]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
+    "entropy": [()],
     "judge": [()],
     "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import micro_batch_rows, micro_batches
-from grpo_cli.learner.logprobs import PLAIN, ByRow, chosen_logprobs, logprobs_at, token_logprobs
+from grpo_cli.learner.logprobs import PLAIN, ByRow, Entropy, chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.anatomy import place_of
 from grpo_cli.model.crossing import send
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
@@ -41,8 +41,9 @@ class Forward(Protocol):
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         """The rows of each micro-batch."""
 
-    def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
-        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is."""
+    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
+        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is. Going back through them
+        measures `entropy`."""
 
 
 @runtime_checkable
@@ -111,8 +112,9 @@ class Padded:
         places = torch.ones(sum(row.completion for row in rows), dtype=torch.long)
         return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk)
 
-    def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
-        return token_logprobs(model, part.input_ids, part.response_mask, self.temperature, self.chunk, self.by_row)
+    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
+        given = part.input_ids, part.response_mask, self.temperature, self.chunk
+        return token_logprobs(model, *given, self.by_row, entropy)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class PaddingFree:
         places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
         return chosen_logprobs(model, packed_hidden(model, ids, trees)[places], places, self.temperature, self.chunk)
 
-    def logprobs(self, model: Any, part: Batch) -> Float[Tensor, "B T"]:
+    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         device, packed = place_of(model), pack(part, self.share)
         tables = part.input_ids[packed.rows, packed.columns], packed.rows, packed.columns
         targeted = [table[packed.targets] for table in tables]
@@ -168,7 +170,8 @@ class PaddingFree:
             device, *(table.numpy() for table in (tables[0], packed.predicting, *targeted))
         )
         states = packed_hidden(model, ids, packed.trees)[predicting]
-        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row)
+        room = None if entropy is None else entropy.room(*places)
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
         return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
 
 

@@ -18,7 +18,7 @@ from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded
-from grpo_cli.learner.logprobs import PLAIN, compiled_by_row
+from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.memory import give_back_freed
@@ -102,18 +102,23 @@ class Learner:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
             require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
             self._compared = True
+        num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
         with self._training():
             for rows in (parts := self._forward.micro_batches(batch)):
                 part = rows_of(batch, rows)
+                there = to_device(part, self._device)
+                entropy = Entropy(there.trained_mask, num_trained)
                 with self._span("forward"), self.autocast():
-                    values = self._forward.logprobs(self._model, part)
-                output = self._loss(values, to_device(part, self._device), divisors)
+                    values = self._forward.logprobs(self._model, part, entropy)
+                output = self._loss(values, there, divisors)
                 with self._span("backward"):
                     output.loss.backward()
                 logprobs.append(values.detach())
-                for name, share in {"loss/total": output.loss.detach(), **output.metrics}.items():
+                shares = {"loss/total": output.loss.detach(), **output.metrics}
+                shares |= {"policy/entropy": entropy.share()} if num_trained else {}
+                for name, share in shares.items():
                     sums[name] = sums[name] + share if name in sums else share
         with self._span("optimizer"):
             sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)

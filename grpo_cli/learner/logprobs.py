@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens under a model, in chunks, so that the [B, T, V] logits never exist.
 
+The backward pass makes each softmax anyway, and measures its entropy (`Entropy`) on the way.
+
 Only the positions that predict a response token reach the head, `chunk` of them at a time; in the backward pass each
 chunk's logits are made again, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
 precision in place of several times `B * T * V`, forward and backward, and a few rows in float32 (compiled: none).
@@ -27,11 +29,11 @@ _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that are in float32 at on
 @dataclass(frozen=True)
 class ByRow:
     """What is done with the logits of each row: log p of its token; and, given that and the row's factor, the gradient
-    of factor * temperature * log p, which is written over them."""
+    of factor * temperature * log p, which is written over them, and the entropy of p in nats, over what is last."""
 
     # Not shown: addresses, which differ from one process to another.
     chosen: Callable[[Tensor, Tensor, float], Tensor] = field(repr=False)
-    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float], None] = field(repr=False)
+    slope: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], None] = field(repr=False)
 
 
 def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
@@ -41,10 +43,20 @@ def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temper
     return chosen
 
 
-def _slope_in_parts(logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float) -> None:
-    for some, which, factor in _few_rows(logits, ids, factors):
-        slope = _log_softmax(some, temperature).exp_().mul_(-factor[:, None])
+def _slope_in_parts(
+    logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float, entropy: Tensor
+) -> None:
+    for some, which, factor, out in _few_rows(logits, ids, factors, entropy):
+        logs = _log_softmax(some, temperature)
+        slope = logs.exp()
+        torch.neg(_sums(logs.mul_(slope)), out=out)
+        slope.mul_(-factor[:, None])
         some.copy_(slope.scatter_add_(1, which[:, None], factor[:, None]))
+
+
+def _sums(terms: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
+    """Of p log p over each row. A token of probability 0 adds nothing, where 0 * -inf would be NaN."""
+    return terms.nansum(dim=1)
 
 
 PLAIN = ByRow(_chosen_in_parts, _slope_in_parts)
@@ -57,10 +69,12 @@ def compiled_by_row(warn: Callable[[str], None]) -> ByRow:
     chosen = compiler.compiled(_chosen_at_once, None, PLAIN.chosen)
     written = compiler.compiled(_slope_at_once, None, PLAIN.slope)  # which asks for nothing in the place of `sums`
 
-    def slope(logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float) -> None:
+    def slope(
+        logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float, entropy: Tensor
+    ) -> None:
         # Read out here: a pass that also looked at other places of the logits could not write over them.
         sums = logits.gather(1, ids[:, None])[:, 0].float() / temperature - chosen
-        written(logits, ids, sums, factors, temperature)
+        written(logits, ids, sums, factors, temperature, entropy)
 
     return ByRow(chosen, slope)
 
@@ -69,10 +83,38 @@ def _chosen_at_once(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, ids[:, None])[:, 0]
 
 
-def _slope_at_once(logits: Tensor, ids: Tensor, sums: Tensor, factors: Tensor, temperature: float) -> None:
+def _slope_at_once(
+    logits: Tensor, ids: Tensor, sums: Tensor, factors: Tensor, temperature: float, entropy: Tensor
+) -> None:
     """`sums` are those of which the softmax is made, as logarithms."""
     own = torch.arange(logits.shape[1], device=logits.device) == ids[:, None]
-    logits.copy_((own.float() - (logits.float() / temperature - sums[:, None]).exp()) * factors[:, None])
+    logs = logits.float() / temperature - sums[:, None]
+    entropy.copy_(-_sums(logs * logs.exp()))
+    logits.copy_((own.float() - logs.exp()) * factors[:, None])
+
+
+class Entropy:
+    """Mean entropy in nats of the distributions that some tokens of a part were predicted from.
+
+    A backward pass through the part's log-probabilities measures it, at the temperature that those are at and without
+    a gradient of its own; before that there is none. `counted` (B T) says which tokens, and `total` how many there are
+    in the whole update: the shares of its parts add up to the mean.
+    """
+
+    def __init__(self, counted: Bool[Tensor, "B T"], total: int) -> None:
+        self._counted, self._total = counted, total
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def room(self, rows: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+        """Where the backward pass is to write those of the tokens at these places."""
+        counted = self._counted[rows, columns]
+        values = torch.zeros(counted.shape, device=counted.device)
+        self._found.append((counted, values))
+        return values
+
+    def share(self) -> Float[Tensor, ""]:
+        sums = [values.masked_fill(~counted, 0.0).sum() for counted, values in self._found]
+        return torch.stack(sums).sum() / max(self._total, 1)
 
 
 def token_logprobs(
@@ -82,6 +124,7 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     by_row: ByRow = PLAIN,
+    entropy: Entropy | None = None,
 ) -> Float[Tensor, "B T"]:
     """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`.
 
@@ -90,7 +133,7 @@ def token_logprobs(
     """
     device, places = place_of(model), response_mask.nonzero(as_tuple=True)
     ids, rows, columns = send(device, *(x.numpy() for x in (input_ids, *places)))
-    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row)
+    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy)
     return torch.zeros(input_ids.shape, device=device).index_put((rows, columns), chosen)
 
 
@@ -102,10 +145,13 @@ def logprobs_at(
     temperature: float,
     chunk: int,
     by_row: ByRow = PLAIN,
+    entropy: Entropy | None = None,
 ) -> Float[Tensor, "N"]:
     """The same for the tokens at these places only, none of them in the first column."""
     hidden = last_states(model, input_ids=input_ids)
-    return chosen_logprobs(model, hidden[rows, columns - 1], input_ids[rows, columns], temperature, chunk, by_row)
+    states, labels = hidden[rows, columns - 1], input_ids[rows, columns]
+    room = None if entropy is None else entropy.room(rows, columns)
+    return chosen_logprobs(model, states, labels, temperature, chunk, by_row, room)
 
 
 def chosen_logprobs(
@@ -115,45 +161,54 @@ def chosen_logprobs(
     temperature: float,
     chunk: int,
     by_row: ByRow = PLAIN,
+    entropy: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"]:
-    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time."""
+    """log p(label) under the head, given the state that predicts it; `chunk` of them at a time. The backward pass
+    writes each p's entropy to `entropy`."""
     to_logits = head(model)
+    room = torch.empty(labels.shape, device=labels.device) if entropy is None else entropy
     parts = []
-    for some_states, ids in zip(states.split(chunk), labels.split(chunk), strict=True):
+    for some_states, ids, out in zip(*(given.split(chunk) for given in (states, labels, room)), strict=True):
         given = to_logits, some_states, ids, temperature, by_row
         if torch.is_grad_enabled():
-            part = checkpoint(_chosen, *given, use_reentrant=False, preserve_rng_state=False)
+            # By keyword: checkpoint saves positional tensors, and refuses to go back once one was written to.
+            part = checkpoint(_chosen, *given, room=out, use_reentrant=False, preserve_rng_state=False)
         else:
-            part = _chosen(*given)
+            part = _chosen(*given, room=out)
         parts.append(part)
     return torch.cat(parts) if parts else states.new_zeros(0)
 
 
 def _chosen(
-    to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float, by_row: ByRow
+    to_logits: Any, states: Float[Tensor, "N H"], ids: Int[Tensor, "N"], temperature: float, by_row: ByRow, room: Tensor
 ) -> Tensor:
-    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature, by_row)
+    chosen: Tensor = _Chosen.apply(to_logits(states), ids, temperature, by_row, room)
     return chosen
 
 
 class _Chosen(torch.autograd.Function):
     """log softmax(logits / temperature)[id] of each row, in float32. The backward pass writes over the logits, so
-    nothing else may hold them."""
+    nothing else may hold them, and the rows' entropies into `room`."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float, by_row: ByRow
+        ctx: Any,
+        logits: Float[Tensor, "N V"],
+        ids: Int[Tensor, "N"],
+        temperature: float,
+        by_row: ByRow,
+        room: Float[Tensor, "N"],
     ) -> Tensor:
         chosen = by_row.chosen(logits.detach(), ids, temperature)
         ctx.save_for_backward(logits, ids, chosen)
-        ctx.temperature, ctx.by_row = temperature, by_row
+        ctx.temperature, ctx.by_row, ctx.room = temperature, by_row, room
         return chosen
 
     @staticmethod
-    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Float[Tensor, "N"]) -> tuple[Tensor, None, None, None, None]:
         logits, ids, chosen = ctx.saved_tensors
-        ctx.by_row.slope(logits.detach(), ids, chosen, gradient / ctx.temperature, ctx.temperature)
-        return logits, None, None, None
+        ctx.by_row.slope(logits.detach(), ids, chosen, gradient / ctx.temperature, ctx.temperature, ctx.room)
+        return logits, None, None, None, None
 
 
 def _few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

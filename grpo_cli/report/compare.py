@@ -92,6 +92,10 @@ class Arm:
         return estimate((run.peak_bytes for run in self.runs), 0.0)
 
     @property
+    def entropy(self) -> Estimate | None:
+        return estimate((run.entropy for run in self.runs), 0.0)
+
+    @property
     def step_seconds(self) -> dict[str, float]:
         """Mean seconds per step of each phase, in the order of the phases."""
         timed = [run.step_seconds for run in self.runs if run.step_seconds]

@@ -68,6 +68,7 @@ class Run:
     generated_tokens: float | None = None
     trained_tokens: float | None = None
     peak_bytes: float | None = None
+    entropy: float | None = None  # policy/entropy of the last step that has one
     code: Mapping[str, str] = field(default_factory=dict)  # versions of what it was run with, by their names
     notes: tuple[str, ...] = ()
 
@@ -205,6 +206,7 @@ def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any])
         seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),
         generated_tokens=last.get("tokens/generated", _number(summary.get("generated_tokens"))),
         trained_tokens=last.get("tokens/trained", _number(summary.get("trained_tokens"))),
+        entropy=next((row["policy/entropy"] for row in reversed(steps) if "policy/entropy" in row), None),
         code=_code_of(summary.get("code")),
         peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
     )

@@ -19,7 +19,7 @@ from grpo_cli.report.read import Run
 NOTHING = "–"
 SAID = "said of it"
 SPARKS, SPARK_WIDTH = "accuracy by step", 16
-MEANS = ("training time", "generated tokens", "trained tokens", "peak memory")
+MEANS = ("training time", "generated tokens", "trained tokens", "peak memory", "last entropy")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
             (arm.generated_tokens, short),
             (arm.trained_tokens, short),
             (arm.peak_bytes, size),
+            (arm.entropy, "{:.3f}".format),
         ]
         named = _settings(arm.settings, columns) if settings else [str(place)]
         reached = NOTHING if target is None else _reached(arm, target)
@@ -64,7 +65,8 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
         set_apart = [", ".join(f"{number} {state}" for state, number in counts.items())] if besides else []
         rows.append((*named, str(len(arm.runs)), *accuracies, reached, *means, spark, *set_apart))
     marked = comparison.arms.index(comparison.best) if comparison.best else None
-    return Table((*columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
+    table = Table((*columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
+    return table if any(arm.entropy for arm in comparison.arms) else table.without(MEANS[4])  # older runs have none
 
 
 def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
@@ -169,7 +171,15 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _arm_json(arm: Arm, target: float | None) -> dict[str, Any]:
-    names = ("final_accuracy", "best_accuracy", "seconds", "generated_tokens", "trained_tokens", "peak_bytes")
+    names = (
+        "final_accuracy",
+        "best_accuracy",
+        "seconds",
+        "generated_tokens",
+        "trained_tokens",
+        "peak_bytes",
+        "entropy",
+    )
     estimates = {name: getattr(arm, name) for name in names}
     return {
         "settings": arm.settings,
@@ -195,6 +205,7 @@ def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
         "generated_tokens": run.generated_tokens,
         "trained_tokens": run.trained_tokens,
         "peak_bytes": run.peak_bytes,
+        "entropy": run.entropy,
         "step_seconds": run.step_seconds,
         "code": run.code,
         "curve": asdict(run.curve),

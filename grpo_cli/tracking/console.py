@@ -122,7 +122,7 @@ class RunView:
             ends = [seen.get("eval/accuracy_low"), seen.get("eval/accuracy_high")]
             interval = [] if None in ends else [f"({ends[0]:.3f} to {ends[1]:.3f})"]
             rows.append(("eval accuracy", [f"{seen['eval/accuracy']:.3f}", *interval, f"at step {self._eval_step}"]))
-        rows += [("completions", _completions(seen)), ("speed", _speed(seen))]
+        rows += [("completions", _completions(seen)), ("policy", _policy(seen)), ("speed", _speed(seen))]
         rows += [("workers", _workers(seen)), ("time", _phase_times(seen))]
         if "memory/peak_bytes" in seen:
             rows.append(("memory", [f"{size(seen['memory/peak_bytes'])} peak"]))
@@ -240,12 +240,12 @@ class ConsoleTracker:
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:
-    """A record in one line: what there is of reward, evaluation, completions, speed, memory and time."""
+    """A record in one line: what there is of reward, evaluation, completions, entropy, speed, memory and time."""
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
     parts += [f"eval {seen['eval/accuracy']:.3f}"] if "eval/accuracy" in seen else []
-    parts += _completions(seen) + _speed(seen)
+    parts += _completions(seen) + _policy(seen) + _speed(seen)
     parts += [size(seen["memory/peak_bytes"])] if "memory/peak_bytes" in seen else []
     parts += [f"{duration(left)} left"] if left is not None and record.step < total else []
     return "  ".join(parts)
@@ -254,6 +254,10 @@ def step_line(record: Record, total: int, left: float | None) -> str:
 def _completions(seen: Mapping[str, float]) -> list[str]:
     parts = [f"length {seen['response/length_mean']:.0f}"] if "response/length_mean" in seen else []
     return parts + ([f"{seen['response/truncated']:.0%} cut off"] if "response/truncated" in seen else [])
+
+
+def _policy(seen: Mapping[str, float]) -> list[str]:
+    return [f"entropy {seen['policy/entropy']:.3f}"] if "policy/entropy" in seen else []
 
 
 def _speed(seen: Mapping[str, float]) -> list[str]:

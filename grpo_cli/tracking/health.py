@@ -14,6 +14,11 @@ RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a st
 EQUAL_STEPS = 5
 FEW_PROBLEMS_STEPS = 50
 LEAST_ESS = 0.1
+FIRST_ENTROPIES = 5  # steps, whose mean is what a run began with
+ENTROPY_LEFT = 0.1  # of that
+LEAST_ENTROPY = 0.05  # nats
+ALIKE_SHARE = 0.5  # of the groups
+SOLVED_SHARE = 0.8
 
 
 class HealthCheck:
@@ -28,6 +33,7 @@ class HealthCheck:
         self._unseen_parts = list(weighed_parts)
         self._holding: set[str] = set()
         self._equal_steps = self._steps = 0
+        self._entropies: list[float] = []  # the first ones
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """The warnings that are new with this step's metrics. A condition whose metric is absent stays as it was."""
@@ -40,6 +46,7 @@ class HealthCheck:
             "reuse": self._reuse(metrics),
             "weights": self._weigh_nothing(metrics),
             "ess": _ess(metrics),
+            "entropy": self._entropy(metrics),
         }
         new = [text for name, text in found.items() if text and name not in self._holding]
         for name, text in found.items():
@@ -84,6 +91,27 @@ class HealthCheck:
         return (
             f"{keys} weighs nothing so far: no rollout's reward has a part of that name. Correct it to one of the "
             "parts that metrics.jsonl has as reward/<part>, or leave it out."
+        )
+
+    def _entropy(self, metrics: Mapping[str, float]) -> str | None:
+        """A policy that solves its problems is certain with good reason. One that is certain, draws the same answers
+        over and over and is still wrong has stopped exploring."""
+        entropy = metrics.get("policy/entropy")
+        if entropy is None:
+            return None
+        if len(self._entropies) < FIRST_ENTROPIES:
+            self._entropies.append(entropy)
+            return ""
+        first = sum(self._entropies) / len(self._entropies)
+        alike = metrics.get("group/zero_std", 0.0) >= ALIKE_SHARE
+        solved = metrics.get("reward/correct", metrics.get("reward/mean", 1.0))
+        if entropy >= min(LEAST_ENTROPY, ENTROPY_LEFT * first) or not alike or solved >= SOLVED_SHARE:
+            return ""
+        return (
+            f"policy/entropy is {entropy:.3f} nats, and was {first:.3f} in the first steps: the policy hardly explores "
+            f"any more, while group/zero_std is {metrics['group/zero_std']:.2f} and only {solved:.2f} is solved. Lower "
+            "optim.lr, keep it near its start (loss.kl_coef), clip less from above (loss=dapo, or a higher "
+            "loss.clip_high), or raise sampling.temperature, from a checkpoint before this."
         )
 
     def _few_problems(self, metrics: Mapping[str, float]) -> str | None:

@@ -98,7 +98,8 @@ def test_a_gradient_takes_the_place_of_its_logits_without_a_wait(monkeypatch: py
     ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
     with gpu(monkeypatch) as watched, torch.no_grad():
         logits, ids = torch.empty(8, 600, device=CUDA, dtype=torch.bfloat16), torch.zeros(8, device=CUDA).long()
-        chosen = _Chosen.forward(ctx, logits, ids, 0.7, PLAIN)
+        room = torch.empty(8, device=CUDA)
+        chosen = _Chosen.forward(ctx, logits, ids, 0.7, PLAIN, room)
         assert _Chosen.backward(ctx, chosen)[0] is logits and chosen.dtype == torch.float32
     assert not watched.waits
 

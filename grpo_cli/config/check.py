@@ -37,6 +37,7 @@ _DIVIDES = {"grpo": True, "novelty": True, "per_part": True, "dr_grpo": False, "
 _COUNTED = ("rollout", "prompt")
 _ESS = ("none", "sqrt", "linear")
 _SPLITS = ("eval", "train")
+MOST_SAMPLES = 2**16
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
@@ -281,6 +282,8 @@ def _eval_problems(settings: EvalSettings) -> Iterator[str]:
 
 def _exam_problems(k: int, temperature: float) -> Iterator[str]:
     yield from _at_least("eval.k", k, 1)
+    if k > MOST_SAMPLES:
+        yield f"eval.k={k} must be at most {MOST_SAMPLES}: it is how many answers each problem is given"
     if not temperature > 0:
         yield f"eval.temperature={temperature} must be more than 0; greedy accuracy is measured in any case"
     else:
@@ -348,14 +351,27 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         rules = rules_of(settings.parts)
         problems: list[str] = []
         with gathered(problems):
-            if n >= 2 and prompts >= 1 and rehearsed(rules.collector, n, prompts).partial:
-                refuse([*_partial_problems(settings)])
+            if n >= 2 and prompts >= 1:
+                size = rehearsed(rules.collector, n, prompts)
+                refuse(
+                    [*_step_problems(settings, size.rollouts), *(_partial_problems(settings) if size.partial else ())]
+                )
         with gathered(problems):
             if n >= 2 and 1 <= m <= n:
                 try_choice(rules, n, m)
         refuse(problems)
 
     return _refused(ask)
+
+
+def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
+    from grpo_cli.collect.collection import MOST_ROLLOUTS
+
+    if rollouts > MOST_ROLLOUTS:
+        yield (
+            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
+            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
+        )
 
 
 def _partial_problems(settings: RunSettings) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.runs.layout import EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
@@ -94,7 +94,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> RunRecord:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(content(path).decode())
         expected = values.pop(_CHECKSUM)
         if expected != _checksum(values):
             raise ValueError("its checksum is of another content")
@@ -132,7 +132,7 @@ def _of_hydra(folder: Path) -> RunRecord | None:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+        return yaml.load(content(path).decode(), Loader=_LOADER)
     except FileNotFoundError as error:
         raise _doubtful(path, "is missing") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.arguments import after_those_of_the_run, checkpoint_overrides
 from grpo_cli.cli.main import app
+from grpo_cli.config.compose import model_of
 from grpo_cli.errors import UserError
-from grpo_cli.runs.record import RunRecord, write_record
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.runs.files import json_line
+from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.sweep.resume import Sweep, started_with
 from grpo_cli.sweep.status import Job
 
@@ -229,3 +233,29 @@ def test_a_job_that_goes_on_is_told_again_what_is_not_taken_from_its_record(here
     job = Job(0, here / "0", (*COPY, "n=4", "downsample._target_=mine_and_trusted.rule"), "")
     words = Sweep("train", lambda cfg: None, "").command_of(job)
     assert words[-1] == COPY[0] and "n=4" not in words
+
+
+@pytest.mark.parametrize(
+    "odd", [{"peft_type": "PROMPT_TUNING"}, {"megatron_config": {"x": 1}, "megatron_core": "evil"}]
+)
+def test_adapters_of_a_stranger_import_nothing(here: Path, odd: dict[str, Any]) -> None:
+    (here / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, **odd}))
+    (here / "adapter_model.safetensors").touch()
+    settings = model_of("tiny", adapter=".")
+    with pytest.raises(UserError, match=r"model\.adapter=\. holds no adapters that are known here"):
+        with_adapters(None, settings)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"overrides": [3]}, {"config": [1]}, {"config": "text"}, {"command": 1}, {"choices": 1}]
+)
+def test_a_record_of_other_things_than_settings_is_damaged(here: Path, odd: dict[str, Any]) -> None:
+    """Its checksum is right: whoever writes a record writes that, too."""
+    made.record(here / "stranger", {})
+    values = json.loads((here / "stranger" / "run.json").read_text()) | odd
+    values["sha256"] = hashlib.sha256(
+        json_line({k: v for k, v in values.items() if k != "sha256"}).encode()
+    ).hexdigest()
+    (here / "stranger" / "run.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"run\.json is damaged \(its"):
+        read_record(here / "stranger")

@@ -34,8 +34,8 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     UserError if something is missing there, or is not taken unless it is `typed` on this command line (`config.trust`).
     """
     groups = ("model", *parts_of("eval"))
-    run: Any = OmegaConf.create(without_resolvers(dict(record.config)))
     try:
+        run: Any = OmegaConf.create(without_resolvers(dict(record.config)))
         values = {"seed": run.seed}
         drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}

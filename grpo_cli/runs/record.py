@@ -22,6 +22,7 @@ from grpo_cli.runs.layout import EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, H
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 _CHECKSUM = "sha256"
+_KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,12 @@ def _read(path: Path) -> RunRecord:
         expected = values.pop(_CHECKSUM)
         if expected != _checksum(values):
             raise ValueError("its checksum is of another content")
+        if any(not isinstance(values[name], kind) for name, kind in _KINDS.items()):
+            raise ValueError("its values are of other kinds")
+        if not all(isinstance(word, str) for word in values["overrides"]):
+            raise ValueError("its overrides are no words")
         return RunRecord(**values | {"overrides": tuple(values["overrides"])}, source=path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
             f"{path} is damaged ({reason}), so that the settings of this run are not known; put back what it was, or "

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, whosever
 from grpo_cli.interfaces import DownsampleRule
 from grpo_cli.types import ScoredGroup
 
@@ -191,11 +191,13 @@ def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.G
     size = len(group.rollouts)
     if keep >= size:
         return list(range(size))
-    answer = rule(group, keep, rng)
     asked = f"{keep} distinct indices below {size} for prompt {group.prompt.id}"
     fault = f"downsample rule {_name(rule)} was asked for {asked}"
-    if not isinstance(answer, Iterable):
-        raise UserError(f"{fault} but returned {answer!r}: return a list of {keep} integers")
+    with whosever(f"{fault} and", getattr(rule, "func", rule)):
+        answer = rule(group, keep, rng)
+        if not isinstance(answer, Iterable):
+            raise UserError(f"{fault} but returned {answer!r}: return a list of {keep} integers")
+        answer = list(answer)
     try:
         indices = [operator.index(index) for index in answer]
     except TypeError as error:

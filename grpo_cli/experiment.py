@@ -40,6 +40,7 @@ from grpo_cli.model.load import (
     eos_token_ids,
     load_model,
     load_tokenizer,
+    model_config,
     pad_token_id,
     save_pretrained,
 )
@@ -47,7 +48,7 @@ from grpo_cli.processor import flush_denormals, remarks, why_no_gpu
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
-from grpo_cli.runs.record import check_chain
+from grpo_cli.runs.record import check_chain, read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.tracking.console import ConsoleTracker
@@ -173,6 +174,8 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     rules = rules or tried_rules(settings)
     run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
     checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
+    if checkpoint is not None:
+        _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(settings, weights, console.warn)
     _say_what_depends_on_memory(settings, console.warn)
@@ -277,6 +280,27 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
     else:
         check_chain(found.path)
     return found.path
+
+
+def _refuse_what_is_past(settings: RunSettings, checkpoint: Path) -> None:
+    """A run that goes on has its weights from its checkpoint, and the steps that it has done."""
+    done, steps = step_of(checkpoint.name), settings.train.steps
+    if done is not None and done > steps:
+        raise UserError(f"train.steps={steps} is less than the {done} steps that {checkpoint} has done: ask for more")
+    record = read_record(Path(settings.run_dir))
+    begun = {} if record is None else record.config.get("model", {})
+    if settings.model.adapted or begun.get("path") == settings.model.path:
+        return  # adapters are put on the model that is named, which may have been moved
+    named, saved = (model_config(which) for which in (settings.model, at_checkpoint(settings.model, checkpoint)))
+    shapes = [[getattr(config, name, None) for name in _SHAPE] for config in (named, saved)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"model.path={settings.model.path} is another model than that of {checkpoint}, with whose weights the run "
+            "goes on: leave model= and model.path= out"
+        )
+
+
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def _trackers(

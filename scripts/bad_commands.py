@@ -125,6 +125,12 @@ def _keys() -> Iterator[BadCommand]:
     for word in ("fast", "n=[1", "=5", "n", "==", "{}=1", "n=${zzz}", "n=${oc.env:NO_SUCH_VARIABLE}", "n={a:", "a b=1"):
         yield _train("n" if word.startswith("n=$") else word, word)
     yield _train("--no-such-flag", "--no-such-flag")
+    yield _train("--resolve", "--resolve")
+    yield _train("--config-name=eval", "--config-name", "eval")
+    for group in parts_of("train"):
+        yield _train(group, f"~{group}")
+        yield _train(group, f"{group}=null")
+    yield _train("hydra.sweeper.max_batch_size", "-m", "hydra.sweeper.max_batch_size=0", "seed=1,2")
 
 
 def _choices() -> Iterator[BadCommand]:
@@ -161,6 +167,7 @@ def _choices() -> Iterator[BadCommand]:
         yield _train(group, f"{group}._target_=no_such_module.Part")
         for name in ("math.pi", "builtins.int", "syntax_error.f", "raises.f", "exits.f", "ends.f", "works.no_such"):
             yield _train(group, f"{group}._target_={name}")
+    yield _train("downsample", "downsample._target_=works.crash", "m=2", "n=4")
 
 
 def _files() -> Iterator[BadCommand]:
@@ -190,7 +197,7 @@ def _files() -> Iterator[BadCommand]:
         "a b:c",
     ):
         yield _train("task.reward", *GOOD, f"task.reward={module}")
-    for function in ("raised", "exited", "ended", "huge", "endless", "text", "none", "wants", "far"):
+    for function in ("raised", "exited", "ended", "huge", "endless", "text", "none", "wants", "far", "odd", "worse"):
         yield _train("task.reward", *GOOD, f"task.reward=works:{function}", "sampling.max_new_tokens=4")
     yield _train("task.reward", *GOOD, "task.reward=builtins:int")
     for place in ("nowhere/at/all", "folder", "damaged", "", "good.jsonl", "piped"):
@@ -204,6 +211,8 @@ def _files() -> Iterator[BadCommand]:
             yield BadCommand(("merge", place, "merged"), place)
     for command in ("report", "ls"):
         yield BadCommand((command, "nowhere"), "nowhere")
+    yield from (BadCommand((command, ""), "empty") for command in ("report", "ls", "show"))
+    yield BadCommand(("report", ".", "--out", ""), "--out")
     yield BadCommand(("explain", "zzz"), "zzz")
 
 
@@ -214,6 +223,14 @@ def _together() -> Iterator[BadCommand]:
     yield _train("downsample", "m=2", "n=4", "downsample=all")
     yield _train("train.minibatches", "train.minibatches=99")
     yield _train("train.prompts", "train.prompts=1" + 12 * "0")
+    yield _train("n=4611686018427387904", "n=4611686018427387904")
+    yield _train("eval.k", "eval.k=4611686018427387904")
+    yield _train("collector", "collector=partial", "collector.surplus=1e12")
+    yield _train("collector", "collector=dars", "collector.divided=true", "collector.most=1" + 12 * "0")
+    yield _train("replay.path", "replay=folder", "replay.path=")
+    for word in ("_partial_=true", "_args_=[1]", "_recursive_=false", "_convert_=all"):
+        yield _train(f"loss.{word.partition('=')[0]}", f"++loss.{word}")
+    yield _train("logger.x._target_", "+logger.x._target_=os.mkdir")
     yield _train("sampling.temperature", "sampling.temperature=0")
     yield _train("sampling.top_p", "sampling.top_p=0.5")
     yield _train("sampling.top_k", "sampling.top_k=5")
@@ -287,6 +304,15 @@ def text(reply): return "1"
 def none(reply): return None
 def wants(zzz): return 1.0
 def far(reply): return 1e308
+def crash(group, keep, rng): return [][1]
+class Odd(float):
+    def __float__(self): raise ValueError
+    def __abs__(self): raise ValueError
+    __str__ = __repr__ = __abs__
+class Untold(Exception):
+    def __str__(self): raise self
+def odd(reply): return Odd(1)
+def worse(reply): raise Untold
 """,
     "damaged/config.json": "{",
     "piped/config.json": '{"model_type": "qwen2"}',

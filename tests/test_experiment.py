@@ -247,9 +247,10 @@ def test_before_a_run_down_sampling_alone_is_tried(user_module):
         checked(m=2, downsample={"_target_": f"{user_module}.too_few"})
 
 
-def test_a_rule_that_crashes_is_left_to_its_run(user_module):
-    """In a sweep the other jobs go on."""
-    checked(m=2, downsample={"_target_": f"{user_module}.crash"})
+def test_a_rule_that_crashes_is_told_with_its_line(user_module):
+    """In a sweep the other jobs go on: a job that is refused stops no other."""
+    with pytest.raises(UserError, match=r"user_rules\.crash .*IndexError.*line"):
+        checked(m=2, downsample={"_target_": f"{user_module}.crash"})
 
 
 def test_an_engine_s_own_refusals_reach_the_user():

@@ -345,7 +345,7 @@ def test_an_evaluation_can_choose_another_sparsity_than_its_run(monkeypatch: pyt
     """The run's own settings of the group once came after the choice, and quietly undid it."""
     rest = ["sparsity=rkv", "++model.path='/run'", "++seed=3"]
     of_the_run = [*rest, "++sparsity._target_='x.Rkv'", "++sparsity.budget=48"]
-    monkeypatch.setattr(arguments, "checkpoint_overrides", lambda place, task_is_named: of_the_run)
+    monkeypatch.setattr(arguments, "checkpoint_overrides", lambda *asked: of_the_run)
     after = arguments.after_those_of_the_run
     assert after("checkpoint", ["checkpoint=r", "sparsity=dense"]) == [*rest, "checkpoint=r", "sparsity=dense"]
     assert after("checkpoint", ["checkpoint=r", "model=hf"])[:3] == rest, (

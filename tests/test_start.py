@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -400,3 +401,46 @@ def test_where_there_are_no_locks_that_is_said(tmp_path: Path, monkeypatch: pyte
     assert said == [
         f"{tmp_path} is on a file system without locks: see to it yourself that no other process writes there"
     ]
+
+
+def test_a_run_that_was_waited_for_and_is_done_by_then_is_left_as_it_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end was written anew by whoever had waited."""
+
+    def meanwhile(seconds: float) -> None:
+        (run / "summary.json").write_text('{"status": "completed", "step": 2}')
+        shutil.copytree(run / "checkpoints" / "step_000001", run / "checkpoints" / "step_000002")
+        os.close(other)
+
+    other = os.open(run / ".lock", os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    monkeypatch.setattr("grpo_cli.runs.lock.time.sleep", meanwhile)
+    result = grpo("train", "resume=R", "resume_wait=60s")
+    assert result.exit_code == 0 and "R has done its 2 steps" in result.stdout
+    assert (run / "summary.json").read_text() == '{"status": "completed", "step": 2}'
+
+
+def test_a_run_without_its_checkpoints_is_not_done_whatever_its_summary_says(run: Path) -> None:
+    (run / "summary.json").write_text('{"status": "completed", "step": 2}')
+    assert grpo("train", "resume=R").exit_code == 0  # on from its first step, which is the last that it has
+    assert json.loads((run / "summary.json").read_text())["step"] == 2
+    shutil.rmtree(run / "checkpoints")
+    before = content(run)
+    assert "no complete checkpoint" in refused("train", "resume=R") and content(run) == before
+
+
+def test_a_run_goes_on_neither_with_fewer_steps_than_it_has_done_nor_with_another_model(run: Path) -> None:
+    assert grpo("train", "resume=R", "train.steps=3").exit_code == 0
+    before = content(run)
+    assert "train.steps=2" in refused("train", "resume=R", "train.steps=2")
+    (run / "summary.json").unlink()
+    del before[str(run / "summary.json")]
+    assert "train.steps=2" in refused("train", "resume=R", "train.steps=2")
+    for words in ("model=hf model.path=/nonexistent", "model=smollm2_135m model.path=other"):
+        shutil.copytree(run / "checkpoints" / "step_000003", "other", dirs_exist_ok=True)
+        values = json.loads(Path("other/config.json").read_text())
+        Path("other/config.json").write_text(json.dumps(values | {"vocab_size": 77}))
+        assert "model.path=" in refused("train", "resume=R", "train.steps=4", *words.split())
+    (run / "summary.json").unlink(missing_ok=True)
+    assert content(run) == before

@@ -63,7 +63,7 @@ def with_slots(arguments: Sequence[str]) -> list[str]:
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
-    from grpo_cli.config.overrides import unquoted
+    from grpo_cli.config.overrides import not_said_twice, unquoted
 
     flags, overrides = sorted_out(arguments)
     named = [unquoted(word.partition("=")[2]) for word in overrides if word.startswith(f"{key}=")]
@@ -73,7 +73,7 @@ def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     if key == "checkpoint":
         # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
         chosen = {word.partition("=")[0] for word in own} - {"model"}
-        of_the_run = checkpoint_overrides(named[-1], "task" in chosen)
+        of_the_run = checkpoint_overrides(named[-1], "task" in chosen, own)
         taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
         return [*flags, *taken, *overrides]
     if {"-m", "--multirun"} & set(flags):
@@ -83,7 +83,8 @@ def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     elsewhere = [word for word in own if word.lstrip("+").startswith("hydra.run.dir=")]
     if elsewhere:
         raise UserError(f"resume={named[-1]} goes on in the folder of that run: leave out {elsewhere[-1]}")
-    return [*flags, *resume_overrides(named[-1]), *own]
+    of_the_run = resume_overrides(named[-1], own)
+    return [*flags, *of_the_run, *not_said_twice(of_the_run, own)]
 
 
 def begun_or_resumed(given: Sequence[str]) -> list[str]:
@@ -113,13 +114,14 @@ def begun_or_resumed(given: Sequence[str]) -> list[str]:
             f"on with that run by resume={folder}, or choose another folder with hydra.run.dir=<folder>."
         )
     of_this_time = [word for word in given if is_of_a_resume(word)]
-    return [*overrides_to_resume(last, folder), *overrides({"resume": str(folder)}), *of_this_time]
+    return [*overrides_to_resume(last, folder, typed), *overrides({"resume": str(folder)}), *of_this_time]
 
 
-def checkpoint_overrides(place: str, task_is_named: bool = False) -> list[str]:
+def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequence[str] = ()) -> list[str]:
     """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights.
 
-    UserError where the checkpoint's run does not say its settings, unless at least its task is named.
+    `typed` is what the command line says besides. UserError where the checkpoint's run does not say its settings,
+    unless at least its task is named.
     """
     from grpo_cli.config.overrides import overrides, overrides_of_run
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
@@ -145,7 +147,7 @@ def checkpoint_overrides(place: str, task_is_named: bool = False) -> list[str]:
         )
     if record is not None:
         check_chain(weights)
-    of_the_run = overrides_of_run(record) if record else []
+    of_the_run = overrides_of_run(record, typed) if record else []
     if not has_adapters(weights):
         return [*of_the_run, *overrides({"model.path": str(weights), "model.random_init": False})]
     values = {"model.adapter": str(weights), "model.random_init": False}
@@ -154,8 +156,9 @@ def checkpoint_overrides(place: str, task_is_named: bool = False) -> list[str]:
     return [*of_the_run, *overrides(values)]
 
 
-def resume_overrides(place: str) -> list[str]:
-    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from."""
+def resume_overrides(place: str, typed: Sequence[str]) -> list[str]:
+    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from. `typed` is
+    what the command line says besides."""
     from grpo_cli.config.overrides import overrides, overrides_to_resume
     from grpo_cli.runs.find import resolve_run
     from grpo_cli.runs.layout import RUN, step_of
@@ -171,7 +174,7 @@ def resume_overrides(place: str) -> list[str]:
         )
     if record.command != "train":
         raise UserError(f"resume={place} is a folder of grpo {record.command}, and only trainings are resumed")
-    return [*overrides_to_resume(record, run_dir), *overrides({"resume": str(folder)})]
+    return [*overrides_to_resume(record, run_dir, typed), *overrides({"resume": str(folder)})]
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from grpo_cli.cli.arguments import sorted_out
-from grpo_cli.cli.mistakes import explained, fail, refusals
-from grpo_cli.errors import UserError
+from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
+from grpo_cli.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -43,6 +43,7 @@ def hand_over(
     from grpo_cli.sweep.resume import sweep_of
 
     with refusals():
+        refuse([*unusable(command, *sorted_out(arguments))])
         arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
         called = _Called(job, sweep, arguments)
     with _said_in_our_words(command, arguments, called), _command_line(command, arguments):

@@ -20,7 +20,7 @@ from grpo_cli import __version__
 from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, in_seconds, with_slots
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
-from grpo_cli.cli.mistakes import refusals
+from grpo_cli.cli.mistakes import named, refusals
 from grpo_cli.errors import UserError
 from grpo_cli.processor import settle
 from grpo_cli.runs.layout import PROFILE, SAMPLES
@@ -184,11 +184,15 @@ def _to_stderr(text: str) -> None:
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="Run folders, sweep folders, or any folder that holds such.", show_default=False),
+        typer.Argument(
+            parser=named, help="Run folders, sweep folders, or any folder that holds such.", show_default=False
+        ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write. Default: a new folder below outputs/report.", show_default=False),
+        typer.Option(
+            parser=named, help="Where to write. Default: a new folder below outputs/report.", show_default=False
+        ),
     ] = None,
     target: Annotated[
         float | None,
@@ -209,7 +213,9 @@ def report(
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run or an evaluation.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(parser=named, help="The folder of a run or an evaluation.", show_default=False)
+    ],
     step: Annotated[int | None, typer.Option(help="Of which step. Default: the last.", show_default=False)] = None,
     prompt: Annotated[str | None, typer.Option(help="Only of the prompt with this id.", show_default=False)] = None,
     kept: Annotated[
@@ -227,7 +233,9 @@ def show(
 
 @app.command("ls")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look for runs, in it and below.")] = Path("outputs"),
+    folder: Annotated[Path, typer.Argument(parser=named, help="Where to look for runs, in it and below.")] = Path(
+        "outputs"
+    ),
 ) -> None:
     """List runs: how they ended or stand, what they were asked, and their accuracy; the newest first."""
     from grpo_cli.cli.ls import list_runs as ls
@@ -250,9 +258,11 @@ def explain(
 @app.command()
 def merge(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A run with adapters, or one of its checkpoints.", show_default=False)
+        Path, typer.Argument(parser=named, help="A run with adapters, or one of its checkpoints.", show_default=False)
     ],
-    folder: Annotated[Path, typer.Argument(help="Where the model goes: a new folder.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(parser=named, help="Where the model goes: a new folder.", show_default=False)
+    ],
     base: Annotated[
         str | None, typer.Option(help="A folder or a hub id. Default: what the adapters name.", show_default=False)
     ] = None,
@@ -295,14 +305,11 @@ def _train(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
     from grpo_cli.profile import micro_batch
-    from grpo_cli.runs.find import completed_steps
     from grpo_cli.runs.stop import Stop
 
     rules = experiment.tried_rules(settings)
     settings = _decided(settings)
-    done = completed_steps(settings.resume)
-    if done is not None and done >= settings.train.steps:
-        typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
+    if _is_done(settings):
         return None
     device = experiment.pick_device(settings.device)
     settings = micro_batch.decided(settings, rules, device, _to_stderr)
@@ -312,9 +319,24 @@ def _train(cfg: DictConfig) -> Any:
         _memory_explained(settings),
         Stop(_to_stderr) as stop,
     ):
+        if _is_done(settings):  # by the process that was waited for
+            return None
         trainer = experiment.build(settings, rules)
         go_on()
         return trainer.fit(stop)["final_accuracy"]  # what a sweeper would optimise
+
+
+def _is_done(settings: RunSettings) -> bool:
+    """Whether the run that is to go on has nothing left to do, which is said."""
+    from grpo_cli.runs.find import completed_steps
+
+    done = completed_steps(settings.resume)
+    if done is None or done < settings.train.steps:
+        return False
+    if done > settings.train.steps:
+        raise UserError(f"train.steps={settings.train.steps} is less than the {done} steps that are done: ask for more")
+    typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
+    return True
 
 
 @contextmanager

@@ -26,6 +26,31 @@ def refusals() -> Iterator[None]:
         fail(error)
 
 
+def named(text: str) -> Path:
+    """A folder that is typed; nothing would mean the current one."""
+    if not text.strip():
+        raise typer.BadParameter("it is empty: name a folder (. is the current one)")
+    return Path(text)
+
+
+def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
+    """What Hydra would end with a traceback, or take in another way than it is meant."""
+    from grpo_cli.config.choices import choices, config_dir, groups_of
+
+    for word in overrides:
+        group, _, choice = word.lstrip("+").partition("=")
+        if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
+            yield f"{word} is none of the choices of {group}: {', '.join(choices(group))}"
+        if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
+            yield f"{word} must be a whole number of at least 1, or null"
+    if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:
+        yield "--resolve says how settings are printed: add --cfg job"
+    names = [flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag in ("--config-name", "-cn")]
+    for name in [*names, *(flag.partition("=")[2] for flag in flags if flag.startswith("--config-name="))]:
+        if name != command and (config_dir() / f"{name.removesuffix('.yaml')}.yaml").is_file():
+            yield f"--config-name={name} is not what grpo {command} reads: leave it out, or type grpo {name} ..."
+
+
 def fail(error: UserError | str) -> NoReturn:
     """End the program as every mistake does: one message, and exit code 2."""
     typer.echo(f"error: {legible(str(error))}", err=True)
@@ -87,7 +112,7 @@ def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
     if having:
         return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
-    return closest(key, _known_keys(command, arguments))
+    return closest(key, [known for known in _known_keys(command, arguments) if known != key])
 
 
 def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:

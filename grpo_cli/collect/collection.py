@@ -20,6 +20,7 @@ from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end
+MOST_ROLLOUTS = 2**22  # of a step, and problems that it looks at: each is an object before it is a token
 
 
 class StepCollection:
@@ -42,7 +43,9 @@ class StepCollection:
         version: int = 0,
         span: Callable[[str], AbstractContextManager[None]],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        most: int = MOST_ROLLOUTS,
     ) -> None:
+        self._most = most
         self._n, self._prompts, self._step, self._version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
         self._curriculum, self._task, self._history = curriculum, task, history
@@ -80,9 +83,17 @@ class StepCollection:
         return self._history
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
+        self._refuse_too_many("problems", len(self._picked) + count)
         found = self._curriculum.pick(self._step, count, self._picked.keys() | without)
         self._picked |= {prompt.id: prompt for prompt in found}
         return found
+
+    def _refuse_too_many(self, what: str, count: int) -> None:
+        if count > self._most:
+            raise UserError(
+                f"the collector asks for {count} {what} in a step of n={self._n} rollouts of train.prompts="
+                f"{self._prompts} problems, and {self._most} are the most: lower its settings, n or train.prompts"
+            )
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
         lacking = [unjudged for group in groups if (unjudged := self._unjudged(group)).rollouts]
@@ -179,6 +190,8 @@ class StepCollection:
 
     def _requests(self, wanted: Round, number: int) -> list[Request]:
         made: list[Request] = []
+        before = sum(map(len, self._rollouts.values()))
+        self._refuse_too_many("rollouts", before + sum(group.count for group in wanted.requests))
         for group in wanted.requests:
             name = group.prompt.id
             if self._picked.get(name) != group.prompt:

@@ -118,7 +118,7 @@ class RunFolder:
     @staticmethod
     def refuses(*, path: str | None, foreign: float) -> Iterator[str]:
         """What is wrong with its settings."""
-        if path is None:
+        if path is None or not path.strip():
             yield f"replay=folder needs replay.path=<folder of other runs>, which record with {WRITE_IT}"
         elif not (folder := Path(path).expanduser()).is_dir():
             found = f"a file: name the folder that {folder.name} is in" if folder.exists() else "not there"

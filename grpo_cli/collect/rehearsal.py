@@ -19,6 +19,7 @@ from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 # The most rollouts of a made-up group, and enough of a made-up step: larger ones would teach nothing more, and take
 # their time.
 MOST_REHEARSED, ENOUGH = 4096, 1024
+MOST_ASKED = 2**17  # by a collector, of a made-up step
 # What every second, no and every rollout of a problem earns, by its sample.
 _SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
 _SOLVED = (0, 1, 2, 3, 4)  # how often problems were solved in earlier visits, of as many tries as the last
@@ -105,6 +106,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         history=history,
         version=step,
         span=lambda name: nullcontext(),
+        most=MOST_ASKED,
     )
     before, made_up.rounds, made_up.stopped = made_up.picked, [], False
     with own_code("collector"):

@@ -35,6 +35,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 _COUNTED = ("rollout", "prompt")
 _ESS = ("none", "sqrt", "linear")
 _SPLITS = ("eval", "train")
+MOST_SAMPLES = 2**16
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
@@ -235,6 +236,8 @@ def _eval_problems(settings: EvalSettings) -> Iterator[str]:
 
 def _exam_problems(k: int, temperature: float) -> Iterator[str]:
     yield from _at_least("eval.k", k, 1)
+    if k > MOST_SAMPLES:
+        yield f"eval.k={k} must be at most {MOST_SAMPLES}: it is how many answers each problem is given"
     if not temperature > 0:
         yield f"eval.temperature={temperature} must be more than 0; greedy accuracy is measured in any case"
     else:
@@ -305,7 +308,9 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         with gathered(problems):
             if n >= 2 and prompts >= 1:
                 size = rehearsed(rules.collector, n, prompts)
-                refuse([*_partial_problems(settings)] if size.partial else [])
+                refuse(
+                    [*_step_problems(settings, size.rollouts), *(_partial_problems(settings) if size.partial else ())]
+                )
                 refuse([*together.unequal_problems(settings)] if size.unequal else [])
         with gathered(problems):
             if n >= 2 and 1 <= m <= n:
@@ -313,6 +318,16 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         refuse(problems)
 
     return [*together.problems(settings), *_refused(ask)]
+
+
+def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
+    from grpo_cli.collect.collection import MOST_ROLLOUTS
+
+    if rollouts > MOST_ROLLOUTS:
+        yield (
+            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
+            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
+        )
 
 
 def _partial_problems(settings: RunSettings) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -59,16 +59,27 @@ def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
         raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     assert isinstance(values, dict), "Hydra composes a mapping"
     problems: list[str] = []
-    groups = {name: values.pop(name) for name in parts_of(command) if name in values}
+    groups = {name: values.pop(name, None) for name in parts_of(command)}
     values.pop("experiment", None)  # a named experiment leaves its settings in the other keys
     for name, group in groups.items():
         problems += missing(name, group)
         if not isinstance(group, dict) or "_target_" not in group:
             problems.append(f"{name} says nowhere what to build: choose one of {', '.join(choices(name))}")
+        problems += _of_the_builder(name, group)
     settings: Any = read(kind, values | {"parts": groups}, problems)
     stop = () if settings is None else _with_escapes_read(settings.sampling.stop, problems)
     refuse(problems)
     return replace(settings, sampling=replace(settings.sampling, stop=stop))
+
+
+def _of_the_builder(key: str, value: Any, depth: int = 0) -> Iterator[str]:
+    """A line for each word that would change how a part is built: its `_target_` is called with its settings."""
+    if not isinstance(value, dict):
+        return
+    for name, item in value.items():
+        if re.fullmatch(r"_[a-z]+_", str(name)) and (depth or name != "_target_"):
+            yield f"{key}.{name} is no setting of a part, which is one class or function: leave it out"
+        yield from _of_the_builder(f"{key}.{name}", item, depth + 1)
 
 
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}

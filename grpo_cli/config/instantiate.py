@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from grpo_cli.config.read import read_kwargs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.predict import NoPredictor
 from grpo_cli.engine.sampler import Sampler
-from grpo_cli.errors import UserError, closest, gathered, own_code, refuse
+from grpo_cli.errors import UserError, closest, gathered, own_code, refuse, whosever
 from grpo_cli.interfaces import Correction, Loss, Rules
 from grpo_cli.types import Batch, LossOutput, Totals
 
@@ -40,14 +40,8 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     missing, given = _fits(factory, offered)
     if missing:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
-    with _whosever(name, part, factory.func):
+    with whosever(f"{name}._target_={part['_target_']}", factory.func):
         return factory(**given)
-
-
-def _whosever(name: str, part: Mapping[str, Any], code: Any) -> AbstractContextManager[Any]:
-    """Around the making of a part: where its code is a person's own, what it raises is said as theirs."""
-    ours = str(getattr(code, "__module__", "")).startswith("grpo_cli.")
-    return nullcontext() if ours else own_code(f"{name}._target_={part['_target_']}")
 
 
 def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **changed: Any) -> Any:
@@ -59,7 +53,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     """The class or function with its settings filled in, once it is known to take them."""
     with own_code(f"{name}._target_={part['_target_']}"):
         try:
-            factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all"})
+            factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all", "_recursive_": False})
             parameters = inspect.signature(factory.func).parameters
         except InstantiationException as error:
             reason = " ".join(str(error.__cause__ or error).splitlines()[:2])

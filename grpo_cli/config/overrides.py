@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import parts_of, shipped
 from grpo_cli.config.read import read
+from grpo_cli.config.trust import resolving, taken, without_resolvers
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import plain
 from grpo_cli.runs.record import RunRecord
@@ -24,17 +25,17 @@ _DRAWN = ("top_p", "top_k", "max_new_tokens", "stop")
 OF_A_RESUME = ("resume", "resume_wait", "accept_damage")
 
 
-def overrides_of_run(record: RunRecord) -> list[str]:
+def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
 
     Choices and values are those of the composed config rather than of the command line, so that neither a named
     experiment nor a default that has changed since makes a difference. What a choice of ours is built by is the
     choice's own word: where that code stands now may not be where it stood when the run was made.
-    UserError if something is missing there.
+    UserError if something is missing there, or is not taken unless it is `typed` on this command line (`config.trust`).
     """
     groups = ("model", *parts_of("eval"))
-    run: Any = OmegaConf.create(dict(record.config))
     try:
+        run: Any = OmegaConf.create(without_resolvers(dict(record.config)))
         values = {"seed": run.seed}
         drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
@@ -50,13 +51,24 @@ def overrides_of_run(record: RunRecord) -> list[str]:
     values = {key: value for key, value in values.items() if not _is_our_target(key, value)}
     if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
         values["model.eos_tokens"] = []
-    return [*chosen, *overrides(values)]
+    values |= {key: text for key, text in resolving(record.config) if key in values}  # for the door to refuse
+    assert record.source is not None, "it was read from somewhere"
+    return taken([*chosen, *overrides(values)], typed, record.source.parent)
 
 
-def overrides_to_resume(record: RunRecord, run_dir: Path) -> list[str]:
-    """What a run was started with, and its folder: the same command again, going on in the same place."""
+def overrides_to_resume(record: RunRecord, run_dir: Path, typed: Sequence[str] = ()) -> list[str]:
+    """What a run was started with, and its folder: the same command again, going on in the same place.
+
+    UserError for what is not taken unless it is `typed` on this command line (`config.trust`).
+    """
     again = [renamed(word) for word in record.overrides if not is_of_a_resume(word)]
-    return [*again, *overrides({"hydra.run.dir": str(run_dir)})]
+    return [*taken(again, typed, run_dir), *overrides({"hydra.run.dir": str(run_dir)})]
+
+
+def not_said_twice(recorded: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """What is typed on top of the overrides of a run, without what is the last that they say of its key."""
+    last = {word.partition("=")[0].lstrip("+"): word for word in recorded}
+    return [word for word in typed if last.get(word.partition("=")[0].lstrip("+")) != word]
 
 
 def is_of_a_resume(word: str) -> bool:

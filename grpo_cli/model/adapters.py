@@ -19,6 +19,7 @@ from grpo_cli.settings import LoraSettings, ModelSettings
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base"
+_IMPORTS = ("megatron_config", "tokenizer_kwargs")  # by which PEFT imports modules that a file names
 
 
 def has_adapters(folder: Path) -> bool:
@@ -70,6 +71,10 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     if not has_adapters(folder) or not (folder / WEIGHTS).is_file():
         raise UserError(f"model.adapter={place} holds no adapters: it lacks {CONFIG} or {WEIGHTS}")
     saved = _read_config(folder)
+    odd = [key for key in _IMPORTS if saved.get(key)]
+    if saved.get("peft_type", "LORA") != "LORA" or odd:
+        what = f"its {CONFIG} says {', '.join(odd)}" if odd else f"they are of the kind {saved['peft_type']}"
+        raise UserError(f"model.adapter={place} holds no adapters that are known here ({what}): only LoRA's are")
     if lora.rank and saved.get("r") != lora.rank:
         raise UserError(
             f"model.adapter={place} has rank {saved.get('r')}, but model.lora.rank={lora.rank}; leave it at 0 to take "

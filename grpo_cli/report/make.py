@@ -19,6 +19,7 @@ from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
+from grpo_cli.runs.record import has_record
 from grpo_cli.tracking import terminal
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
@@ -38,6 +39,8 @@ def make(
     """
     console = console or terminal.console()
     now = datetime.now()
+    if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
+        raise UserError(f"--out={out} is the folder of a run, which a report would write into: choose another")
     out = out or layout.new_folder("report")
     found = read_runs(folders, metric)
     comparison = compare(found.runs, target, metric)

@@ -22,6 +22,7 @@ from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
 from grpo_cli.runs import layout
+from grpo_cli.runs.files import content
 from grpo_cli.runs.lock import is_held
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
@@ -258,7 +259,7 @@ def _number(value: Any) -> float | None:
 def _read_object(path: Path) -> tuple[dict[str, Any], str | None]:
     """A JSON object and, where it cannot be read, a note; of a file that is not there neither."""
     try:
-        value = _DECODER.decode(path.read_text(encoding="utf-8"))
+        value = _DECODER.decode(content(path).decode())
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, RecursionError) as error:
@@ -276,7 +277,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
     A record takes the place of what stands before it for its step and later ones: a resumed run has gone back there.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = content(path).split(b"\n")
     except FileNotFoundError:
         return [], []
     except OSError as error:

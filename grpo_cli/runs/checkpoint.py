@@ -90,13 +90,13 @@ def save_checkpoint(
 
 def _save_state(path: Path, state: Mapping[str, Any]) -> None:
     # Given a path, torch turns a full disk into a RuntimeError about its zip file. Given a file, the OSError survives
-    # as the context of that error at least.
+    # as the context of that error at least, and so does a second ctrl-C.
     try:
         with open(path, "wb") as file:
             torch.save(dict(state), file)
     except RuntimeError as error:
         cause = error.__context__
-        while cause is not None and not isinstance(cause, OSError):
+        while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
             cause = cause.__context__
         raise cause or error from error
 

@@ -74,12 +74,18 @@ def write_atomically(path: Path, data: bytes) -> None:
 def regular(path: str, flags: int) -> int:
     """An `opener` for `open`: raises OSError for a pipe or a device, which may block or never end, in place of opening
     it. Links are followed."""
-    file = os.open(path, flags | os.O_NONBLOCK)  # at a pipe that nobody writes to, opening waits without it
+    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # at a pipe that nobody writes to, opening waits without it
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # what a folder is, `open` says itself
         return file
     os.close(file)
     raise OSError(errno.EINVAL, "it is no regular file but a pipe or a device", path)
+
+
+def content(path: Path) -> bytes:
+    """All of a file. OSError also for a pipe or a device."""
+    with open(path, "rb", opener=regular) as file:
+        return file.read()
 
 
 def sha256(path: Path) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import sha256
+from grpo_cli.formatting import is_a
+from grpo_cli.runs.files import content, sha256
 from grpo_cli.runs.layout import CHECKPOINTS, COMPLETE, METRICS, OUTPUTS, RUN, SUMMARY, TRAINER_STATE, step_of
 from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
@@ -40,7 +41,10 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint:
 def never_saved(run_dir: Path) -> bool:
     """Whether a run was ended before it had a checkpoint, perhaps in its first save, which is of step 0."""
     metrics = run_dir / METRICS
-    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    try:
+        rows = content(metrics).count(b"\n") if metrics.exists() else 0
+    except OSError:  # what is wrong with it is said where it is read
+        return False
     return rows <= 1 and all(step_of(p.name) == 0 and not (p / COMPLETE).exists() for p in candidates(run_dir))
 
 
@@ -77,7 +81,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _read_marker(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / COMPLETE).read_text())
+    return json.loads(content(folder / COMPLETE))
 
 
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
@@ -105,17 +109,22 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
 
 def completed_steps(resume: str | None) -> int | None:
     """How many steps the run that `resume` names has done, if it has done all that it was to; None otherwise. Where one
-    checkpoint is named, it is the step of that, from which the run may be done again."""
+    checkpoint is named, it is the step of that, from which the run may be done again.
+
+    A summary that says so is believed where there is the checkpoint of its step.
+    """
     if resume is None:
         return None
     named = step_of(Path(resume).name)
+    folder = Path(resume) if named is None else Path(resume).parent.parent
     try:
-        summary = read_object((Path(resume) if named is None else Path(resume).parent.parent) / SUMMARY)
+        summary = read_object(folder / SUMMARY)
     except UserError:  # damaged: what the checkpoints say counts
         return None
-    if summary.get("status") != "completed" or "step" not in summary:
+    saved = {step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()}
+    if summary.get("status") != "completed" or not is_a(int, summary.get("step")) or summary["step"] not in saved:
         return None
-    return int(summary["step"]) if named is None else named
+    return summary["step"] if named is None else named
 
 
 def _newest_run(train: Path, key: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 import zlib
 from array import array
 from collections import Counter
@@ -19,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_cli.runs.files import sync_file, written_atomically
+from grpo_cli.errors import UserError
+from grpo_cli.runs.files import regular, sync_file, written_atomically
 from grpo_cli.runs.layout import LEDGER
 
 Ledgers = Mapping[str, "Ledger"]  # by the name of the file
@@ -64,8 +66,11 @@ def load_ledgers(folder: Path) -> dict[str, Ledger] | None:
     """Those of a checkpoint; None if it is of a version that had none."""
     if not (folder / LEDGER).exists():
         return None
-    with np.load(folder / LEDGER, allow_pickle=False) as found:
-        return {name: Ledger(StepRows(*row) for row in rows.tolist()) for name, rows in found.items()}
+    try:
+        with open(folder / LEDGER, "rb", opener=regular) as file, np.load(file, allow_pickle=False) as found:
+            return {name: Ledger(StepRows(*row) for row in rows.tolist()) for name, rows in found.items()}
+    except (OSError, ValueError, TypeError, EOFError, OverflowError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{folder / LEDGER} is damaged ({error}); name another checkpoint of the run") from error
 
 
 def missing_steps(ledgers: Ledgers) -> list[int]:
@@ -75,9 +80,9 @@ def missing_steps(ledgers: Ledgers) -> list[int]:
 
 def is_intact(path: Path, ledger: Ledger) -> bool:
     """Whether a file begins with exactly what was written to it until then."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size < ledger.bytes:
         return ledger.bytes == 0
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         return all(zlib.crc32(file.read(block.bytes)) == block.crc for block in ledger)
 
 
@@ -163,7 +168,7 @@ def rows_of_file(path: Path, due: Sequence[StepRows], last: int) -> list[Stretch
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file and their numbers, without a last one that was cut short."""
     if path.exists():
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith(b"\n"))
 
 

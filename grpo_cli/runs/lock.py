@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.formatting import plain
-from grpo_cli.runs.files import json_line
+from grpo_cli.runs.files import content, json_line, regular
 from grpo_cli.runs.layout import LOCK
 
 POLL_SECONDS = 0.5
@@ -38,10 +38,10 @@ def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UserError(
-            f"the run folder {folder} cannot be written ({error.strerror}). Choose another with "
+            f"the run folder {folder} cannot be written ({LOCK}: {error.strerror}). Choose another with "
             "hydra.run.dir=<folder>, or make it writable."
         ) from error
     try:
@@ -96,7 +96,7 @@ def _write(descriptor: int, content: bytes) -> None:
 def is_held(path: Path) -> bool:
     """Whether a process, on whatever machine the file system knows of, has a lock on the file."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -108,7 +108,7 @@ def is_held(path: Path) -> bool:
 def holder(folder: Path) -> str:
     """Who has, or last had, the folder's lock."""
     try:
-        who = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        who = json.loads(content(folder / LOCK))
         return plain(f"process {who['pid']} on {who['host']} (since {who['since']})")
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

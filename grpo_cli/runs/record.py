@@ -18,11 +18,12 @@ from typing import Any
 import yaml
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, sha256, write_atomically
+from grpo_cli.runs.files import content, json_line, sha256, write_atomically
 from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 _CHECKSUM = "sha256"
+_KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,16 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> RunRecord:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(content(path).decode())
         expected = values.pop(_CHECKSUM)
         if expected != _checksum(values):
             raise ValueError("its checksum is of another content")
+        if any(not isinstance(values[name], kind) for name, kind in _KINDS.items()):
+            raise ValueError("its values are of other kinds")
+        if not all(isinstance(word, str) for word in values["overrides"]):
+            raise ValueError("its overrides are no words")
         return RunRecord(**values | {"overrides": tuple(values["overrides"])}, source=path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
             f"{path} is damaged ({reason}), so that the settings of this run are not known; put back what it was, or "
@@ -157,7 +162,7 @@ def _of_hydra(folder: Path) -> RunRecord | None:
 
 def _yaml(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
+        return yaml.load(content(path).decode(), Loader=_LOADER)
     except FileNotFoundError as error:
         raise _doubtful(path, "is missing") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+TOGETHER_SECONDS = 2.0  # within which signals count as one
 SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))  # Windows has the first two
 
 
 class Stop:
-    """Remembers which signal has asked to stop: true once one has. A second SIGINT interrupts at once.
+    """Remembers which signal has asked to stop: true once one has. A second SIGINT interrupts at once, and so does a
+    second SIGTERM that comes later than those that a scheduler sends to a run and to its launcher together.
 
     Signals are heard inside a `with` on it, in the main thread; nowhere else can they be. A SIGHUP that is ignored
     stays so: that is what `nohup` asks for.
@@ -26,6 +29,7 @@ class Stop:
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
         self.asked_by: str | None = None
+        self._terminated: float | None = None  # when the first SIGTERM came
 
     def __bool__(self) -> bool:
         return self.asked_by is not None
@@ -44,6 +48,11 @@ class Stop:
     def _ask(self, number: int, frame: Any) -> None:
         if self and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            self._terminated = now if self._terminated is None else self._terminated
+            if now - self._terminated > TOGETHER_SECONDS:
+                raise KeyboardInterrupt
         self.asked_by = self.asked_by or signal.Signals(number).name
         with suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of another line
-            self._say(f"{self.asked_by}: stopping after this step; press ctrl-C again to stop at once")
+            self._say(f"{self.asked_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.errors import UserError
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.runs.layout import METRICS, SUMMARY
 
 
@@ -42,10 +42,10 @@ def failure_noted(run_dir: Path) -> Iterator[None]:
 def read_object(path: Path) -> dict[str, Any]:
     """A file's JSON object; empty if there is no file. UserError if it holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(content(path).decode())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; repair or remove it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from grpo_cli.config.overrides import overrides, renamed, unquoted
+from grpo_cli.config.trust import not_taken, taken
 from grpo_cli.errors import UserError
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
@@ -44,7 +45,9 @@ class Sweep:
         """What one would type to run the job by hand, or to go on with it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
+            # Its settings are those of its own record, and what is not taken from a record was typed for the sweep.
             arguments = [word.lstrip("+") for word in overrides({"resume": str(job.folder)})]
+            arguments += not_taken(job.overrides, job.folder)
         else:
             arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
         return [sys.executable, "-P", "-m", "grpo_cli", self.command, *self.flags, *of_hydra, *arguments]
@@ -83,32 +86,27 @@ def sweep_of(
     if not multirun:
         raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
     own = [word for word in given if word != RESUME]
-    began = started_with(command, own)
-    sweep = Sweep(command, check, objective, [*began.flags, *others], resume=True)
-    return [*flags, *began.flags, *began.overrides], sweep
+    began = started_with(command, own, others)
+    sweep = Sweep(command, check, objective, others, resume=True)
+    return [*flags, *began], sweep
 
 
-@dataclass(frozen=True)
-class Began:
-    """How a sweep was started: Hydra's flags, and all overrides with what is new and the sweep's folder."""
-
-    flags: list[str]
-    overrides: list[str]
-
-
-def started_with(command: str, own: Sequence[str]) -> Began:
-    """For `resume=sweep`: the sweep in `hydra.sweep.dir`, or the last one there is. `own` are the overrides besides."""
-    changed = [word for word in own if not (names_the_folder(word) or is_of(word, ("launcher",)))]
+def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
+    """For `resume=sweep`: all overrides of the sweep in `hydra.sweep.dir`, or of the last one there is. `own` are the
+    overrides that are typed besides; what is not taken from a folder is to be among them (`config.trust`)."""
+    named = [unquoted(word.partition("=")[2]) for word in own if names_the_folder(word)]
+    folder = Path(named[-1]) if named else _last_sweep(MULTIRUN)
+    if folder is not None and not folder.exists():
+        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
+    asked = {} if folder is None else read_object(folder / SWEEP)
+    new = [word for word in own if not names_the_folder(word) and word not in _listed(asked)]
+    changed = [word for word in new if not is_of(word, ("launcher",))]
     if changed:
         raise UserError(
             f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
         )
-    named = [unquoted(word.partition("=")[2]) for word in own if names_the_folder(word)]
-    new = [word for word in own if not names_the_folder(word)]
-    folder = Path(named[-1]) if named else _last_sweep(MULTIRUN)
-    if not folder.exists():
-        folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
-    asked = read_object(folder / SWEEP)
+    if folder is None:
+        raise UserError(f"resume=sweep found no sweep below {MULTIRUN}; name one with hydra.sweep.dir=<folder>")
     if not asked:
         raise UserError(
             f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}. If the sweep was killed before it had begun, "
@@ -120,9 +118,21 @@ def started_with(command: str, own: Sequence[str]) -> Began:
         of_hydra, jobs = asked["hydra"], [renamed(word) for word in asked["overrides"]]
         if any(word.startswith("hydra/launcher=") for word in new):  # with settings of its own
             of_hydra = [word for word in of_hydra if not is_of(word, ("launcher",))]
-        return Began(asked["flags"], [*of_hydra, *jobs, *new, *overrides({"hydra.sweep.dir": str(folder)})])
-    except (KeyError, TypeError) as error:
+        lacking = [word for word in asked["flags"] if word not in flags]
+        recorded = taken([*of_hydra, *jobs], own, folder)
+    except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / SWEEP} lists no sweep ({error}); start a new sweep") from error
+    if lacking:
+        raise UserError(
+            f"{folder} was started with {' '.join(map(str, lacking))}, which is not taken from its {SWEEP}: type it on "
+            "this command line as well"
+        )
+    return [*recorded, *new, *overrides({"hydra.sweep.dir": str(folder)})]
+
+
+def _listed(asked: Mapping[str, Any]) -> list[Any]:
+    """The overrides that a sweep's file has."""
+    return [word for key in ("hydra", "overrides") if isinstance(asked.get(key), list) for word in asked[key]]
 
 
 # Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
@@ -138,11 +148,9 @@ def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
     return [*(f"hydra.sweeper.{key}={value}" for key, value in ours.items()), *given]
 
 
-def _last_sweep(below: Path) -> Path:
-    sweeps = sorted(below.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime)
-    if not sweeps:
-        raise UserError(f"resume=sweep found no sweep below {below}; name one with hydra.sweep.dir=<folder>")
-    return sweeps[-1].parent
+def _last_sweep(below: Path) -> Path | None:
+    last = max(below.glob(f"*/{SWEEP}"), key=lambda path: path.stat().st_mtime, default=None)
+    return None if last is None else last.parent
 
 
 def is_of(word: str, parts: Sequence[str]) -> bool:

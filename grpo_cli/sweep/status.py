@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import json_line, regular, write_atomically
 from grpo_cli.runs.lock import NO_LOCKS_HERE, is_held
 from grpo_cli.runs.summary import read_object
 
@@ -101,10 +101,10 @@ def last_record(folder: Path) -> dict[str, Any]:
 def _tail(path: Path) -> list[str]:
     """The last lines; what follows the last line break is a line of its own, mostly empty."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode("utf-8", "replace").split("\n")
-    except FileNotFoundError:
+    except OSError:  # it is not there, or no file: this is for the screen only
         return []
 
 

@@ -70,6 +70,10 @@ class OwnReward:
             return self._function(**kwargs)
 
     def _list(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
+        with own_code(f"task.reward={self._name}, whose answer is looked at,"):
+            return self._one_of_each(values, completions)
+
+    def _one_of_each(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
         if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
             raise UserError(
                 f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
@@ -83,6 +87,10 @@ class OwnReward:
         return list(values)
 
     def _parts(self, value: Any, completion: Completion) -> dict[str, float]:
+        with own_code(f"task.reward={self._name}, whose answer for {completion.place} is looked at,"):
+            return self._read(value, completion)
+
+    def _read(self, value: Any, completion: Completion) -> dict[str, float]:
         """The named parts; a single number is called after the function."""
         parts = value if isinstance(value, Mapping) else {self._name.rpartition(":")[2]: value}
         if not parts:
@@ -92,7 +100,7 @@ class OwnReward:
     def _part_name(self, name: Any, completion: Completion) -> str:
         if not isinstance(name, str) or not name or "/" in name:
             raise UserError(
-                f"task.reward={self._name} called a part {name!r} for {completion.place}; a part's name is text "
+                f"task.reward={self._name} called a part {_short(name)} for {completion.place}; a part's name is text "
                 "without /"
             )
         return name
@@ -157,6 +165,6 @@ def _shown(kwargs: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python writes
-        text = f"a number of {value.bit_length()} bits"
+    except Exception:  # of a whole number with more digits than Python writes, or of an object of one's own
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -56,7 +56,7 @@ class JsonlTracker:
         accept_damage: bool = False,
     ) -> None:
         self._warn = warn
-        self._warned = False
+        self._lost: dict[str, list[int]] = {}  # steps by what could not be written
         self._paths = {name: run_dir / name for name in (METRICS, ROLLOUTS)}
         self._ledgers = {name: Ledger() for name in self._paths}
         try:
@@ -92,7 +92,9 @@ class JsonlTracker:
         return missing_steps(self._ledgers)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        pass  # nothing is held open between records
+        """Say which rows are lost; nothing is held open between records."""
+        for name, steps in self._lost.items():
+            self._warn(f"{self._paths[name]} lacks {len(steps)} steps that could not be written: {_listed(steps)}")
 
     def _write(self, name: str, step: int, lines: Sequence[str]) -> None:
         ledger, data = self._ledgers[name], "".join(f"{line}\n" for line in lines).encode()
@@ -103,9 +105,9 @@ class JsonlTracker:
             ledger.add(StepRows(step, len(lines), len(data), zlib.crc32(data)))
         except OSError as error:
             ledger.add(StepRows(step, 0, 0, 0))
-            if not self._warned:
+            if not self._lost:
                 self._warn(f"step {step} could not be written to {self._paths[name]}: {error}")
-            self._warned = True
+            self._lost.setdefault(name, []).append(step)
 
     def _go_on(self, last: int, checkpoint: Path | None, accept_damage: bool) -> None:
         """After step `last`."""
@@ -128,6 +130,10 @@ class JsonlTracker:
         for name, each in found.items():
             cut(self._paths[name], each)
             self._ledgers[name] = each.ledger
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:SAID])) + (", ..." if len(steps) > SAID else "")
 
 
 def _in_folder(checkpoint: Path | None, run_dir: Path) -> Path | None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
-from grpo_cli.runs.files import json_line, write_atomically
+from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record
@@ -242,7 +242,7 @@ def _first_line(error: Exception) -> str:
 def _run_id(run_dir: Path) -> str:
     """The run's W&B id, made (or given by `wandb agent`) on first use and the same ever after."""
     path = run_dir / layout.WANDB_ID
-    known = path.read_text().strip() if path.exists() else ""
+    known = content(path).decode().strip() if path.exists() else ""
     if known:
         return known
     given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from grpo_cli.engine.cluster.messages import Lost, News, Order
 from grpo_cli.engine.cluster.worker import Blueprint, RolloutWorker
@@ -83,6 +84,15 @@ def check_address(address: str, environment: Mapping[str, str] = os.environ) -> 
             f"nobody answers at engine.address={address} ({error}): start a head there with ray start --head "
             f"--port={port}, or leave engine.address out, and Ray is started on this machine"
         ) from error
+
+
+def check_gpus(workers: int, gpus: float, here: int) -> None:
+    """Ray takes the number that it is told where it is started here, and its workers would wait for GPUs for ever."""
+    if workers * gpus > here:
+        raise UserError(
+            f"engine.workers={workers} with engine.gpus={gpus:g} each need {workers * gpus:g} GPUs, and this machine "
+            f"has {here}: lower them, or join a cluster that has as many (engine.address)"
+        )
 
 
 def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -241,6 +251,8 @@ class RayCluster:
         require_ray()
         if address is not None:
             check_address(address)
+        else:
+            check_gpus(workers, needs.gpus, torch.cuda.device_count())
         self._needs = needs
         handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
         self._environment = {"PYTHONPATH": os.pathsep.join(_own_paths()), **handed_on, **environment}

@@ -1,0 +1,250 @@
+"""The edges: damaged and odd files, signals that come twice, sizes that nothing has, own code that fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from grpo_cli.cli.main import app
+from grpo_cli.cli.mistakes import unusable
+from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
+from grpo_cli.config.check import MOST_SAMPLES, check
+from grpo_cli.downsample import choose
+from grpo_cli.engine.cluster.ray_cluster import check_gpus
+from grpo_cli.errors import UserError, own_code
+from grpo_cli.report.read import read_run
+from grpo_cli.runs.checkpoint import _save_state
+from grpo_cli.runs.find import completed_steps, never_saved
+from grpo_cli.runs.ledger import Ledger, StepRows, is_intact, load_ledgers
+from grpo_cli.runs.lock import is_held, sole_use
+from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
+from grpo_cli.runs.summary import read_object
+from grpo_cli.tracking import jsonl
+from grpo_cli.tracking.jsonl import JsonlTracker
+from grpo_cli.types import GroupRequest, Record, Round
+
+
+@pytest.fixture(autouse=True)
+def no_hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """What waits at a pipe is ended, and fails."""
+    monkeypatch.chdir(tmp_path)
+
+    def end(number: int, frame: Any) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def finished(folder: Path, step: object, *saved: int) -> int | None:
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for number in saved:
+        (folder / "checkpoints" / f"step_{number:06d}").mkdir()
+        (folder / "checkpoints" / f"step_{number:06d}" / "COMPLETE").touch()
+    (folder / "summary.json").write_text(json.dumps({"status": "completed", "step": step}))
+    return completed_steps(str(folder))
+
+
+def test_a_run_is_done_where_its_last_checkpoint_is_whatever_its_summary_says(tmp_path: Path) -> None:
+    assert finished(tmp_path / "R", 3, 2, 3) == 3
+    assert finished(tmp_path / "forged", 80, 2, 3) is None
+    assert finished(tmp_path / "emptied", 3) is None
+    assert [finished(tmp_path / str(odd), odd, 1) for odd in (None, "1", 1.5, True, [1])] == [None] * 5
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "summary.json", "run.json", "status.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    if name == ".lock":
+        assert not is_held(tmp_path / name)
+        with pytest.raises(UserError, match=r"\.lock"), sole_use(tmp_path, 0.0, print):
+            pass
+        return
+    if name == "metrics.jsonl":
+        with pytest.raises(UserError, match=r"is no regular file"):
+            JsonlTracker(tmp_path, first_step=1)
+        assert not never_saved(tmp_path)
+    else:
+        with pytest.raises(UserError, match=name):
+            read_object(tmp_path / name)
+    assert read_run(tmp_path, "R").notes
+
+
+def test_a_ledger_that_was_forged_is_told_by_its_name(tmp_path: Path) -> None:
+    for odd in (np.array([[1, 2]]), np.array([[0.5] * 4]), np.array([[-1] * 4]), np.array(3), np.array([["a"] * 4])):
+        np.savez(tmp_path / "ledger.npz", **{"metrics.jsonl": odd})
+        with pytest.raises(UserError, match=r"ledger\.npz"):
+            load_ledgers(tmp_path)
+    for data in (b"", b"PK\x03\x04", b"\x93NUMPY"):
+        (tmp_path / "ledger.npz").write_bytes(data)
+        with pytest.raises(UserError, match=r"ledger\.npz"):
+            load_ledgers(tmp_path)
+
+
+def test_a_ledger_of_more_bytes_than_there_are_allocates_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert not is_intact(tmp_path / "metrics.jsonl", Ledger([StepRows(0, 1, 2**63, 7)]))
+
+
+def test_steps_that_a_full_disk_did_not_take_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    tracker, append = JsonlTracker(tmp_path, warn=said.append), jsonl._append
+    for step in range(5):
+
+        def write(path: Path, data: bytes, size: int, step: int = step) -> None:
+            if step in (1, 3):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(path, data, size)
+
+        monkeypatch.setattr(jsonl, "_append", write)
+        tracker.log(Record(step, {}))
+    tracker.close({})
+    assert len(said) == 2 and "1, 3" in said[-1] and "metrics.jsonl" in said[-1]
+    assert tracker.missing == [1, 3]
+
+
+def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("grpo_cli.runs.stop.time.monotonic", lambda: now)
+    with Stop(lambda line: None) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now += 60
+        for _ in range(3):  # to a run and to who has started it
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked_by == "SIGUSR1"
+        now += TOGETHER_SECONDS + 0.5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ctrl_c_in_the_middle_of_a_save_is_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(state: Any, file: Any) -> None:  # PyTorch closes its archive, which then is not whole
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        _save_state(tmp_path / "trainer_state.pt", {})
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+def test_an_error_that_cannot_say_what_it_is_is_named() -> None:
+    with pytest.raises(UserError, match=r"^mine raised Mute \(.*test_edges\.py"), own_code("mine"):
+        raise Mute
+
+
+@pytest.mark.parametrize("method", ["__float__", "__abs__", "__repr__", "__str__", "__lt__"])
+def test_a_reward_whose_own_methods_fail_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    from test_own_reward import TOKENIZER, judged
+    from words import task_of
+
+    def fails(*words: object) -> Any:
+        raise Mute
+
+    kind = type("Odd", (Fraction,), {method: fails})
+    monkeypatch.setattr("grpo_cli.tasks.own._find", lambda name: lambda reply: kind(2**60))  # is repeated to who reads
+    (tmp_path / "p.jsonl").write_text("\n".join(f'{{"question": "q{i}", "answer": "4"}}' for i in range(6)))
+    task = task_of("jsonl", TOKENIZER, path=str(tmp_path / "p.jsonl"), reward="mine:odd")
+    with pytest.raises(UserError, match=r"task\.reward=mine:odd"):
+        judged(task, ["a"])
+
+
+def test_a_rule_of_one_s_own_that_fails_is_told_in_a_run_as_before_it() -> None:
+    from test_downsample import scored
+
+    def rule(group: Any, keep: int, rng: Any) -> Any:
+        yield 1 // 0
+
+    with pytest.raises(UserError, match=r"test_edges\.\S*rule .*ZeroDivisionError.*line"):
+        choose(rule, scored([0.0, 1.0, 0.0]), 2, np.random.default_rng(0))
+
+
+def test_a_collector_that_asks_for_more_than_can_be_held_is_refused_before_it_is_made() -> None:
+    def greedy(collection: Any) -> Any:
+        (prompt,) = collection.pick(1)
+        yield Round((GroupRequest(prompt, 10**15),))
+
+    def curious(collection: Any) -> Any:
+        yield Round(tuple(GroupRequest(prompt, 1) for prompt in collection.pick(10**15)))
+
+    for collector, what in ((greedy, "rollouts"), (curious, "problems")):
+        with pytest.raises(UserError, match=f"asks for {10**15} {what} .* {MOST_ASKED}"):
+            rehearsed(collector, 4, 2)
+
+
+@pytest.mark.parametrize("changed", [{"n": 2**62, "m": 2**62}, {"n": 2**62, "m": 4}])
+def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, int]) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(UserError, match=f"n={2**62} .* lower n"):
+        check(replace(made.settings(), **changed))
+    settings = made.settings()
+    with pytest.raises(UserError, match=r"eval\.k"):
+        check(replace(settings, eval=replace(settings.eval, k=MOST_SAMPLES + 1)))
+    check(replace(settings, eval=replace(settings.eval, k=MOST_SAMPLES)))
+
+
+def test_gpus_that_this_machine_has_not_are_not_waited_for() -> None:
+    check_gpus(4, 0.5, 2)
+    check_gpus(4, 0.0, 0)
+    with pytest.raises(UserError, match=r"engine\.workers=1 .* engine\.gpus=8 .* has 0.*engine\.address"):
+        check_gpus(1, 8.0, 0)
+    with pytest.raises(UserError, match=r"engine\.gpus=0\.5"):
+        check_gpus(3, 0.5, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "key"),
+    [
+        ([], ["collector=null"], "collector=null"),
+        ([], ["+collector=true"], "collector"),
+        ([], ["hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size"),
+        (["--resolve"], [], "--cfg"),
+        (["--config-name", "eval"], [], "grpo eval"),
+        (["--config-name=profile"], [], "grpo profile"),
+        (["--resolve", "--cfg", "job"], ["n=null", "~logger", "hydra.sweeper.max_batch_size=2", "model=hf"], None),
+        (["--config-name", "mine"], [], None),
+    ],
+)
+def test_what_hydra_would_end_with_a_traceback_is_refused_first(flags: list[str], words: list[str], key: Any) -> None:
+    told = [*unusable("train", flags, words)]
+    assert len(told) == (key is not None) and (key is None or key in told[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["report", ""], "empty"),
+        (["report", ".", "--out", " "], "--out"),
+        (["ls", ""], "empty"),
+        (["show", ""], "empty"),
+        (["merge", "", "new"], "empty"),
+        (["report", "other", "--out", "run"], "--out=run"),
+    ],
+)
+def test_no_folder_and_the_folder_of_a_run_are_no_places_for_a_report(words: list[str], key: str) -> None:
+    made.record(Path("run"), {})
+    Path("other").mkdir()
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 2 and key in ended.output and os.listdir("run") == ["run.json"]

@@ -488,7 +488,7 @@ def test_what_answers_for_old_tokens(
             "correction.prox=now",
         ),
         (
-            ["correction=tis", "correction.prox=drawn", "sparsity=rkv"],
+            ["correction.prox=drawn", "sparsity=rkv"],
             "correction.prox=drawn takes the sampler for the old policy, which sparsity=rkv is not; use "
             "correction.prox=now",
         ),

@@ -90,7 +90,9 @@ def test_a_value_is_one_line_that_reads_back(value):
 def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment():
     lines = said("train", "--help").splitlines()
     settings = read_conf(config_dir() / "train.yaml").settings
-    told = {f"{key}={setting.value}": setting.comment for key, setting in settings.items() if setting.value}
+    filled = {"optim.lr": "0.0005", "optim.weight_decay": "0.0", "optim.max_grad_norm": "1.0"}
+    filled |= {"sampling.max_new_tokens": "128", "eval.problems": "200", "eval.every": "20"}
+    told = {f"{key}={filled.get(key, one.value)}": one.comment for key, one in settings.items() if one.value}
     for heading in filter(None, (re.match(r"(\w+)=(\w+): ", line) for line in lines)):
         below = read_choice(heading[1], heading[2]).settings
         told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items() if one.value}
@@ -98,7 +100,14 @@ def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment(
     assert [left for left, having in found.items() if len(having) != 1] == []
     assert len(told) > 60
     repeated = [left for left, (line,) in found.items() if not line.endswith(told[left])]
-    assert repeated == ["sampling.top_k=0", "task.max_terms=8", "task.eval_problems=448", "correction.mask_high=null"]
+    assert repeated == [
+        "sampling.top_k=0",
+        "model.recipe.max_grad_norm=1.0",
+        "task.max_terms=8",
+        "task.eval_problems=448",
+        "task.recipe.eval_every=20",
+        "correction.mask_high=null",
+    ]
 
 
 def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
@@ -123,7 +132,7 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
     assert (result.exit_code, result.stdout) == (2, "")
     assert "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?" in result.stderr
     assert "See https://hydra.cc" in said("train", "--hydra-help")
-    assert "\n  max_new_tokens: 128\n" in said("train", "--help", f"--config-dir={tmp_path}")
+    assert "\n  max_new_tokens: auto\n" in said("train", "--help", f"--config-dir={tmp_path}")
 
 
 def test_bases_are_offered_nowhere():

@@ -14,6 +14,7 @@ import yaml
 from grpo_cli.cli.mistakes import explained
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+from grpo_cli.config.recipe import fill
 from grpo_cli.errors import UserError
 from grpo_cli.tracking import terminal
 
@@ -84,6 +85,7 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
             values: Any = OmegaConf.to_container(cfg)
     except HydraException as error:
         raise UserError(explained(error, command, overrides)) from error
+    fill(values)
     return values, template, values.pop("hydra")["runtime"]["choices"]
 
 

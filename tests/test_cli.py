@@ -146,6 +146,17 @@ def test_every_example_in_the_help_composes():
         ),
         (["task.weights.format=1"], "task.weights.format is no setting of this task; it is one of task="),
         (["zzz=3"], "zzz is no setting\n"),
+        (["lr=1e-5"], "lr is no setting; did you mean optim.lr?"),
+        (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n is no setting; did you mean n?"),
+        (["beta=0.04", "n=4"], "beta is no setting; did you mean loss.kl_coef?\n"),
+        (
+            ["num_generations=8", "optim.lr=1e-5", "max_completion_length=9", "loss=grop", "model=hf", "samplr=full"],
+            "error: 4 settings cannot be used:\n"
+            "  - num_generations is no setting; did you mean n?\n"
+            "  - max_completion_length is no setting; did you mean sampling.max_new_tokens?\n"
+            "  - loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?\n"
+            "  - samplr is no setting; did you mean sampler?\n",
+        ),
         (["correction.is=token"], "correction.is is no setting; it is called correction.importance\n"),
         (["+correction.rs=veto"], "takes no rs; it is called correction.rejection\n"),
         ([".zzz=3"], "zzz"),

@@ -10,8 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
+from grpo_cli.cli.concepts import CONCEPTS
+from grpo_cli.cli.explain import explain
 from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+from grpo_cli.config.elsewhere import ROWS
+from grpo_cli.metrics import METRICS
 
 BASE = """# What the base is for.
 # How far.
@@ -187,6 +191,41 @@ def test_a_metric_is_explained_and_so_is_a_family_of_them():
     assert "mismatch/rejected " in said("explain", "mismatch")
 
 
+def every_word() -> list[str]:
+    """What a person may meet: choices, settings, metrics and their parts, concepts, and the words of others."""
+    words = [choice for group in parts_of("train") for choice in choices(group)]
+    words += [key.rpartition(".")[2] for key in read_conf(config_dir() / "train.yaml").settings]
+    words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
+    return sorted({*words, *CONCEPTS, *(word for row in ROWS for word in (*row.trl, *row.verl))})
+
+
+def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFixture[str]):
+    for word in every_word():
+        explain(word)
+        assert capsys.readouterr().out, word
+
+
+def test_a_choice_is_found_without_its_group_and_a_metric_by_a_part_of_its_name():
+    assert said("explain", "maxvar") == said("explain", "downsample=maxvar")
+    assert "loss/kl " in said("explain", "kl") and "mismatch/kl " in said("explain", "kl")
+    assert said("explain", "group").startswith("group: The n rollouts of one prompt")
+    assert said("explain", "advantage").startswith("advantage: How much better")
+    assert "is n here" in said("explain", "num_generations") and "is loss.kl_coef here" in said("explain", "beta")
+
+
+def test_a_concept_names_settings_and_groups_that_exist():
+    keys = [key for group in (*parts_of("train"), "model") for key in (group, *keys_of(group))]
+    keys += read_conf(config_dir() / "train.yaml").settings
+    keys += [name for name in METRICS] + ["resume"]
+    for word, text in CONCEPTS.items():
+        named = re.findall(r"\b(?:[a-z]+\.[a-z_.]+[a-z]|[a-z]+/[a-z_]+|[a-z]+(?==))", text)
+        assert [name for name in named if name not in keys] == [], word
+
+
+def keys_of(group: str) -> list[str]:
+    return [f"{group}.{key}" for choice in choices(group) for key in read_choice(group, choice).settings]
+
+
 def test_several_words_are_explained_in_their_order():
     assert said("explain", "n", "m") == f"{said('explain', 'n')}\n{said('explain', 'm')}"
 
@@ -211,11 +250,13 @@ def test_an_unknown_word_gets_the_nearest_one(word, message):
 
 
 def test_settings_are_explained_and_help_is_printed_without_torch():
-    for words in (["explain", "loss.clip_high", "sampler"], ["train", "--help"]):
+    unknown = ["explain", "no_such_word"]
+    for words in (["explain", "loss.clip_high", "sampler", "kl", "eval/pass@7", "beta"], unknown, ["train", "--help"]):
+        names = ["torch", "transformers", *(["hydra"] if words[0] == "explain" else [])]
         program = (
             f"import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', *{words}]\n"
             "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-            "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+            f"print([name for name in {names} if name in sys.modules])"
         )
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert run.stdout == "[]\n"

@@ -14,7 +14,6 @@ import yaml
 from grpo_cli.cli.mistakes import explained
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
-from grpo_cli.config.recipe import fill
 from grpo_cli.errors import UserError
 from grpo_cli.tracking import terminal
 
@@ -74,6 +73,8 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
+
+    from grpo_cli.config.recipe import fill
 
     overrides = [word for word in arguments if word not in HELP | SWEEP]
     if SWEEP & set(arguments):

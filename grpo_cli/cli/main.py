@@ -245,9 +245,9 @@ def list_runs(
 
 @app.command()
 def explain(
-    words: Annotated[list[str], typer.Argument(help="A group, group=choice, setting or metric.", show_default=False)],
+    words: Annotated[list[str], typer.Argument(help="A choice, setting, metric or concept.", show_default=False)],
 ) -> None:
-    """Say what a group, a choice, a setting or a metric is: sampler, loss=grpo, train.epochs, mismatch/kl."""
+    """Say what a word is: a group, choice, setting, metric or concept: sampler, maxvar, train.epochs, kl, group."""
     from grpo_cli.cli.explain import explain_each
 
     with refusals():

@@ -83,6 +83,7 @@ def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "eval/accuracy": right / len(groups),
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
+        "eval/problems": float(len(groups)),
         "eval/length_mean": float(np.mean([len(group.rollouts[0]) for group in groups])),
     }
 

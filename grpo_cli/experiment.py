@@ -52,7 +52,7 @@ from grpo_cli.runs.record import check_chain, read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.tracking.console import ConsoleTracker
-from grpo_cli.tracking.introduction import introduction
+from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Record
@@ -172,7 +172,8 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     `rules` are those of `tried_rules`, if they have been tried before.
     """
     rules = rules or tried_rules(settings)
-    run_dir, console = Path(settings.run_dir), ConsoleTracker(settings.train.steps)
+    run_dir = Path(settings.run_dir)
+    console = ConsoleTracker(settings.train.steps, folder=run_dir)
     checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
     if checkpoint is not None:
         _refuse_what_is_past(settings, checkpoint)
@@ -185,6 +186,8 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
     for line in introduction(replace(settings, model=weights), everything, trained, bench.device):
         console.say(line)
+    for line in doubts(settings):
+        console.warn(line)
     trackers = _trackers(settings, run_dir, checkpoint, console)
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)

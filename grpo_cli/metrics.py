@@ -126,6 +126,7 @@ METRICS: Mapping[str, str] = {
     "eval/accuracy": "Share of held-out problems (or of the eval.split) solved by greedy decoding.",
     "eval/accuracy_low": "Lower end of the 95 % interval of eval/accuracy.",
     "eval/accuracy_high": "Upper end of the 95 % interval of eval/accuracy.",
+    "eval/problems": "How many problems the evaluation asked.",
     "eval/pass@<k>": "Probability that at least one of k sampled answers is right, unbiased, mean over problems.",
     "eval/pass@<k>_low": "Lower end of the 95 % interval of that pass@k.",
     "eval/pass@<k>_high": "Upper end of the 95 % interval of that pass@k.",

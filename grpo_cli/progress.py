@@ -29,6 +29,7 @@ class Progress:
     bad_in_a_row: int = 0
     best_accuracy: float | None = None  # None before the first evaluation
     final_accuracy: float | None = None
+    final_accuracy_step: int | None = None  # of the last evaluation
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class ModelSettings:
     adapter: str | None
     eos_tokens: tuple[str, ...]
     architecture: Mapping[str, Any] | None
+    recipe: Mapping[str, Any]  # what `auto` stands for in other groups (see `config.recipe`)
 
     @property
     def adapted(self) -> bool:

@@ -134,7 +134,7 @@ class Trainer:
             result = evaluate_with(parts.bench, settings.eval, settings.sampling, settings.seed)
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
-        self._progress.final_accuracy = accuracy
+        self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
         self._progress.best_accuracy = accuracy if best is None else max(best, accuracy)
         return dict(result.metrics)
 

@@ -317,6 +317,17 @@ def test_auto_is_the_run_that_saved_last_and_has_something_good(tmp_path: Path) 
     assert resolve_run("auto", tmp_path) == train / "2026-01-01"
 
 
+def test_auto_is_an_unfinished_run_where_there_is_one(tmp_path: Path) -> None:
+    train = tmp_path / "train"
+    for run, status in (("failed", "failed"), ("killed", None), ("done", "completed"), ("done_later", "completed")):
+        save(train / run / "checkpoints", 7)
+        if status is not None:
+            write_summary(train / run, {"status": status, "step": 7})
+    for expected in ("killed", "failed", "done_later", "done"):
+        assert resolve_run("auto", tmp_path) == train / expected
+        shutil.rmtree(train / expected)
+
+
 def test_a_run_or_a_checkpoint_can_be_named(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(root, 3)
     assert resolve_run(str(root.parent), tmp_path) == resolve_run(str(root), tmp_path) == root.parent

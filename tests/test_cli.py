@@ -149,6 +149,17 @@ def test_every_example_in_the_help_composes():
         ),
         (["task.weights.format=1"], "task.weights.format is no setting of this task; it is one of task="),
         (["zzz=3"], "zzz is no setting\n"),
+        (["lr=1e-5"], "lr is no setting; did you mean optim.lr?"),
+        (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n is no setting; did you mean n?"),
+        (["beta=0.04", "n=4"], "beta is no setting; did you mean loss.kl_coef?\n"),
+        (
+            ["num_generations=8", "optim.lr=1e-5", "max_completion_length=9", "loss=grop", "model=hf", "samplr=full"],
+            "error: 4 settings cannot be used:\n"
+            "  - num_generations is no setting; did you mean n?\n"
+            "  - max_completion_length is no setting; did you mean sampling.max_new_tokens?\n"
+            "  - loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?\n"
+            "  - samplr is no setting; did you mean sampler?\n",
+        ),
         (["correction.is=token"], "correction.is is no setting; it is called correction.importance\n"),
         (["+correction.rs=veto"], "takes no rs; it is called correction.rejection\n"),
         ([".zzz=3"], "zzz"),
@@ -350,12 +361,14 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
+    assert resumed.stderr.splitlines()[0] == f"resume=auto goes on with {run}"
+    assert f"the run is in {run}" in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     assert [row["step"] for row in metrics_of(run)] == [0, 1, 2]
     config = read_record(run).config
     assert (config["seed"], config["n"], config["train"]["prompts"]) == (7, 2, 2)
 
-    evaluated = grpo("eval", f"checkpoint={run}")
+    evaluated = grpo("eval", str(run))
     assert evaluated.exit_code == 0, evaluated.output
     assert "pass@2" in evaluated.stdout
     (folder,) = (elsewhere / "outputs" / "eval").iterdir()
@@ -435,6 +448,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "hydra.sweep.dir=empty holds no sweep"),
         (["train", "-m", "resume=sweep", "n=4"], "with the jobs as they were: leave out n=4"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is no folder"),
+        (["eval", "no where"], "checkpoint='no where' is no folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
         (["eval", "eval.k=0"], "eval.k=0 must be at least 1"),
         (["eval", "loss=grpo"], "loss is no setting"),

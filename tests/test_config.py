@@ -19,6 +19,7 @@ import grpo_cli.settings
 from grpo_cli.config.check import check, check_eval
 from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, shipped
 from grpo_cli.config.compose import parse, parse_eval
+from grpo_cli.config.instantiate import RECIPE
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
 from grpo_cli.errors import UserError
 from grpo_cli.settings import RunSettings
@@ -90,6 +91,7 @@ def test_every_target_exists_and_takes_what_its_yaml_gives(file):
     if file.parent.name in ("model", "experiment"):  # no target: settings of the package's own
         return
     words = shipped(file.parent.name, file.stem)
+    words.pop(RECIPE, None)
     target = hydra.utils.get_object(words.pop("_target_"))
     if isinstance(target, type):
         assert callable(target)

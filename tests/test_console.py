@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,12 +16,12 @@ from grpo_cli.tracking.console import (
     ConsoleTracker,
     RunView,
     duration,
+    ending,
     picture,
     short,
     size,
     sparkline,
     step_line,
-    summary_line,
 )
 from grpo_cli.types import Record
 
@@ -56,10 +57,20 @@ class Screen:
 
 
 def test_a_plain_line_says_what_there_is() -> None:
-    parts = ["step   7/200", "reward 0.500", "eval 0.710", "length 38", "2% cut off", "5.3k tokens/s", "1.30 s/step"]
+    parts = [
+        "step   7/200",
+        "reward 0.500",
+        "eval 0.710 (0.660 to 0.760)",
+        "length 38",
+        "2% cut off",
+        "5.3k tokens/s",
+        "1.30 s/step",
+    ]
     expected = "  ".join([*parts, "811 MiB", "4m07s left"])
     assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
-    assert step_line(Record(0, EVAL), 200, left=None) == "step   0/200  eval 0.710"
+    assert step_line(Record(0, {"eval/accuracy": 0.71}), 200, left=None) == "step   0/200  eval 0.710"
+    counted = step_line(Record(0, {**EVAL, "eval/problems": 100.0}), 200, left=None)
+    assert counted == "step   0/200  eval 0.710 (0.660 to 0.760, 71 of 100)"
 
 
 def test_the_entropy_is_in_the_line_and_in_the_view_where_it_was_measured() -> None:
@@ -216,9 +227,34 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines() -> None:
     assert screen.lines()[0].startswith("step 1/2")
 
 
-def test_the_last_line_is_the_summary() -> None:
-    summary = {"steps": 200, "seconds": 231.7, "status": "finished", "peak_bytes": 2**30, "ok": True, "nested": {}}
-    assert summary_line(summary) == "finished  steps 200  seconds 232  peak_bytes 1.0 GiB  ok True"
+ENDED = {"status": "completed", "step": 200, "train_seconds": 231.7, "peak_bytes": 2**30, "stopped_by": None}
+ENDED |= {"final_accuracy": 0.71, "final_accuracy_step": 200, "best_accuracy": 0.75}
+
+
+def test_a_run_ends_with_a_sentence_and_where_it_is() -> None:
+    first, second = ending(ENDED, 200, Path("a b/R"), "0.660 to 0.760, 71 of 100")
+    assert first == (
+        "completed at step 200 of 200, accuracy 0.710 (0.660 to 0.760, 71 of 100) at step 200, best 0.750; "
+        "3m52s of training"
+    )
+    assert "grpo show 'a b/R'" in second and "grpo report 'a b/R'" in second
+
+
+def test_a_run_that_was_interrupted_ends_with_how_to_go_on_and_says_of_which_step_its_accuracy_is() -> None:
+    stopped = {**ENDED, "status": "interrupted", "step": 47, "stopped_by": "SIGINT", "final_accuracy_step": 40}
+    first, *_, last = ending(stopped, 200, Path("R"))
+    assert first.startswith("interrupted at step 47 of 200 (SIGINT), accuracy 0.710 at step 40")
+    assert last.endswith("grpo train resume=R")
+    assert list(ending({"status": "failed"}, 3)) == ["failed"]
+
+
+def test_the_interval_at_the_end_is_that_of_the_accuracy_beside_it() -> None:
+    screen = Screen(total=20)
+    screen.tracker.log(Record(10, {**METRICS, **EVAL, "eval/problems": 100.0}))
+    for accuracy, told in ((0.71, "(0.660 to 0.760, 71 of 100)"), (0.5, "")):
+        assert screen.tracker.view.interval({"final_accuracy": accuracy}) == told.strip("()")
+    screen.tracker.close({**ENDED, "final_accuracy": 0.71})
+    assert "accuracy 0.710 (0.660 to 0.760, 71 of 100) at step 200" in screen.lines()[-1]
 
 
 def test_numbers_are_short() -> None:

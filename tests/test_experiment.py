@@ -361,7 +361,8 @@ def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
 
     threads = torch.get_num_threads()
     on = f"on cpu ({threads} thread{'s' if threads > 1 else ''})"
-    first = f"0.36 M parameters, float32, {on}; a step is 2 prompts x 4 rollouts, all trained on"
+    first = f"0.36 M parameters, float32, {on}; a step is 2 prompts x 4 rollouts = 8, all trained on; "
+    first += "learning rate 0.0005, replies of up to 128 tokens"
     assert said(8) == [first]
     spare = "sampler.slots=9 is more than the 8 rollouts of a step (train.prompts=2 x n=4), so 8 slots are allocated"
     assert said(9) == [first, spare]

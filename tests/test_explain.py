@@ -10,8 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
+from grpo_cli.cli.concepts import CONCEPTS
+from grpo_cli.cli.explain import explain
 from grpo_cli.config.choices import choices, config_dir, parts_of
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
+from grpo_cli.config.elsewhere import ROWS
+from grpo_cli.metrics import METRICS
 
 BASE = """# What the base is for.
 # How far.
@@ -90,7 +94,9 @@ def test_a_value_is_one_line_that_reads_back(value):
 def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment():
     lines = said("train", "--help").splitlines()
     settings = read_conf(config_dir() / "train.yaml").settings
-    told = {f"{key}={setting.value}": setting.comment for key, setting in settings.items() if setting.value}
+    filled = {"optim.lr": "0.0005", "optim.weight_decay": "0.0", "optim.max_grad_norm": "1.0"}
+    filled |= {"sampling.max_new_tokens": "128", "eval.problems": "200", "eval.every": "20"}
+    told = {f"{key}={filled.get(key, one.value)}": one.comment for key, one in settings.items() if one.value}
     for heading in filter(None, (re.match(r"(\w+)=(\w+): ", line) for line in lines)):
         below = read_choice(heading[1], heading[2]).settings
         told |= {f"{heading[1]}.{key}={one.value}": one.comment for key, one in below.items() if one.value}
@@ -98,7 +104,14 @@ def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment(
     assert [left for left, having in found.items() if len(having) != 1] == []
     assert len(told) > 60
     repeated = [left for left, (line,) in found.items() if not line.endswith(told[left])]
-    assert repeated == ["sampling.top_k=0", "task.max_terms=8", "task.eval_problems=448", "correction.mask_high=null"]
+    assert repeated == [
+        "sampling.top_k=0",
+        "model.recipe.max_grad_norm=1.0",
+        "task.max_terms=8",
+        "task.eval_problems=448",
+        "task.recipe.eval_every=20",
+        "correction.mask_high=null",
+    ]
 
 
 def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
@@ -123,7 +136,7 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
     assert (result.exit_code, result.stdout) == (2, "")
     assert "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?" in result.stderr
     assert "See https://hydra.cc" in said("train", "--hydra-help")
-    assert "\n  max_new_tokens: 128\n" in said("train", "--help", f"--config-dir={tmp_path}")
+    assert "\n  max_new_tokens: auto\n" in said("train", "--help", f"--config-dir={tmp_path}")
 
 
 def test_bases_are_offered_nowhere():
@@ -178,6 +191,41 @@ def test_a_metric_is_explained_and_so_is_a_family_of_them():
     assert "mismatch/rejected " in said("explain", "mismatch")
 
 
+def every_word() -> list[str]:
+    """What a person may meet: choices, settings, metrics and their parts, concepts, and the words of others."""
+    words = [choice for group in parts_of("train") for choice in choices(group)]
+    words += [key.rpartition(".")[2] for key in read_conf(config_dir() / "train.yaml").settings]
+    words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
+    return sorted({*words, *CONCEPTS, *(word for row in ROWS for word in (*row.trl, *row.verl))})
+
+
+def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFixture[str]):
+    for word in every_word():
+        explain(word)
+        assert capsys.readouterr().out, word
+
+
+def test_a_choice_is_found_without_its_group_and_a_metric_by_a_part_of_its_name():
+    assert said("explain", "maxvar") == said("explain", "downsample=maxvar")
+    assert "loss/kl " in said("explain", "kl") and "mismatch/kl " in said("explain", "kl")
+    assert said("explain", "group").startswith("group: The n rollouts of one prompt")
+    assert said("explain", "advantage").startswith("advantage: How much better")
+    assert "is n here" in said("explain", "num_generations") and "is loss.kl_coef here" in said("explain", "beta")
+
+
+def test_a_concept_names_settings_and_groups_that_exist():
+    keys = [key for group in (*parts_of("train"), "model") for key in (group, *keys_of(group))]
+    keys += read_conf(config_dir() / "train.yaml").settings
+    keys += [name for name in METRICS] + ["resume"]
+    for word, text in CONCEPTS.items():
+        named = re.findall(r"\b(?:[a-z]+\.[a-z_.]+[a-z]|[a-z]+/[a-z_]+|[a-z]+(?==))", text)
+        assert [name for name in named if name not in keys] == [], word
+
+
+def keys_of(group: str) -> list[str]:
+    return [f"{group}.{key}" for choice in choices(group) for key in read_choice(group, choice).settings]
+
+
 def test_several_words_are_explained_in_their_order():
     assert said("explain", "n", "m") == f"{said('explain', 'n')}\n{said('explain', 'm')}"
 
@@ -202,11 +250,13 @@ def test_an_unknown_word_gets_the_nearest_one(word, message):
 
 
 def test_settings_are_explained_and_help_is_printed_without_torch():
-    for words in (["explain", "loss.clip_high", "sampler"], ["train", "--help"]):
+    unknown = ["explain", "no_such_word"]
+    for words in (["explain", "loss.clip_high", "sampler", "kl", "eval/pass@7", "beta"], unknown, ["train", "--help"]):
+        names = ["torch", "transformers", *(["hydra"] if words[0] == "explain" else [])]
         program = (
             f"import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', *{words}]\n"
             "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-            "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+            f"print([name for name in {names} if name in sys.modules])"
         )
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert run.stdout == "[]\n"

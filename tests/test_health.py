@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
 
-from grpo_cli.settings import ModelSettings, RunSettings, Sampling
+from grpo_cli.settings import EvalSettings, ModelSettings, RunSettings, Sampling
 from grpo_cli.tracking.health import HealthCheck
 
 WELL = {
     "reward/mean": 0.5,
     "reward/std": 0.5,
-    "response/truncated": 0.9,
+    "response/truncated": 0.25,
+    "eval/problems": 20.0,
     "group/zero_std": 0.9,
     "mismatch/ratio_mean": 1.1,
 }
 ILL = {
-    "truncated": ({"response/truncated": 0.91}, "sampling.max_new_tokens"),
+    "truncated": ({"response/truncated": 0.44}, "sampling.max_new_tokens"),
     "zero_std": ({"group/zero_std": 0.91}, "sampling.temperature"),
+    "few_held_out": ({"eval/problems": 19.0}, "eval.problems"),
     "ratio_low": ({"mismatch/ratio_mean": 0.89}, "correction"),
     "ratio_high": ({"mismatch/ratio_mean": 1.11}, "correction"),
     "ratio_nan": ({"mismatch/ratio_mean": float("nan")}, "correction"),
@@ -56,16 +59,34 @@ def test_a_run_that_meets_few_problems_is_warned_after_fifty_steps() -> None:
 
 
 @pytest.mark.parametrize("case", ILL)
-def test_a_condition_is_warned_of_once_until_it_clears(case: str) -> None:
+def test_a_cause_is_told_once_also_where_it_comes_and_goes(case: str) -> None:
     values, key = ILL[case]
     check = HealthCheck()
     (warning,) = check.check({**WELL, **values})
     assert key in warning and next(iter(values)) in warning
-    assert check.check({**WELL, **values}) == []
-    assert check.check({}) == []  # a step without the measurement is not a recovery
-    assert check.check({**WELL, **values}) == []
-    assert check.check(WELL) == []
-    assert check.check({**WELL, **values}) == [warning]
+    for metrics in ({**WELL, **values}, {}, WELL, {**WELL, **values}):
+        assert check.check(metrics) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("response/truncated", [0.3, 0.59, 0.61, 0.9, 0.3, 0.99], [1, 0, 1, 0, 0, 0]),
+        ("group/zero_std", [0.95, 1.0, 0.0, 1.0], [1, 0, 0, 0]),
+        ("mismatch/ratio_mean", [1.2, 1.4, 1.5, 1 / 1.5, 5.0, math.inf, math.nan, 0.0], [1, 0, 1, 0, 1, 1, 0, 0]),
+        ("off/ess", [0.08, 0.05, 0.04, 0.0, 0.0], [1, 0, 1, 1, 0]),
+        ("off/token_share", [0.1, 0.15, 0.2, 0.0, 0.2], [1, 0, 1, 0, 0]),
+    ],
+)
+def test_a_cause_is_told_again_when_it_is_twice_as_bad(name: str, values: list[float], told: list[int]) -> None:
+    check = HealthCheck()
+    assert [len(check.check({**WELL, name: value})) for value in values] == told
+
+
+def test_equal_rewards_are_told_again_after_twice_as_many_steps() -> None:
+    check = HealthCheck()
+    told = [len(check.check({"reward/mean": 0.0, "reward/std": 0.0})) for _ in range(21)]
+    assert [step for step, count in enumerate(told, start=1) if count] == [5, 10, 20]
 
 
 def test_the_ratio_of_the_trained_rollouts_speaks_where_that_of_all_is_not_measured() -> None:
@@ -84,18 +105,31 @@ def test_equal_rewards_are_warned_of_at_the_fifth_step_in_a_row() -> None:
     assert check.check(equal) == []
 
 
-def test_several_conditions_are_warned_of_together() -> None:
-    assert len(HealthCheck().check({**WELL, "response/truncated": 1.0, "group/zero_std": 1.0})) == 2
+def test_what_matters_most_comes_first() -> None:
+    found = HealthCheck().check({**WELL, "eval/problems": 1.0, "group/zero_std": 1.0, "response/truncated": 0.5})
+    names = ["response/truncated", "group/zero_std", "eval/problems"]
+    assert [text.partition(" ")[0] for text in found] == names
+
+
+def test_what_follows_from_another_cause_is_not_told_beside_it() -> None:
+    cut_off = {**WELL, "response/truncated": 1.0, "group/zero_std": 1.0, "reward/std": 0.0}
+    check = HealthCheck()
+    assert [len(check.check(cut_off)) for _ in range(9)] == [1] + [0] * 8
+    check = HealthCheck()
+    equal = {**WELL, "reward/std": 0.0}
+    assert [len(check.check(equal)) for _ in range(4)] == [0] * 4
+    (text,) = check.check({**equal, "group/zero_std": 1.0})
+    assert text.startswith("every reward of the last 5 steps")
 
 
 def test_the_keys_that_warnings_name_exist() -> None:
-    sections = {"sampling": Sampling, "model": ModelSettings}
+    sections = {"sampling": Sampling, "model": ModelSettings, "eval": EvalSettings}
     known = {f"{name}.{field.name}" for name, kind in sections.items() for field in dataclasses.fields(kind)}
     known |= {field.name for field in dataclasses.fields(RunSettings)}
     check = HealthCheck()
     warnings = [text for values, _ in ILL.values() for text in HealthCheck().check(values)]
     warnings += [text for _ in range(5) for text in check.check({"reward/std": 0.0})]
-    named = {key for text in warnings for key in re.findall(r"\b(?:sampling|model)\.\w+", text)}
+    named = {key for text in warnings for key in re.findall(r"\b(?:sampling|model|eval)\.\w+", text)}
     assert named and named <= known
 
 

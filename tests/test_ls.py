@@ -41,6 +41,7 @@ def aged(folder: Path, hours: float) -> None:
         os.utime(file, (told, told))
 
 
+SURE = ["0.100..0.900"]  # what `leave` writes
 SETTINGS = {"n": 8, "m": "${n}", "train": {"steps": 20}, "model": {"path": "Qwen/Qwen3-0.6B"}}
 
 
@@ -51,12 +52,39 @@ def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(
     hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
     leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
     head, *rows = listed()
-    assert head == ["command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder"]
+    assert head == [
+        "command",
+        "state",
+        "task",
+        "model",
+        "n",
+        "m",
+        "steps",
+        "accuracy",
+        "interval",
+        "of",
+        "age",
+        "folder",
+    ]
     going = ["train", "unfinished", "math", "Qwen/Qwen3-0.6B", "8", "4", "0/20", "0.250"]
     assert rows[0][:8] == going and rows[0][-1] == "outputs/train/going"
-    broke = ["train", "failed", "gsm8k", "tiny", "8", "8", "10/20", "0.400", "3h00m", "outputs/train/broke"]
+    broke = ["train", "failed", "gsm8k", "tiny", "8", "8", "10/20", "0.400", *SURE, "-", "3h00m", "outputs/train/broke"]
     assert rows[1] == broke
-    old = ["train", "completed", "gsm8k", "tiny", "8", "8", "20/20", "0.700", "2", "days", "outputs/train/old"]
+    old = [
+        "train",
+        "completed",
+        "gsm8k",
+        "tiny",
+        "8",
+        "8",
+        "20/20",
+        "0.700",
+        *SURE,
+        "-",
+        "2",
+        "days",
+        "outputs/train/old",
+    ]
     assert rows[2] == old
     remarks = [" ".join(row) for row in rows[3:]]
     assert remarks[0].startswith("outputs/train/going: no summary.json, and no process is at it; last record")
@@ -76,13 +104,14 @@ def test_the_jobs_of_a_sweep_are_listed_also_those_that_have_not_begun(elsewhere
 
 
 def test_an_evaluation_is_listed_with_its_accuracy_and_a_profile_is_no_run(elsewhere):
+    known = {"eval/accuracy_low": 0.3, "eval/accuracy_high": 0.8625, "problems": 8}
     for command in ("eval", "profile"):
         folder = elsewhere / "outputs" / command
         made.record(folder, {"seed": 0}, choices={"task": "math", "model": "tiny"}, command=command)
         told = {"status": "completed", "eval/accuracy": 0.625, "checkpoint": None, "engine": {"threads": 1}}
-        (folder / "summary.json").write_text(json.dumps(told))
+        (folder / "summary.json").write_text(json.dumps(told | known))
     (row,) = listed()[1:]
-    assert row[:8] == ["eval", "completed", "math", "tiny", "-", "-", "-", "0.625"]
+    assert row[:10] == ["eval", "completed", "math", "tiny", "-", "-", "-", "0.625", "0.300..0.863", "8"]
 
 
 def test_damaged_files_cost_a_remark_and_nothing_else(elsewhere):

@@ -470,3 +470,15 @@ def test_a_profile_on_a_gpu_reads_the_allocator_and_agrees_with_its_prediction()
     assert found["measured"]["exact_bytes"] == pytest.approx(found["predicted"]["exact_bytes"], rel=0.1)
     assert found["predicted"]["peak"]["bytes"] == pytest.approx(found["measured"]["peak"]["bytes"], rel=0.2)
     assert Path("out/trace.json.gz").stat().st_size and Path("out/memory_snapshot.pickle").stat().st_size
+
+
+def test_a_plan_says_what_it_looks_at_meanwhile():
+    result = grpo("profile", *SMALL, "profile.plan_only=true", "eval.problems=2", "eval.every=1")
+    assert result.exit_code == 0, result.output
+    said = [
+        line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("predicting from shapes: ")
+    ]
+    parts = ["rollouts", "updates", "an evaluation"]
+    keys = ["n", "sampler.slots", "train.micro_batch_tokens"]
+    full = [f"{part}, as long as may be" for part in parts]
+    assert said == [*parts, *full, *(f"the largest {key} that fits" for key in keys)]

@@ -18,7 +18,10 @@ from grpo_cli.cli.arguments import with_slots
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
 from grpo_cli.config.choices import choices, config_dir, defaults_of, parts_of
+from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
+from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
+from grpo_cli.config.elsewhere import table
 
 ROOT = Path(__file__).parent.parent
 FRONT = ROOT / "README.md"
@@ -108,6 +111,26 @@ def test_the_settings_of_every_command_can_be_read(command, tmp_path, monkeypatc
     read, refuse = READ[name]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         refuse(read(compose(name, [*given, "run_dir=somewhere"])))
+
+
+def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
+    assert f"\n\n{table()}\n\n" in (ROOT / "conf" / "README.md").read_text()
+
+
+def test_what_the_words_of_trl_and_verl_come_to_is_there():
+    keys = {
+        key for group in ("model", *parts_of("train")) for choice in choices(group) for key in keys_of(group, choice)
+    }
+    keys |= {*read_conf(config_dir() / "train.yaml").settings, "hydra.run.dir"}
+    for row in OTHER_WORDS:
+        group, _, choice = row.ours.partition("=")
+        assert choice in choices(group) if choice else row.ours in keys, row
+    theirs = [word for row in OTHER_WORDS for word in {*row.trl, *row.verl}]
+    assert len(theirs) == len(set(theirs)), "each word is of one row"
+
+
+def keys_of(group: str, choice: str) -> list[str]:
+    return [f"{group}.{key}" for key in read_choice(group, choice).settings]
 
 
 def test_the_rooms_of_the_package_are_those_that_the_test_holds():

@@ -61,6 +61,17 @@ def with_slots(arguments: Sequence[str]) -> list[str]:
     return [*flags, "sampler=infinite", *overrides]
 
 
+def with_checkpoint(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `grpo eval`, a bare word as `checkpoint=<word>`; what follows a flag is the flag's."""
+    from grpo_cli.config.overrides import overrides
+
+    words = list(arguments)
+    for place, word in enumerate(words):
+        if word and "=" not in word and word[0] not in "-~" and not (place and words[place - 1].startswith("-")):
+            (words[place],) = (given.lstrip("+") for given in overrides({"checkpoint": word}))
+    return words
+
+
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
     from grpo_cli.config.overrides import not_said_twice, unquoted
@@ -165,6 +176,8 @@ def resume_overrides(place: str, typed: Sequence[str]) -> list[str]:
     from grpo_cli.runs.record import read_record
 
     folder = resolve_run(place)
+    if place == "auto":
+        print(f"resume=auto goes on with {plain(folder)}", file=sys.stderr)
     run_dir = folder if step_of(folder.name) is None else folder.parent.parent
     record = read_record(run_dir)
     if record is None:

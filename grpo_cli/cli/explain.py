@@ -1,14 +1,23 @@
-"""`grpo explain`: what a group, a choice, a setting or a metric is, in the words of `conf/` and of `metrics.py`."""
+"""`grpo explain`: what any word is that a user meets, in the words of `conf/`, of `metrics.py` and of `concepts`.
+
+Answers at once: the sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import grpo_cli
+from grpo_cli.cli.concepts import CONCEPTS
 from grpo_cli.cli.help import Row, say, say_rows
 from grpo_cli.config.choices import choices, config_dir, defaults_of
 from grpo_cli.config.comments import Setting, read_choice, read_conf
+from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.errors import UserError, closest
 
 COMMANDS = ("train", "eval", "profile")
@@ -32,10 +41,13 @@ def explain_each(words: Sequence[str]) -> None:
 def explain(word: str) -> None:
     """Say what a word is. UserError, with the nearest one, if it is none that is known."""
     name, _, choice = word.partition("=")
-    groups, known = _groups(), list(_known())
+    groups, known = _groups(), _known()
     keys = [one.key for one in known]
     named = {key for key in keys if key == name} or {key for key in keys if key.endswith(f".{name}")} or {name}
     settings = [one for one in known if any(one.key == key or one.key.startswith(f"{key}.") for key in named)]
+    found = True
+    if name in CONCEPTS and not choice:
+        say(f"{name}: {CONCEPTS[name]}")
     if name in groups and choice:
         _say_choice(name, choice, known)
     elif name in groups:
@@ -43,18 +55,77 @@ def explain(word: str) -> None:
     elif settings:
         _say_settings(settings)
         _say_mentions(named, known)
-    else:
-        _say_metrics(name, [*groups, *keys])
+    elif not _say_others(name, known):
+        found = name in CONCEPTS
+    if not _say_elsewhere(name) and not found:
+        raise UserError(f"{word} is no group, choice, setting or metric{_nearest(name, [*groups, *keys])}")
 
 
+def _say_others(name: str, known: Sequence[Known]) -> bool:
+    """Say of a word what it is as a choice of any group, and as a metric or a part of one, if it is any."""
+    having = [group for group in _groups() if name in choices(group)]
+    for group in having:
+        _say_choice(group, name, known)
+    rows = _metrics_of(name)
+    if rows:
+        say_rows(rows)
+        say("They stand in grpo_cli/metrics.py." if len(rows) > 1 else "It stands in grpo_cli/metrics.py.")
+    return bool(having or rows)
+
+
+def _say_elsewhere(name: str) -> bool:
+    """Say what is called so by TRL or verl, if anything is that is not called so here."""
+    row = meant_by(name)
+    if row is None or row.ours.rpartition(".")[2] == name:
+        return False
+    of = " and ".join(label for label, words in (("TRL", row.trl), ("verl", row.verl)) if name in words) or "verl"
+    say(f"{name} of {of} is {row.ours} here: grpo explain {row.ours.partition('=')[0]}")
+    return True
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    every = [choice for group in _groups() for choice in choices(group)]
+    return closest(name, [*known, *_metrics(), *every, *CONCEPTS])
+
+
+@functools.cache
+def _metrics() -> Mapping[str, str]:
+    """Names and sentences of `metrics.METRICS`."""
+    source = (Path(grpo_cli.__file__).parent / "metrics.py").read_text(encoding="utf-8")
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
+    (value,) = (node.value for node in found if isinstance(node.target, ast.Name) and node.target.id == "METRICS")
+    told: dict[str, str] = ast.literal_eval(value) if value is not None else {}
+    return told
+
+
+def _metrics_of(word: str) -> list[Row]:
+    """The metric of this name (also of one that runs invent), else the family, else those that have the word in it."""
+    told = _metrics()
+    if word in told:
+        return [(word, told[word])]
+    if family := [name for name in told if name.startswith(f"{word.rstrip('/')}/")] if word else []:
+        return [(name, told[name]) for name in family]
+    for name, sentence in told.items():
+        pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
+        if "<" in name and re.fullmatch(pattern, word):
+            return [(word, sentence)]
+    return [(name, told[name]) for name in told if word in re.split(r"[/_@]", name) + name.split("/")] if word else []
+
+
+@functools.cache
 def _groups() -> list[str]:
     """The groups that have choices, such as `loss` and `hydra/launcher`."""
     folders = {file.parent.relative_to(config_dir()).as_posix() for file in config_dir().rglob("*/*.yaml")}
     return sorted(folders - {"."})
 
 
-def _known() -> Iterator[Known]:
+@functools.cache
+def _known() -> tuple[Known, ...]:
     """All settings of the commands, then those of each choice. What a named experiment sets is explained there."""
+    return tuple(_all_known())
+
+
+def _all_known() -> Iterator[Known]:
     for command in COMMANDS:
         for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
             if not said.place.startswith("conf/train.yaml") or command == "train":  # which a profile takes over whole
@@ -125,16 +196,3 @@ def _say_mentions(names: Collection[str], known: Sequence[Known]) -> None:
     others = [key for key in naming if key not in names]
     if others:
         say(f"Named by: {', '.join(others)}", hanging=10)
-
-
-def _say_metrics(word: str, known: Sequence[str]) -> None:
-    from grpo_cli.metrics import METRICS, describe  # last of all: it loads PyTorch
-
-    family = [name for name in METRICS if name.startswith(f"{word.rstrip('/')}/")]
-    try:
-        rows = [(name, METRICS[name]) for name in family] or [(word, describe(word))]
-    except KeyError:
-        near = closest(word, [*known, *METRICS])
-        raise UserError(f"{word} is no group, choice, setting or metric{near}") from None
-    say_rows(rows)
-    say("They stand in grpo_cli/metrics.py." if family else "It stands in grpo_cli/metrics.py.")

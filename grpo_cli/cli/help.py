@@ -74,6 +74,8 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
+    from grpo_cli.config.recipe import fill
+
     overrides = [word for word in arguments if word not in HELP | SWEEP]
     if SWEEP & set(arguments):
         overrides = [word for word in overrides if "," not in word]
@@ -84,6 +86,7 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
             values: Any = OmegaConf.to_container(cfg)
     except HydraException as error:
         raise UserError(explained(error, command, overrides)) from error
+    fill(values)
     return values, template, values.pop("hydra")["runtime"]["choices"]
 
 

@@ -16,7 +16,7 @@ from grpo_cli.report.show import STATE_STYLES
 from grpo_cli.runs import layout
 from grpo_cli.tracking import terminal
 
-COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "age", "folder")
+COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "interval", "of", "age", "folder")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"
 WRITTEN = (
     layout.METRICS,
@@ -63,6 +63,8 @@ def _cells(run: Run, folder: Path) -> Iterator[str]:
     yield shown(asked.get("m", "-"))
     yield "-" if run.asked.command == "eval" else f"{run.steps}/{shown(asked.get('train.steps', '?'))}"
     yield "-" if run.final_accuracy is None else f"{run.final_accuracy:.3f}"
+    yield "-" if run.accuracy_interval is None else "{:.3f}..{:.3f}".format(*run.accuracy_interval)
+    yield "-" if run.problems is None else str(run.problems)
     written = _last_written(run)
     yield _age(time.time() - written) if written else "-"
     yield _path(run, folder)

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, in_seconds, with_slots
+from grpo_cli.cli.arguments import (
+    after_those_of_the_run,
+    all_of_a_named_file,
+    in_seconds,
+    with_checkpoint,
+    with_slots,
+)
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import named, refusals
@@ -122,7 +128,8 @@ def train(overrides: Overrides = None) -> None:
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
     with refusals():
-        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", overrides or []))
+        named = with_checkpoint(overrides or [])
+        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", named))
     hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
 
 
@@ -246,9 +253,9 @@ def list_runs(
 
 @app.command()
 def explain(
-    words: Annotated[list[str], typer.Argument(help="A group, group=choice, setting or metric.", show_default=False)],
+    words: Annotated[list[str], typer.Argument(help="A choice, setting, metric or concept.", show_default=False)],
 ) -> None:
-    """Say what a group, a choice, a setting or a metric is: sampler, loss=grpo, train.epochs, mismatch/kl."""
+    """Say what a word is: a group, choice, setting, metric or concept: sampler, maxvar, train.epochs, kl, group."""
     from grpo_cli.cli.explain import explain_each
 
     with refusals():
@@ -374,5 +381,6 @@ def _print_table(metrics: Mapping[str, float]) -> None:
         low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
         if not name.endswith(("_low", "_high")):
             interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            table.add_row(name.removeprefix("eval/"), f"{value:.3f}", interval)
+            said = f"{value:.0f}" if name == "eval/problems" else f"{value:.3f}"
+            table.add_row(name.removeprefix("eval/"), said, interval)
     console().print(table)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from grpo_cli.errors import UserError
+from grpo_cli.errors import UserError, closest
 from grpo_cli.formatting import legible
 
 
@@ -61,15 +61,13 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
     """An error of the composition, in the words of the person who typed the arguments."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
-    from grpo_cli.errors import closest
-
+    problems = _problems(command, arguments)
+    if len(problems) > 1:
+        return "\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)])
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
         group, _, choice = error.missing_cfg_file.rpartition("/")
-        options = [option for option in error.options if not option.startswith("_")]  # no choices by themselves
-        known = ", ".join(options)
-        extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
         lost = _of_the_resumed_run(f"{group}={choice}", arguments)
-        return f"{group}={choice} is not one of the choices {known}{closest(choice, options)}{extras}{lost}"
+        return _no_choice(group, choice, [option for option in error.options if not option.startswith("_")]) + lost
     if isinstance(error, OverrideParseException):
         return (
             f"{error.override} cannot be read: write key=value or group=choice, "
@@ -81,7 +79,7 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
-        return f"{unknown[1]} is no setting{_elsewhere(unknown[1], command, arguments)}"
+        return _no_setting(unknown[1], _known_keys(command, arguments))
     return str(error).split("\n\n")[0].strip()
 
 
@@ -100,11 +98,41 @@ def _of_the_resumed_run(word: str, arguments: Sequence[str]) -> str:
     )
 
 
-def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
-    """Where a key is a setting: of other choices of its group, else one that is spelt nearly so."""
+def _problems(command: str, arguments: Sequence[str]) -> list[str]:
+    """Every key that is none, and every choice that its group has not: Hydra names the first alone."""
+    from grpo_cli.config.choices import choices, config_dir
+
+    given = [word.partition("=") for word in arguments if "=" in word and not word.startswith(("-", "+", "~", "="))]
+    groups = {folder.name for folder in config_dir().iterdir() if folder.is_dir()}
+    known, problems = _known_keys(command, arguments), []
+    for key, _, value in given:
+        if key in groups & set(known):
+            wrong = re.fullmatch(r"\w+", value) and value not in (*choices(key), "null") and not _own(arguments)
+            problems += [_no_choice(key, value, choices(key))] if wrong else []
+        elif key not in known and not key.startswith(("hydra.", "hydra/")) and "@" not in key:
+            problems.append(_no_setting(key, known))
+    return problems
+
+
+def _own(arguments: Sequence[str]) -> bool:
+    """Whether a folder of one's own may hold more choices."""
+    return any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in arguments)
+
+
+def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
+    return f"{group}={choice} is not one of the choices {', '.join(options)}{closest(choice, options)}{extras}"
+
+
+def _no_setting(key: str, known: Sequence[str]) -> str:
+    return f"{key} is no setting{_elsewhere(key, known)}"
+
+
+def _elsewhere(key: str, known: Sequence[str]) -> str:
+    """Where a key is a setting: of other choices of its group, what TRL or verl call so, else one spelt nearly so."""
     from grpo_cli.config.choices import choices, shipped
+    from grpo_cli.config.elsewhere import meant_by
     from grpo_cli.config.overrides import RENAMED
-    from grpo_cli.errors import closest
 
     if key in RENAMED:
         return f"; it is called {RENAMED[key]}"
@@ -112,7 +140,8 @@ def _elsewhere(key: str, command: str, arguments: Sequence[str]) -> str:
     having = [choice for choice in choices(group) if group and word in _keys(shipped(group, choice), "")]
     if having:
         return f" of this {group}; it is one of {', '.join(f'{group}={choice}' for choice in having)}"
-    return closest(key, [known for known in _known_keys(command, arguments) if known != key])
+    row = meant_by(key)
+    return f"; did you mean {row.ours}?" if row is not None else closest(key, known)
 
 
 def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:

@@ -23,7 +23,16 @@ def config_dir() -> Path:
 
 def shipped(group: str, choice: str) -> dict[str, Any]:
     """A choice's keys and values as its file says them, with those of the files that it is based on."""
-    return {key: value for values in _files(f"{group}/{choice}") for key, value in values.items() if key != "defaults"}
+    merged: dict[str, Any] = {}
+    for values in _files(f"{group}/{choice}"):
+        merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
+    return merged
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups of settings are laid over each other key by key, as Hydra does it."""
+    both = {k: _over(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
+    return {**below, **above, **both}
 
 
 def defaults_of(command: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.precision import decided, decided_model
 from grpo_cli.config.read import missing, read
+from grpo_cli.config.recipe import fill
 from grpo_cli.errors import UserError, refuse
 from grpo_cli.processor import fast_in_bfloat16
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
@@ -53,11 +54,13 @@ def model_of(choice: str, **changed: Any) -> ModelSettings:
 
 
 def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
+    values: Any
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'the configuration'}: {error.msg or error}".splitlines()[0]) from error
     assert isinstance(values, dict), "Hydra composes a mapping"
+    fill(values)
     problems: list[str] = []
     groups = {name: values.pop(name, None) for name in parts_of(command)}
     values.pop("experiment", None)  # a named experiment leaves its settings in the other keys

@@ -9,23 +9,32 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.settings import EvalRunSettings, RunSettings
 
 AUTO = "auto"
-OPEN = {"model": ("dtype", "autocast"), "train": ("micro_batch_tokens",)}
+OPEN = {
+    "model": ("dtype", "autocast"),
+    "train": ("micro_batch_tokens",),
+    "optim": ("lr", "weight_decay", "max_grad_norm"),
+    "sampling": ("max_new_tokens",),
+    "eval": ("problems", "every"),
+}
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 def as_decided(settings: RunSettings | EvalRunSettings) -> dict[str, dict[str, Any]]:
     """The values of what may be left open, by group."""
     return {
-        group: {key: getattr(getattr(settings, group), key) for key in keys}
+        group: {key: getattr(found, key) for key in keys if hasattr(found, key)}
         for group, keys in OPEN.items()
-        if hasattr(settings, group)
+        if (found := getattr(settings, group, None)) is not None
     }
 
 
 def as_begun(settings: RunSettings | EvalRunSettings, group: str) -> dict[str, Any]:
     """What the run that is resumed has written down of them; nothing where it is not resumed, or knew no `auto`."""
-    if not isinstance(settings, RunSettings) or settings.resume is None:
-        return {}
-    record = read_record(Path(settings.run_dir))
+    return begun(Path(settings.run_dir), group) if isinstance(settings, RunSettings) and settings.resume else {}
+
+
+def begun(run_dir: Path, group: str) -> dict[str, Any]:
+    """The same of the run in a folder; nothing where there is none."""
+    record = read_record(run_dir)
     written = {} if record is None else record.config.get(group, {})
     return {key: written[key] for key in OPEN[group] if written.get(key, AUTO) != AUTO}

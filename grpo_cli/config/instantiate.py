@@ -28,6 +28,7 @@ from grpo_cli.errors import UserError, closest, gathered, own_code, refuse, whos
 from grpo_cli.interfaces import Correction, Loss, Rules
 from grpo_cli.types import Batch, LossOutput, Totals
 
+RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)
 INNER = "inner"  # the word by which an engine names the one that its workers have
 # What is given by its name to a part that is called, if it has such a parameter.
 _BY_NAME = {"advantage": ("inputs",)}
@@ -53,7 +54,8 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     """The class or function with its settings filled in, once it is known to take them."""
     with own_code(f"{name}._target_={part['_target_']}"):
         try:
-            factory = hydra.utils.instantiate({**part, "_partial_": True, "_convert_": "all", "_recursive_": False})
+            own = {key: value for key, value in part.items() if key != RECIPE}
+            factory = hydra.utils.instantiate({**own, "_partial_": True, "_convert_": "all", "_recursive_": False})
             parameters = inspect.signature(factory.func).parameters
         except InstantiationException as error:
             reason = " ".join(str(error.__cause__ or error).splitlines()[:2])

@@ -64,4 +64,5 @@ def _settings(path: str, dtype: str, adapter: str | None) -> ModelSettings:
         adapter=adapter,
         eos_tokens=(),
         architecture=None,
+        recipe={},
     )

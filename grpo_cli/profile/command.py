@@ -56,15 +56,16 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
         measured = _measured(settings, rules, lengths, folder, say, warn)
-    say("predicting from shapes")
     shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
     dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
     optimizer = optimizer_bytes(settings, shapes, planned)
-    predicted, at_most = estimator.predict(step), estimator.predict(step.at_full_length())
-    largest = estimator.largest(step, room)
+    looked_at = lambda what: say(f"predicting from shapes: {what}")  # noqa: E731
+    predicted = estimator.predict(step, looked_at)
+    at_most = estimator.predict(step.at_full_length(), lambda what: looked_at(f"{what}, as long as may be"))
+    largest = estimator.largest(step, room, looked_at)
     findings = Findings(
         command=tuple(command),
         settings=dataclasses.asdict(settings),

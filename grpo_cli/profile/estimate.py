@@ -96,18 +96,21 @@ class Estimator:
         self._other = other
         self._on_cpu = on_cpu
 
-    def predict(self, step: StepShape) -> Prediction:
-        """Each phase at its fullest, with all that lies there meanwhile."""
+    def predict(self, step: StepShape, say: Callable[[str], None] = lambda line: None) -> Prediction:
+        """Each phase at its fullest, with all that lies there meanwhile. `say` hears what is looked at, as it takes
+        minutes for a large model."""
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         stays: Sizes = {}
         if step.engine is not None:
+            say("rollouts")
             count = len(step.rollouts.lengths)
             engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
             prefill, decode = model.rollouts(step.rollouts, engine)
             stays = model.stays(step.rollouts, engine)
             slots = {KV: stays[KV]} if stays else {}
             phases = {"prefill": {**steady, **prefill, **slots}, "decode": {**steady, **decode, **slots}}
+        say("updates")
         every = rows_of(step.rollouts, step.rollouts.n)
         kept = rows_of(step.rollouts, step.m)
         if step.passes.policy_over_all or step.passes.policy_over_kept:
@@ -119,6 +122,7 @@ class Estimator:
         for phase in phases.keys() - {"prefill", "decode"}:
             phases[phase] = _both(phases[phase], stays)
         if step.evaluation is not None and step.engine is not None:
+            say("an evaluation")
             beginning, going_on = model.rollouts(step.evaluation, engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
         return Prediction(phases)
@@ -145,10 +149,12 @@ class Estimator:
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
         return {**fullest, "optimizer": {GRADIENTS: gradients}}
 
-    def largest(self, step: StepShape, room: int) -> dict[str, int | None]:
+    def largest(
+        self, step: StepShape, room: int, say: Callable[[str], None] = lambda line: None
+    ) -> dict[str, int | None]:
         """By key, the largest value that fits `room` bytes when all else stays and every rollout has full length.
 
-        None where not even the least fits; 0 where there is no limit.
+        None where not even the least fits; 0 where there is no limit. `say` hears of each key.
         """
         step = step.at_full_length()
         requests = len(step.rollouts.lengths)
@@ -162,10 +168,13 @@ class Estimator:
             assert step.engine is not None, "asked only where the engine is ours"
             return replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(slots)))
 
+        say("the largest n that fits")
         found = {"n": self._most(with_n, step.rollouts.n, 2, MOST, room)}
         if step.engine is not None:
             slots = min(requests, step.engine.sampler.slots or DEFAULT_SLOTS)
+            say("the largest sampler.slots that fits")
             found["sampler.slots"] = self._most(with_slots, slots, 1, requests, room)
+        say("the largest train.micro_batch_tokens that fits")
         return found | {"train.micro_batch_tokens": self.micro_batch(step, room)}
 
     def micro_batch(self, step: StepShape, room: int) -> int | None:

@@ -49,7 +49,7 @@ def asked_of(folder: Path) -> Asked | None:
     record = read_record(folder)
     if record is None:
         return None
-    settings = dict(_flat(dict(record.config), ""))
+    settings = {key: value for key, value in _flat(dict(record.config), "") if ".recipe." not in key}
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}
     given = dict(map(_override, record.overrides))

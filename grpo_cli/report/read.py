@@ -63,6 +63,7 @@ class Run:
     curve: Curve
     accuracies: tuple[str, ...] = ()
     accuracy_interval: tuple[float, float] | None = None  # 95 %, over problems, of the last evaluation
+    problems: int | None = None  # of that evaluation
     steps: int = 0
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     seconds: float | None = None
@@ -197,11 +198,13 @@ def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any])
     last: Mapping[str, float] = steps[-1] if steps else {}
     evaluated = [row for row in rows if metric in row]
     low, high = (evaluated[-1].get(f"{metric}_{end}") if evaluated else None for end in ("low", "high"))
+    problems = evaluated[-1].get("eval/problems", evaluated[-1].get("problems")) if evaluated else None
     peaks = [row.get("memory/peak_bytes") for row in steps] + [_number(summary.get("peak_memory_bytes"))]
     return replace(
         run,
         accuracies=tuple(sorted(filter(_AN_ACCURACY.fullmatch, set().union(*rows)))),
         accuracy_interval=None if low is None or high is None else (low, high),
+        problems=None if problems is None or not math.isfinite(problems) else int(problems),
         steps=int(rows[-1]["step"]) if rows else 0,
         step_seconds=_step_seconds(steps),
         seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),

@@ -87,8 +87,8 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
     """What `resume=` means: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
 
-    `auto` is the run below `outputs`/train that saved a checkpoint last. Raises UserError when there is none, and for a
-    folder that is no run; `key` is what the person typed it after.
+    `auto` is the run below `outputs`/train that saved a checkpoint last; one that is finished only if all are. Raises
+    UserError when there is none, and for a folder that is no run; `key` is what the person typed it after.
     """
     if resume == "auto":
         return _newest_run(outputs / "train", key)
@@ -130,7 +130,8 @@ def completed_steps(resume: str | None) -> int | None:
 def _newest_run(train: Path, key: str) -> Path:
     # Runs of a sweep are one level down.
     runs = [path.parent for depth in ("*", "*/*") for path in train.glob(f"{depth}/{CHECKPOINTS}")]
-    for run in sorted(runs, key=lambda run: (_last_saved(run), run), reverse=True):
+    unfinished = {run: completed_steps(str(run)) is None for run in runs}
+    for run in sorted(runs, key=lambda run: (unfinished[run], _last_saved(run), run), reverse=True):
         if find_checkpoint(run).path is not None:
             return run
     raise UserError(

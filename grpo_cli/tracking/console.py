@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_cli.formatting import duration, short, size, sparkline
+from grpo_cli.formatting import duration, plain, short, size, sparkline
 from grpo_cli.tracking import terminal as screen
 from grpo_cli.types import Record
 
@@ -66,6 +68,11 @@ class RunView:
             self._rewards.append(record.metrics["reward/mean"])
         if "eval/accuracy" in record.metrics:
             self._eval_step = record.step
+
+    def interval(self, summary: Mapping[str, Any]) -> str:
+        """Of the last evaluation, if it is this one's that the summary tells of."""
+        fits = self._metrics.get("eval/accuracy") == summary.get("final_accuracy")
+        return ", ".join(_certainty(self._metrics)) if fits else ""
 
     def phase(self, names: tuple[str, ...]) -> None:
         self.phases, self._phase_start = names, self._clock()
@@ -119,9 +126,7 @@ class RunView:
             latest = list(self._rewards)[-max(1, room - len(reward) - GAP) :]
             rows.append(("reward", [reward, *([sparkline(latest)] if bars else [])]))
         if "eval/accuracy" in seen:
-            ends = [seen.get("eval/accuracy_low"), seen.get("eval/accuracy_high")]
-            interval = [] if None in ends else [f"({ends[0]:.3f} to {ends[1]:.3f})"]
-            rows.append(("eval accuracy", [f"{seen['eval/accuracy']:.3f}", *interval, f"at step {self._eval_step}"]))
+            rows.append(("eval accuracy", [*_accuracy(seen), f"at step {self._eval_step}"]))
         rows += [("completions", _completions(seen)), ("policy", _policy(seen)), ("speed", _speed(seen))]
         rows += [("workers", _workers(seen)), ("time", _phase_times(seen))]
         if "memory/peak_bytes" in seen:
@@ -165,9 +170,15 @@ class ConsoleTracker:
     """
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
     ) -> None:
+        """`folder`: of the run, which is named at the end."""
         self.view = RunView(total_steps, clock)
+        self._folder = folder
         self._console = console or screen.console()
         self._clock = clock
         self._live: Live | None = None
@@ -217,7 +228,8 @@ class ConsoleTracker:
             self.view.phase(())
             self._live.stop()
             self._live = None
-        self.say(summary_line(summary))
+        for line in ending(summary, self.view.total, self._folder, self.view.interval(summary)):
+            self.say(line)
 
     def _line_due(self, step: int) -> bool:
         every = max(1, math.ceil(self.view.total / PLAIN_LINES))
@@ -244,11 +256,23 @@ def step_line(record: Record, total: int, left: float | None) -> str:
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
-    parts += [f"eval {seen['eval/accuracy']:.3f}"] if "eval/accuracy" in seen else []
+    parts += [f"eval {' '.join(_accuracy(seen))}"] if "eval/accuracy" in seen else []
     parts += _completions(seen) + _policy(seen) + _speed(seen)
     parts += [size(seen["memory/peak_bytes"])] if "memory/peak_bytes" in seen else []
     parts += [f"{duration(left)} left"] if left is not None and record.step < total else []
     return "  ".join(parts)
+
+
+def _accuracy(seen: Mapping[str, float]) -> list[str]:
+    certainty = _certainty(seen)
+    return [f"{seen['eval/accuracy']:.3f}", *([f"({', '.join(certainty)})"] if certainty else [])]
+
+
+def _certainty(seen: Mapping[str, float]) -> list[str]:
+    """The interval of the accuracy, and how many of how many problems were solved, as far as they are known."""
+    ends, count = [seen.get(f"eval/accuracy_{end}") for end in ("low", "high")], seen.get("eval/problems")
+    interval = [] if None in ends else [f"{ends[0]:.3f} to {ends[1]:.3f}"]
+    return interval + ([] if count is None else [f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}"])
 
 
 def _completions(seen: Mapping[str, float]) -> list[str]:
@@ -281,13 +305,24 @@ def _phase_times(seen: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.2f} s" for name, value in sorted(times.items(), key=lambda item: -item[1])]
 
 
-def summary_line(summary: Mapping[str, Any]) -> str:
-    """How a run ended: its status, then every other plain value of the summary."""
-    parts = [str(summary.get("status", "ended"))]
-    for name, value in summary.items():
-        if name != "status" and isinstance(value, str | int | float):
-            if isinstance(value, str | bool):
-                parts.append(f"{name} {value}")
-            else:
-                parts.append(f"{name} {size(value) if name.endswith('bytes') else short(value)}")
-    return "  ".join(parts)
+def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
+    """How a run ended, and where it is; the last line says how to go on with it where it is not done. The rest is in
+    its `summary.json`."""
+    status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
+    parts = [str(status) if step is None else f"{status} at step {step} of {total}"]
+    if summary.get("stopped_by"):
+        parts[0] += f" ({summary['stopped_by']})"
+    if accuracy is not None:
+        when = summary.get("final_accuracy_step")
+        said = f"accuracy {accuracy:.3f}" + (f" ({interval})" if interval else "")
+        parts.append(said + ("" if when is None else f" at step {when}"))
+    if (best := summary.get("best_accuracy")) is not None and best != accuracy:
+        parts.append(f"best {best:.3f}")
+    seconds = summary.get("train_seconds")
+    yield ", ".join(parts) + ("" if seconds is None else f"; {duration(seconds)} of training")
+    if folder is None:
+        return
+    place = shlex.quote(plain(folder))
+    yield f"the run is in {place}; its completions: grpo show {place}; its curves: grpo report {place}"
+    if status != "completed":
+        yield f"go on with it: grpo train resume={place}"

@@ -1,18 +1,23 @@
 """Reads each step's metrics and warns, naming the key to change, when a run is not learning what it should.
 
-It changes nothing and stops nothing. Each warning comes once, and again only after its condition has cleared.
+It changes nothing and stops nothing. Each cause is told once, and again only when it has become twice as bad; what
+follows from another cause is not told beside it. What matters most comes first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
-TRUNCATED_SHARE = 0.9
+TRUNCATED_SHARE = 0.25  # ours: PODS's and TRL's runs lose a few per cent
+NEARLY_ALL = 0.9  # truncated: then it is no wonder that rewards are equal
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
 RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most
 EQUAL_STEPS = 5
 FEW_PROBLEMS_STEPS = 50
+FEWEST_HELD_OUT = 20  # of so many, the 95 % interval of an accuracy is up to 0.4 wide
+TWICE = 2.0
 LEAST_ESS = 0.1
 FIRST_ENTROPIES = 5  # steps, whose mean is what a run began with
 ENTROPY_LEFT = 0.1  # of that
@@ -31,30 +36,38 @@ class HealthCheck:
     def __init__(self, reuse_is_answered: bool = False, weighed_parts: Iterable[str] = ()) -> None:
         self._reuse_is_answered = reuse_is_answered
         self._unseen_parts = list(weighed_parts)
-        self._holding: set[str] = set()
+        self._told: dict[str, float] = {}  # how bad each cause was when it was last told
         self._equal_steps = self._steps = 0
         self._entropies: list[float] = []  # the first ones
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """The warnings that are new with this step's metrics. A condition whose metric is absent stays as it was."""
+        """The warnings that are new with this step's metrics, the most important first."""
         found = {
             "truncated": _truncated(metrics),
+            "equal": self._all_equal(metrics),
             "zero_std": _zero_std(metrics),
             "mismatch": _mismatch(metrics),
-            "equal": self._all_equal(metrics),
-            "few_problems": self._few_problems(metrics),
-            "reuse": self._reuse(metrics),
-            "weights": self._weigh_nothing(metrics),
             "ess": _ess(metrics),
             "entropy": self._entropy(metrics),
+            "reuse": self._reuse(metrics),
+            "weights": self._weigh_nothing(metrics),
+            "few_problems": self._few_problems(metrics),
+            "few_held_out": _few_held_out(metrics),
         }
-        new = [text for name, text in found.items() if text and name not in self._holding]
-        for name, text in found.items():
-            if text:
-                self._holding.add(name)
-            elif text is not None:
-                self._holding.discard(name)
-        return new
+        if metrics.get("response/truncated", 0.0) > NEARLY_ALL:
+            found["equal"] = found["zero_std"] = ""
+        if found["equal"]:
+            found["zero_std"] = ""
+        return [text for name, text in found.items() if text and self._is_worse(name, metrics)]
+
+    def _is_worse(self, name: str, metrics: Mapping[str, float]) -> bool:
+        """Whether a cause is to be told: it never was, or is twice as bad as it was then."""
+        now = {**_how_bad(metrics), "equal": float(self._equal_steps)}.get(name, 1.0)
+        if name in self._told and not now >= TWICE * self._told[name] > 0.0:
+            return False
+        again = name in self._told and now == self._told[name]  # both are endless
+        self._told[name] = now
+        return not again
 
     def _all_equal(self, metrics: Mapping[str, float]) -> str | None:
         if "reward/std" not in metrics:
@@ -128,6 +141,19 @@ class HealthCheck:
         )
 
 
+def _how_bad(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A number of each cause that doubles as it becomes twice as bad; what has none is told once."""
+    ratio = next((metrics[name] for name in RATIOS if name in metrics), 1.0)
+    off = abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
+    worth = metrics.get("off/ess", 1.0)
+    return {
+        "truncated": metrics.get("response/truncated", 0.0),
+        "mismatch": off,
+        "ess": 1.0 / worth if worth > 0.0 else math.inf,
+        "reuse": metrics.get("off/token_share", 0.0),
+    }
+
+
 # Each condition answers a warning, "" when all is well, or None when its metric was not measured.
 
 
@@ -138,6 +164,16 @@ def _truncated(metrics: Mapping[str, float]) -> str | None:
     return (
         f"response/truncated is {share:.2f}: that share of the rollouts was cut off before it ended, so its reward "
         "says little. Raise sampling.max_new_tokens."
+    )
+
+
+def _few_held_out(metrics: Mapping[str, float]) -> str | None:
+    count = metrics.get("eval/problems")
+    if count is None or count >= FEWEST_HELD_OUT:
+        return None if count is None else ""
+    return (
+        f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little, look at its interval. "
+        "Hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
     )
 
 

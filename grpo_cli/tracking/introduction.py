@@ -12,6 +12,7 @@ from grpo_cli.memory import SHARE, held_by_others
 from grpo_cli.processor import why_no_gpu
 from grpo_cli.settings import RunSettings
 
+MOST_LR = 5e-5  # of all weights of a pretrained model: more than any recipe that is cited in conf/model
 # What PyTorch says where there is nothing to mend: a build without CUDA, no driver, no GPU or none that may be seen.
 _NO_GPU = ("not compiled with CUDA", "no NVIDIA driver", "No CUDA GPUs")
 
@@ -25,7 +26,8 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
     precision = settings.model.dtype + ("" if settings.model.autocast == "none" else " computed in bfloat16")
     yield (
         f"{parameters / 1e6:.3g} M parameters, {precision}, on {place}; a step is {prompts} prompts x {n} "
-        f"rollouts, {kept}"
+        f"rollouts = {prompts * n}, {kept}; learning rate {settings.optim.lr:g}, replies of up to "
+        f"{settings.sampling.max_new_tokens} tokens"
     )
     slots = settings.parts["sampler"].get("slots")
     if slots is not None and slots > prompts * n:
@@ -40,6 +42,22 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
         yield (
             f"model.random_init=true: random weights of {settings.model.path}'s shape, from its preset; prompts and "
             "completions go by the embedded tokenizer (a token per byte), and completions end with its end"
+        )
+
+
+def doubts(settings: RunSettings) -> Iterator[str]:
+    """What is likely a mistake in the numbers that the model's or the task's recipe would have given."""
+    model, lr, limit = settings.model, settings.optim.lr, settings.sampling.max_new_tokens
+    usual = {**settings.parts["task"].get("recipe", {})}.get("max_new_tokens", 0)
+    if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
+        yield (
+            f"optim.lr={lr:g} trains every weight of a pretrained model, which it soon ruins: leave it out "
+            "(optim.lr=auto), or train adapters (model.lora.rank=16)"
+        )
+    if limit < min(usual, model.recipe.get("max_new_tokens") or usual):
+        yield (
+            f"sampling.max_new_tokens={limit} is less than the task's {usual}: replies that are cut off earn nothing. "
+            "Leave it out, unless they are meant to be short"
         )
 
 

@@ -76,7 +76,7 @@ def test_a_killed_worker_changes_no_record(tmp_path, left_alone):
     run = tmp_path / "run"
     said, _ = killed_at(run, 3, lambda process: process.name().startswith("ray::RayWorker"))
     assert told(run) == told(left_alone)
-    assert "is lost (" in said and "completed  step 8" in said
+    assert "is lost (" in said and "completed at step 8" in said
     summary = json.loads((run / "summary.json").read_text())
     places = summary["engine"]["workers"]
     assert summary["engine"]["invariant"] and {place["threads"] for place in places.values()} == {1}
@@ -88,7 +88,7 @@ def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, l
     assert "Ray itself is gone (its process" in said and "grpo train resume=auto" in said
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "failed" and "Ray itself is gone" in summary["error"]
-    assert "completed  step 8" in ended(run, *WORDS, *RAY, "engine.workers=1", f"resume={run}")
+    assert "completed at step 8" in ended(run, *WORDS, *RAY, "engine.workers=1", f"resume={run}")
     assert told(run) == told(left_alone)
 
 

@@ -1,0 +1,154 @@
+"""Numbers that a model or a task brings along: composed, kept by a run, doubted where they are strange, and planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from planned import peak_on_a_gpu, problems
+from typer.testing import CliRunner
+
+from grpo_cli.cli.main import app
+from grpo_cli.config.compose import settings_of
+from grpo_cli.runs.record import read_record, write_record
+from grpo_cli.tracking.introduction import doubts, introduction
+
+FRONT = (Path(__file__).parent.parent / "README.md").read_text()
+REAL = re.findall(r"^    grpo train (task=\w+ .*?|experiment=gsm8k\w+) *(?:# (\d+) GB.*)?$", FRONT, re.MULTILINE)
+CARD = 24e9
+
+
+def numbers(*words: str) -> tuple[float, ...]:
+    run = settings_of(*words)
+    assert isinstance(run.optim.lr, float) and isinstance(run.eval.every, int)
+    optim = (run.optim.lr, run.optim.weight_decay, run.optim.max_grad_norm)
+    return (*optim, run.sampling.max_new_tokens, run.eval.problems, run.eval.every)
+
+
+def test_the_embedded_model_has_its_own_numbers():
+    assert numbers() == numbers("model.lora.rank=4") == (5e-4, 0.0, 1.0, 128, 200, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "lr", "reply"),
+    [
+        ("model=hf model.path=x task=gsm8k", 1e-6, 512),
+        ("model=hf model.path=x task=gsm8k model.lora.rank=8", 2e-5, 512),
+        ("model=hf model.path=x task=math model.adapter=y", 2e-5, 1024),
+        ("model=qwen2_5_0_5b task=jsonl task.path=x", 1e-6, 512),
+        ("model=qwen2_5_3b task=gsm8k model.lora.rank=64", 5e-6, 512),
+        ("model=smollm2_135m task=word_problems", 2e-5, 40),
+        ("model=qwen3_4b task=gsm8k optim.lr=3e-6 sampling.max_new_tokens=64", 3e-6, 64),
+        ("model=tiny task=jsonl task.path=x", 5e-4, 128),
+        ("experiment=pods_gsm8k", 5e-6, 512),
+        ("experiment=pods_gsm8k optim.lr=1e-5 model.lora.rank=64", 1e-5, 512),
+        ("experiment=word_problems_smollm2", 2e-5, 40),
+    ],
+)
+def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_says_otherwise(words, lr, reply):
+    found = numbers(*words.split())
+    assert (found[0], found[3]) == (lr, reply)
+
+
+def grpo(*words: str) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=1", "eval.problems=2", "eval.k=1", "eval.every=1")
+
+
+def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_says_since(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    grpo("train", *SMALL, "hydra.run.dir=R")
+    begun = read_record(Path("R"))
+    assert begun.config["optim"]["lr"] == 5e-4 and begun.config["sampling"]["max_new_tokens"] == 128
+    # As if it was begun by a version with another default.
+    older = {**begun.config, "optim": {**begun.config["optim"], "lr": 3e-3, "weight_decay": 0.0}}
+    Path("R/run.json").unlink()
+    write_record(Path("R"), dataclasses.replace(begun, config=older))
+    grpo("train", "resume=R", "train.steps=2")
+    lr = [json.loads(line).get("optim/lr") for line in Path("R/metrics.jsonl").read_text().splitlines()]
+    assert read_record(Path("R")).config["optim"]["lr"] == 3e-3
+    assert lr[2] == pytest.approx(3e-3 * 2 / 5), "the second of five steps of warm-up"
+
+
+def test_a_run_of_before_there_were_recipes_keeps_its_rate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(Path(__file__).parent / "old_run", "old")
+    before = read_record(Path("old")).config
+    grpo("train", "resume=old", "train.steps=3")
+    after = read_record(Path("old")).config
+    for group, key in (("optim", "lr"), ("optim", "max_grad_norm"), ("sampling", "max_new_tokens"), ("eval", "every")):
+        assert after[group][key] == before[group][key]
+
+
+def test_the_start_says_the_rate_the_reply_length_and_the_rollouts_of_a_step():
+    settings = settings_of("model=qwen2_5_0_5b", "task=gsm8k", "n=8", "train.prompts=4")
+    first, *_ = introduction(settings, 1, 1, torch.device("cpu"))
+    assert "4 prompts x 8 rollouts = 32" in first and "learning rate 1e-06" in first and "512 tokens" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("model=qwen2_5_0_5b task=gsm8k", []),
+        ("model=qwen2_5_0_5b task=gsm8k optim.lr=5e-5", []),
+        ("model=qwen2_5_0_5b task=gsm8k optim.lr=5.1e-5", ["optim.lr=5.1e-05"]),
+        ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.lora.rank=8", []),
+        ("model=qwen2_5_0_5b task=gsm8k optim.lr=1e-3 model.random_init=true", []),
+        ("model=qwen2_5_0_5b task=gsm8k sampling.max_new_tokens=511", ["sampling.max_new_tokens=511"]),
+        ("task=jsonl task.path=x", []),
+        ("sampling.max_new_tokens=96 optim.lr=1e-2", ["sampling.max_new_tokens=96"]),
+    ],
+)
+def test_a_rate_that_ruins_a_model_and_replies_that_are_cut_off_are_doubted(words, keys):
+    told = list(doubts(settings_of(*words.split())))
+    assert len(told) == len(keys) and all(text.startswith(key) for text, key in zip(told, keys, strict=True))
+
+
+def planned_words(line: str) -> list[str]:
+    """A line of the front page with a file that is here, and the shape of half a billion for a folder of one's own."""
+    line = line.replace("model=hf model.path=<folder or hub id>", "model=qwen2_5_0_5b")
+    return [word for word in line.split() if not word.startswith(("task.path=", "task.reward="))]
+
+
+def test_there_are_real_models_on_the_front_page():
+    assert len(REAL) == 4 and sum(bool(size) for _, size in REAL) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "size"), REAL, ids=lambda value: value)
+def test_every_line_with_a_real_model_fits_one_card_of_24_gb_as_the_front_page_says(line, size, tmp_path):
+    peak = peak_on_a_gpu(*planned_words(line), f"task.path={problems(tmp_path)}")
+    assert peak < CARD
+    assert not size or float(size) == pytest.approx(peak / 1e9, abs=0.6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm8k_qwen2_5_0_5b", "gsm8k_qwen2_5_3b_lora"])
+def test_a_whole_recipe_fits_one_card_of_24_gb(name, tmp_path):
+    assert peak_on_a_gpu(f"experiment={name}", f"task.path={problems(tmp_path)}") < CARD
+
+
+def test_a_whole_recipe_has_the_numbers_of_its_source():
+    small, middle, large = (
+        settings_of(f"experiment=gsm8k_qwen2_5_{size}") for size in ("0_5b", "1_5b_lora", "3b_lora")
+    )
+    assert (small.n, small.optim.lr, small.model.adapted) == (8, 1e-6, False)
+    assert (middle.model.lora.rank, middle.model.lora.alpha, middle.optim.lr) == (32, 32.0, 2e-5)
+    pods = settings_of("experiment=pods_gsm8k")
+    assert (large.model.lora.rank, large.model.lora.alpha, large.optim, large.n, large.m) == (
+        64,
+        64.0,
+        pods.optim,
+        64,
+        16,
+    )
+    assert dataclasses.replace(large.sampling) == pods.sampling

@@ -22,6 +22,7 @@ STUDIES = [
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
     "judge": [()],
+    "memory": [()],
     "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
@@ -29,7 +30,7 @@ SMALL = {
     "soak": [()],
     "step": [()],
 }
-SLOW = {("launcher",), "step", "judge", "real"}
+SLOW = {("launcher",), "step", "judge", "memory", "real"}
 
 
 def load(name: str) -> ModuleType:
@@ -59,7 +60,8 @@ def test_the_studies_are_named_by_their_script():
     wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
     assert (
         wrong.returncode == 2
-        and "name a study: infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real" in wrong.stderr
+        and "name a study: default, infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real"
+        in wrong.stderr
     )
 
 

@@ -194,8 +194,7 @@ class Campaign:
             _wait_for_jobs(folder)
         process = self.start(next_of(words, folder, rng), rng)
         _look(process, process.wait(LIMIT_SECONDS), came, (0,))
-        if not came.faults:
-            came.faults += [*_differences(expected, come_to(folder)), *_leftovers(folder)]
+        came.faults += [*_differences(expected, come_to(folder)), *_leftovers(folder)]
         return self._kept(came, folder)
 
     def damage(self, number: int) -> Came:

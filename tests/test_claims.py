@@ -84,6 +84,16 @@ def test_a_record_that_changes_is_seen_in_the_text(
     assert claims.rewritten(text, texts) != text
 
 
+def test_what_claims_call_the_best_is_the_best() -> None:
+    """Words of a claim that are no number, and so are not generated."""
+    ways, replay = claims.RECORDS["frontier_a"]["results"], claims.RECORDS["frontier_b"]["results"]["replay"]
+    assert max(ways, key=lambda arm: sum(words.values(ways[arm], "final_accuracy"))) == "target"
+    arms = replay.keys() - {"epochs"}
+    assert len(arms) == 5
+    assert max(arms, key=lambda arm: sum(words.values(replay[arm], "final_accuracy"))) == "fifo less ess"
+    assert claims.RECORDS["frontier_a"]["settings"]["arms"] == list(ways)
+
+
 def test_a_digit_that_was_typed_over_is_seen() -> None:
     text = (claims.ROOT / "README.md").read_text(encoding="utf-8")
     spoilt = text.replace("2.03 ± 0.67", "2.03 ± 0.27")
@@ -119,3 +129,9 @@ def test_rounds_are_told_with_their_spread() -> None:
     assert words.spread([1.44, 2.75, 1.36]) == "1.44 (1.36 to 2.75)"
     assert words.spread([1.57]) == "1.57"
     assert words.between([0.724, 0.716]) == "0.72"
+
+
+def test_earlier_in_every_seed_is_said_of_every_seed() -> None:
+    assert words.in_every_seed([0.66, 0.70]) == "earlier in every seed"
+    assert words.in_every_seed([1.18, 1.15]) == "later in every seed"
+    assert "some" in words.in_every_seed([0.9, 1.2])

@@ -53,6 +53,16 @@ def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     assert ended.value.code == 0 and f"scripts/reproduce.sh {name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_default_run_leaves_its_figures(tmp_path: Path):
+    out = tmp_path / "default.json"
+    load("default").main(["--quick", "--jobs", "1", "--out", str(tmp_path / "runs"), "--json", str(out)])
+    found = json.loads(out.read_text())
+    (run,) = found["results"].values()
+    assert found["problems"] == 200 and run["steps"] == 2
+    assert 0 < run["start_greedy"] < 1 and 0 <= run["final_greedy"] <= 1 and run["train_seconds"] > 0
+
+
 def test_the_studies_are_named_by_their_script():
     script = str(SCRIPTS / "reproduce.sh")
     told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout

@@ -65,10 +65,14 @@ def of_dense(runs: Runs, dense: Runs) -> str:
 
 def _embedded(records: Records) -> list[Claim]:
     found, few = records["sparse_rl"]["results"], records["sparse_rl_budget12"]["results"]
-    made = (seeds(3), "scripts/reproduce.sh sparse_rl", ("sparse_rl",))
+    made = (seeds(len(found["dense dense"])), "scripts/reproduce.sh sparse_rl", ("sparse_rl",))
     dense, corrected, plain = found["dense dense"], found["rkv sparse_rl"], found["rkv sparse"]
     paired = "final accuracy less the dense run's, paired"
-    small = (seeds(3), "scripts/reproduce.sh sparse_rl --policies rkv --budget 12", ("sparse_rl_budget12",))
+    small = (
+        seeds(len(few["dense dense"])),
+        f"{made[1]} --policies rkv --budget 12",
+        ("sparse_rl_budget12",),
+    )
     return [
         Claim(
             "`rkv` in 20 + 4 entries, corrected: of the dense run's final accuracy", of_dense(corrected, dense), *made

@@ -103,24 +103,24 @@ def _results(records: Records) -> str:
         [
             "PODS 64 -> 16 against GRPO-GA, times as soon at 99 % of its best: embedded task; SmolLM2",
             "; ".join(sooner(found["maxvar"]["sooner_than"]["grpo_ga"]) for found in (pods, real)),
-            "3 seeds; 2 seeds",
+            "; ".join(seeds(len(found["maxvar"]["runs"])) for found in (pods, real)),
         ],
         [
-            "`curriculum=target` less `epochs`, final accuracy, best of 12 arms; tokens to `epochs`' end",
+            f"`curriculum=target` less `epochs`, final accuracy, best of {len(ways) - 1} arms; tokens to `epochs`' end",
             f"{difference(ways['target'], ways['epochs'], end)}; {between(earlier)} of its own",
-            "3 seeds",
+            seeds(len(earlier)),
         ],
         [
             "Sparse-RL, `rkv`, of the dense run's accuracy: embedded task; SmolLM2 (uncorrected)",
             f"{of_dense(sparse['rkv sparse_rl'], sparse['dense dense'])}; {_real(records)}",
-            "3 seeds; 1 seed",
+            f"{seeds(len(sparse['dense dense']))}; 1 seed",
         ],
         [
             "`collector=partial collector.surplus=1`: decode steps, of `equal`'s, with `full`, `infinite`, `micro`; "
             "pass@1 less `equal`'s at equal tokens",
             f"{', '.join(cost[sampler] for sampler in ('full', 'infinite', 'micro'))}; "
             f"{difference(reused['learning']['partial'], reused['learning']['epochs'], end)}",
-            "counts; 3 seeds",
+            f"counts; {seeds(len(reused['learning']['epochs']))}",
         ],
     ]
     return table(["what, on two shared CPU cores", "measured", "of"], rows)

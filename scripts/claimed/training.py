@@ -15,6 +15,7 @@ from claimed.words import (
     between,
     difference,
     each,
+    in_every_seed,
     interval,
     mean,
     over_seeds,
@@ -118,7 +119,7 @@ def _learning(records: Records) -> list[Claim]:
             f"{what}: before training; at the end, after {_minutes(last)} minutes", f"{at(rows[0])}; {at(last)}", *made
         ),
         Claim(
-            f"{what}: the maximum over {len(rows)} evaluations, after {_minutes(best)} minutes, is higher than the end",
+            f"{what}: the maximum over {len(rows)} evaluations, after {_minutes(best)} minutes",
             at(best),
             *made,
         ),
@@ -159,9 +160,9 @@ def _frontier_a(records: Records) -> list[Claim]:
     base = found["epochs"]
     made = (seeds(len(base)), "scripts/reproduce.sh frontier_a", ("frontier_a",))
 
-    def earlier(arm: str) -> str:
+    def reaching(arm: str, what: str) -> Claim:
         ratios = [found[arm][seed]["share"] / base[seed]["share"] for seed in sorted(base)]
-        return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        return Claim(f"{what}: {tokens}", f"{', '.join(f'{r:.2f}' for r in ratios)}: {in_every_seed(ratios)}", *made)
 
     paired = "accuracy at the end and equal tokens, less `epochs`, paired"
     tokens = "tokens to the accuracy at which `epochs` ends, of those `epochs` takes, each seed"
@@ -172,7 +173,7 @@ def _frontier_a(records: Records) -> list[Claim]:
             difference(found["target"], base, END),
             *made,
         ),
-        Claim(f"`target`: {tokens}", earlier("target"), *made),
+        reaching("target", "`target`"),
         *(
             Claim(f"`{arm}`: {paired}{more}", difference(found[arm], base, END), *made)
             for arm, more in {
@@ -192,8 +193,8 @@ def _frontier_a(records: Records) -> list[Claim]:
             difference(found["rloo n=2"], base, END),
             *made,
         ),
-        Claim(f"`rloo` with n = 2 (later than `epochs` in every seed): {tokens}", earlier("rloo n=2"), *made),
-        Claim(f"`rloo` with n = 3 (earlier in every seed): {tokens}", earlier("rloo n=3"), *made),
+        reaching("rloo n=2", "`rloo` with n = 2"),
+        reaching("rloo n=3", "`rloo` with n = 3"),
     ]
 
 
@@ -232,7 +233,7 @@ def _frontier_b(records: Records) -> list[Claim]:
             Claim(
                 f"{what}: pass@1 at the end and equal tokens, less `epochs`, paired",
                 difference(of[arm], base, END),
-                seeds(3),
+                seeds(len(base)),
                 *made,
             )
             for what, of, arm in (
@@ -253,7 +254,7 @@ def _frontier_b(records: Records) -> list[Claim]:
                 interval(values(usual[f"usual fifo{more}"], END))
                 for more in ("", " ess", " decoupled", " decoupled ess")
             ),
-            seeds(3),
+            seeds(len(base)),
             *made,
         ),
     ]

@@ -97,6 +97,13 @@ def ratios(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]],
     return [a[key] / b[key] for a, b in zip(mine, base, strict=True)]
 
 
+def in_every_seed(numbers: Sequence[float]) -> str:
+    """Whether ratios of tokens or seconds are on one side of 1."""
+    if all(number < 1 for number in numbers):
+        return "earlier in every seed"
+    return "later in every seed" if all(number > 1 for number in numbers) else "earlier in some seeds, later in others"
+
+
 def between(values: Iterable[float], digits: int = 2) -> str:
     """`lowest to highest`, or the one value where they are the same when rounded."""
     numbers = list(values)

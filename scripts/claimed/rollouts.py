@@ -134,48 +134,64 @@ def _sizes(records: Records) -> str:
     return table(["n", "arm", *WAY_COLUMNS], rows)
 
 
+def asked(record: Mapping[str, Any], *more: str) -> str:
+    """The command of a record of `rollout.py`; what is not given is the model's."""
+    settings = record["settings"]
+    words = {
+        "--model": "50m" if settings["model"] == "50m" else None,
+        "--prompts": settings["prompts"] if settings["prompts"] > 1 else None,
+        "--n": " ".join(map(str, settings["n"] or ())),
+        "--slots": settings["slots"],
+        "--rounds": settings["rounds"],
+    }
+    given = [f"{name} {value}" for name, value in words.items() if value]
+    return " ".join(["python scripts/bench/rollout.py", *given, *more])
+
+
 def _embedded(records: Records) -> list[Claim]:
-    command = "python scripts/bench/rollout.py"
-    speeds = {name: over(arms_of(records[name]), "infinite", "micro") for name in FEWER_SLOTS}
-    told = "; ".join(f"{EMBEDDED[name]} slots: {spread(found)}" for name, found in speeds.items())
     n512, full = arms_of(records["bench_rollout_n512"]), arms_of(records["bench_rollout_n512"], 1)
     vllm = arms_of(records["bench_rollout_vllm_n64"])
     generate = arms_of(records["bench_rollout_tiny_256_256_slots"])
     order = records["bench_schedules"]["results"]["lognormal"]
+    whole = "python scripts/bench/rollout.py --case n512"
+    speeds = {name: over(arms_of(records[name]), "infinite", "micro") for name in FEWER_SLOTS}
     return [
-        Claim(
-            "`infinite` over `micro` in as many slots, tokens/s, median (lowest to highest)",
-            told,
-            _rounds(records),
-            command,
-            tuple(FEWER_SLOTS),
+        *(
+            Claim(
+                f"`infinite` over `micro` in as many slots, {EMBEDDED[name]} slots, tokens/s",
+                spread(found),
+                rounds(len(found)),
+                asked(records[name]),
+                (name,),
+            )
+            for name, found in speeds.items()
         ),
         Claim(
             "256 rollouts at once over `generate` of `transformers`, tokens/s",
             spread(over(generate, "infinite", "generate")),
             rounds(3),
-            f"{command} --prompts 16 --n 16 --slots 256",
+            asked(records["bench_rollout_tiny_256_256_slots"]),
             ("bench_rollout_tiny_256_256_slots",),
         ),
         Claim(
             "64 rollouts in 16 slots over vLLM in as many, and over vLLM that may decode all at once, tokens/s",
             f"{spread(over(vllm, 'infinite', 'vllm-slots'))}; {spread(over(vllm, 'infinite', 'vllm'))}",
             rounds(3),
-            command,
+            asked(records["bench_rollout_vllm_n64"], "--arms infinite vllm vllm-slots"),
             ("bench_rollout_vllm_n64",),
         ),
         Claim(
             "peak memory of the process, n = 512 over n = 16, both in 16 slots",
             spread(ratios(n512["infinite"], n512["full"], "peak_bytes"), 3),
             rounds(3),
-            f"{command} --case n512",
+            whole,
             ("bench_rollout_n512",),
         ),
         Claim(
             "KV peak of slots = n/4 over `full`, all completions at full length",
             spread(ratios(full["infinite"], full["full"], "kv_peak_bytes"), 3),
             "by construction",
-            f"{command} --case n512",
+            whole,
             ("bench_rollout_n512",),
         ),
         Claim(
@@ -188,11 +204,6 @@ def _embedded(records: Records) -> list[Claim]:
             ("bench_schedules",),
         ),
     ]
-
-
-def _rounds(records: Records) -> str:
-    counts = [len(arms_of(records[name])["micro"]) for name in FEWER_SLOTS]
-    return f"{', '.join(map(str, counts))} rounds"
 
 
 def _speeds(records: Records) -> str:

@@ -54,7 +54,9 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def seeds(count: int) -> str:
-    return "1 seed, no interval" if count == 1 else f"{count} seeds"
+    if count == 1:
+        return "1 seed, no interval"
+    return f"{count} seeds{', so a wide interval' * (count == 2)}"
 
 
 def rounds(count: int) -> str:

@@ -127,6 +127,7 @@ def test_arms_are_compared_seed_by_seed() -> None:
 
 def test_a_ratio_whose_interval_holds_one_is_no_difference() -> None:
     assert words.times([2.0, 2.1, 2.2]) == "2.10 ± 0.25"
+    assert words.times([0.9, 1.0, 1.2]) == "1.03 ± 0.38, no difference seen"
     assert words.times([1.97, 1.62]).endswith("no difference seen")
     assert words.sooner({"ratios": [], "never": 2}) == "never"
     assert words.sooner({"ratios": [2.34], "never": 1}) == "2.34; 1 of 2 never"

@@ -194,8 +194,7 @@ class Campaign:
             _wait_for_jobs(folder)
         process = self.start(next_of(words, folder, rng), rng)
         _look(process, process.wait(LIMIT_SECONDS), came, (0,))
-        if not came.faults:
-            came.faults += [*_differences(expected, come_to(folder)), *_leftovers(folder)]
+        came.faults += [*_differences(expected, come_to(folder)), *_leftovers(folder)]
         return self._kept(came, folder)
 
     def damage(self, number: int) -> Came:
@@ -329,9 +328,9 @@ def _look(process: Process, code: int | None, came: Came, allowed: Sequence[int]
     # A ctrl-C that comes while the interpreter starts is answered by Python, before a line of ours has run.
     in_python_itself = said.rstrip().endswith("KeyboardInterrupt") and "grpo_cli" not in said
     if "Traceback (most recent call last)" in said and not in_python_itself:
-        came.faults.append(f"a traceback: {_last(process)} ({process.log})")
+        came.faults.append(f"a traceback: {_last(process)} ({process.log.name})")
     elif code not in allowed:
-        came.faults.append(f"exit code {code}: {_last(process)} ({process.log})")
+        came.faults.append(f"exit code {code}: {_last(process)} ({process.log.name})")
 
 
 def _last(process: Process) -> str:
@@ -410,7 +409,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/crash_campaign"))
     parser.add_argument("--anew", type=float, default=0.1, help="share of processes that are started, not forked")
-    parser.add_argument("--json", type=Path, help="where all that it came to goes")
+    parser.add_argument("--json", type=Path, help="where all that it came to goes, with settings and environment")
     args = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # whoever forks must not have threads
     sys.path.insert(0, str(ROOT))
@@ -429,7 +428,10 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"trial {came.number} ({came.config} {came.about}): {fault}", flush=True)
     show(args.campaign, found)
     if args.json:
-        args.json.write_text(json.dumps([asdict(came) for came in found], indent=1) + "\n")
+        sys.path.append(str(ROOT / "scripts" / "bench"))
+        from common import document, write
+
+        write(args.json, {**document(args), "trials": [asdict(came) for came in found]})
     return int(any(came.faults for came in found))
 
 

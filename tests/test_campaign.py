@@ -19,7 +19,7 @@ def carried_out(out: Path, campaign: str, count: int) -> list[dict[str, Any]]:
     command = [sys.executable, str(SCRIPT), campaign, f"--count={count}", f"--out={out}", f"--json={told}"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(told.read_text())
+    return json.loads(told.read_text())["trials"]
 
 
 @pytest.mark.slow

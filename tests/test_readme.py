@@ -25,7 +25,7 @@ from grpo_cli.config.elsewhere import table
 
 ROOT = Path(__file__).parent.parent
 FRONT = ROOT / "README.md"
-READMES = [FRONT, *(ROOT / folder / "README.md" for folder in ("conf", "grpo_cli", "scripts"))]
+READMES = [FRONT, *(ROOT / folder / "README.md" for folder in ("conf", "grpo_cli")), *(ROOT / "scripts").rglob("*.md")]
 PICTURES = ("train", "pods", "slots")
 READ = {"train": (parse, check), "eval": (parse_eval, check_eval), "profile": (parse_profile, check_profile)}
 # Where they stand they need a file or a folder that is not here.
@@ -61,7 +61,7 @@ def test_the_front_page_is_read_in_one_go():
     assert len(FRONT.read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("file", READMES, ids=lambda file: file.parent.name)
+@pytest.mark.parametrize("file", READMES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_every_link_leads_to_a_file_and_a_heading(file):
     for link in links(file):
         name, _, heading = link.partition("#")

@@ -25,6 +25,7 @@ STUDIES = [
 SMALL = {
     "entropy": [()],
     "judge": [()],
+    "memory": [()],
     "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
@@ -32,7 +33,7 @@ SMALL = {
     "soak": [()],
     "step": [()],
 }
-SLOW = {("launcher",), "step", "judge", "real"}
+SLOW = {("launcher",), "step", "judge", "memory", "real"}
 
 
 def load(name: str) -> ModuleType:
@@ -55,6 +56,20 @@ def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     assert ended.value.code == 0 and f"scripts/reproduce.sh {name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_default_run_leaves_its_figures(tmp_path: Path):
+    out = tmp_path / "default.json"
+    load("default").main(["--quick", "--jobs", "1", "--out", str(tmp_path / "runs"), "--json", str(out)])
+    found = json.loads(out.read_text())
+    (run,) = found["results"].values()
+    assert found["problems"] == 200 and run["steps"] == 2
+    rows = map(
+        json.loads, (tmp_path / "runs" / "default" / "default" / "seed0" / "metrics.jsonl").read_text().splitlines()
+    )
+    greedy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    assert [run["start_greedy"], run["final_greedy"]] == [greedy[0], greedy[-1]] and run["train_seconds"] > 0
+
+
 def test_the_studies_are_named_by_their_script():
     script = str(SCRIPTS / "reproduce.sh")
     told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
@@ -62,7 +77,8 @@ def test_the_studies_are_named_by_their_script():
     wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
     assert (
         wrong.returncode == 2
-        and "name a study: infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real" in wrong.stderr
+        and "name a study: default, infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real"
+        in wrong.stderr
     )
 
 

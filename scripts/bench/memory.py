@@ -1,0 +1,72 @@
+"""What `grpo profile` predicts of memory, against what it measures: one profile per case, each in a process of its own.
+
+    OMP_NUM_THREADS=1 python scripts/bench/memory.py --json scripts/baselines/bench_memory.json
+    OMP_NUM_THREADS=1 python scripts/bench/memory.py --cases default padding_free
+
+On a CPU the peak is the resident memory of the process. What is exact (weights, gradients, optimizer state, KV
+cache) is counted from shapes on one side and from the tensors that are there on the other. A profile of the same
+case differs little from run to run, since rollouts are those of its seed. No bound: the ratios are the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import Figures, finish, parsed, parser, show
+
+SMALL = ("n=8", "train.prompts=4", "eval.problems=20", "profile.lengths=lognormal")
+SHAPE = {
+    **{"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
+}
+LARGER = ("model=qwen3_1_7b", "model.random_init=true", *(f"model.architecture.{k}={v}" for k, v in SHAPE.items()))
+CASES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "padding_free": (*SMALL, "train.padding_free=true"),
+    "shared_prefix": (*SMALL, "train.shared_prefix=true"),
+    "50 M": (*SMALL, *LARGER),
+    "50 M, shared_prefix": (*SMALL, *LARGER, "train.shared_prefix=true"),
+}
+
+
+def ratios(words: Sequence[str], threads: int) -> Figures:
+    """Predicted over measured: the peak, and each kind of memory that is known exactly."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "grpo_cli", "profile", "logger=jsonl", "device=cpu", *words]
+        done = subprocess.run(
+            [*command, f"hydra.run.dir={folder}"],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"grpo profile {' '.join(words)}: {done.stderr.strip()}")
+        found = json.loads((Path(folder) / "profile.json").read_text(encoding="utf-8"))
+    measured, predicted = found["measured"], found["predicted"]
+    exact = {
+        f"{kind}_ratio": predicted["exact_bytes"][kind] / size for kind, size in measured["exact_bytes"].items() if size
+    }
+    peak = measured["peak"]["bytes"]
+    return {"peak_bytes": peak, "peak_ratio": predicted["peak"]["bytes"] / peak, **exact}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser(__doc__, threads=1)
+    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    args: argparse.Namespace = parsed(made, words, cases=["padding_free"])
+    found = {case: ratios(CASES[case], args.threads) for case in args.cases}
+    names = dict.fromkeys(name for figures in found.values() for name in figures if name.endswith("_ratio"))
+    columns = {"peak, bytes": ("peak_bytes", ",.0f")} | {name.replace("_", " "): (name, ".3f") for name in names}
+    show("predicted over measured", found, columns)
+    return finish(args, {"words": CASES, "results": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -257,6 +257,15 @@ def _frontier_b(records: Records) -> list[Claim]:
             seeds(len(base)),
             *made,
         ),
+        *(
+            Claim(
+                f"the same: both less `{alone}` alone, paired",
+                difference(usual["usual fifo decoupled ess"], usual[f"usual fifo {alone}"], END),
+                seeds(len(base)),
+                *made,
+            )
+            for alone in ("decoupled", "ess")
+        ),
     ]
 
 

@@ -128,9 +128,10 @@ class PromptGdro:
         return {"kind": "gdro", "edges": list(self._edges), "scores": list(scores), "bin_of": dict(bin_of)}
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
-        """As `interfaces.Forgets` has it. What was learnt of bins goes where none of its problems is left."""
+        """As `interfaces.Forgets` has it. What was learnt of bins goes with the last of its problems."""
+        known = len(self._bin_of)
         self._bin_of = Marked({problem: place for problem, place in self._bin_of.items() if not is_other(problem)})
-        if not self._bin_of:
+        if known and not self._bin_of:
             self._scores = [0.0] * len(self._scores)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

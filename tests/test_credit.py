@@ -69,6 +69,17 @@ def rows_of(rule: PromptGdro, problems: list[str], history: History) -> list[flo
     return factors[:, 0].tolist()
 
 
+def test_scores_go_with_the_last_problem_that_they_were_learnt_of_and_not_before() -> None:
+    rule = with_scores(gdro(), [1.0, *[0.0] * 9])
+    rule.forget(lambda problem: True)
+    assert rule.state_dict()["scores"][0] == 1.0, "before a second visit no problem has a bin"
+    rule.load_state_dict(rule.state_dict() | {"bin_of": {"a": 0, "b": 1}})
+    rule.forget(lambda problem: problem == "a")
+    assert (rule.state_dict()["scores"][0], rule.state_dict()["bin_of"]) == (1.0, {"b": 1})
+    rule.forget(lambda problem: True)
+    assert rule.state_dict()["scores"] == [0.0] * 10
+
+
 def with_scores(rule: PromptGdro, scores: list[float]) -> PromptGdro:
     rule.load_state_dict(rule.state_dict() | {"scores": scores})
     return rule

@@ -168,17 +168,17 @@ def _each(override: Any) -> list[Any]:
     """The values of an override, several in a sweep. Those that are drawn from a range are numbers."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString, Sweep
 
-    def plain(value: Any) -> Any:
+    def bare(value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(plain(name)): plain(item) for name, item in value.items()}
+            return {str(bare(name)): bare(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [plain(item) for item in value]
+            return [bare(item) for item in value]
         return value.text if isinstance(value, QuotedString) else "" if isinstance(value, Glob) else value
 
     value = override._value
     if isinstance(value, ChoiceSweep):
-        return [plain(item) for item in value.list]
-    return [0] if isinstance(value, Sweep) else ["any"] if isinstance(value, Glob) else [plain(value)]
+        return [bare(item) for item in value.list]
+    return [0] if isinstance(value, Sweep) else ["any"] if isinstance(value, Glob) else [bare(value)]
 
 
 def _is_number(value: Any) -> bool:

@@ -431,7 +431,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         result = grpo(*words)
         (line,) = result.stderr.splitlines()
         assert result.exit_code == 2
-        assert line.startswith("error: task._target_=task_for_this_test.Mine cannot be had: ")
+        assert "task._target_=" in line and "task_for_this_test" in line and "command line" in line
     assert (elsewhere / "out" / "summary.json").read_text() == before
 
 

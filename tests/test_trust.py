@@ -26,6 +26,7 @@ COPY = ["logger._target_=shutil.copyfile", "++logger.src=harmless", "++logger.ds
 MODULE = """
 import shutil
 from shutil import copyfile
+from grpo_cli.tasks.arithmetic import Arithmetic as Sums
 class Tracker:
     def log(self, record): ...
     def close(self, summary): ...
@@ -94,6 +95,7 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("downsample._target_=mine_and_trusted.wipe", "downsample._target_"),
         ("logger._target_=mine_and_trusted.wipe", "logger._target_"),
         ("logger._target_=stranger.evil.Tracker", "logger._target_"),
+        ("logger._target_=mine_and_trusted.Sums", "logger._target_"),
         ("task.reward=os:system", "task.reward"),
         ("task.reward=mine_and_trusted:copyfile", "task.reward"),
         ("collector._partial_=true", "collector._partial_"),
@@ -133,6 +135,7 @@ def test_a_recorded_run_is_not_obeyed_in_what_runs_reads_or_writes(here: Path, w
         "task.template='a: b'",
         "downsample._target_=mine_and_trusted.rule",
         "logger._target_=mine_and_trusted.Tracker",
+        "task._target_=mine_and_trusted.Sums",
         "task.reward=mine_and_trusted:score",
         "task.reward=numbers",
         "advantage._target_=grpo_cli.advantage.rloo",

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
-from grpo_cli.errors import UserError, own_code
+from grpo_cli.errors import own_code, refuse
+from grpo_cli.formatting import plain
 
 TARGET, REWARD = "_target_", "task.reward"
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -78,17 +79,8 @@ def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]
             if not found:
                 kept.append(word)
             elif not {key, key.partition(".")[0]} & dict(said).keys():
-                refused += [f"  - {word}: {reason}" for reason in found]
-    if refused:
-        raise UserError(
-            "\n".join(
-                [
-                    f"{folder} asks for what is not taken from a recorded run, since anybody may have written it:",
-                    *refused,
-                ]
-                + ["Read it; what you trust, type on this command line as well (as it is here, or otherwise)."]
-            )
-        )
+                refused += [f"{plain(word)} is not taken from a recorded run: {reason}" for reason in found]
+    refuse([f"{line}; if you trust it, type it on this command line as well" for line in refused])
     return kept
 
 
@@ -176,17 +168,17 @@ def _each(override: Any) -> list[Any]:
     """The values of an override, several in a sweep. Those that are drawn from a range are numbers."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString, Sweep
 
-    def plain(value: Any) -> Any:
+    def bare(value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(plain(name)): plain(item) for name, item in value.items()}
+            return {str(bare(name)): bare(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [plain(item) for item in value]
+            return [bare(item) for item in value]
         return value.text if isinstance(value, QuotedString) else "" if isinstance(value, Glob) else value
 
     value = override._value
     if isinstance(value, ChoiceSweep):
-        return [plain(item) for item in value.list]
-    return [0] if isinstance(value, Sweep) else ["any"] if isinstance(value, Glob) else [plain(value)]
+        return [bare(item) for item in value.list]
+    return [0] if isinstance(value, Sweep) else ["any"] if isinstance(value, Glob) else [bare(value)]
 
 
 def _is_number(value: Any) -> bool:
@@ -206,7 +198,7 @@ def _objections_to(key: str, group: str, value: Any, here: _Here) -> Iterator[st
             yield from _against_target(group, str(value), here)
     elif key == REWARD and ":" in str(value):
         module, _, name = str(value).partition(":")
-        yield from [*_against_module(module, here)] or _against_kind("task", module, name, of_a_reward=True)
+        yield from [*_against_module(module, here)] or _against_kind(REWARD, module, name, here)
     elif key == "run_dir" and Path(str(value)).resolve() != here.folder.resolve():
         yield "it writes elsewhere than into the folder of the run"
     elif key == "model.trust_remote_code" and value is not False:
@@ -240,7 +232,7 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
 
 
 def _against_target(group: str, target: str, here: _Here) -> Iterator[str]:
-    if group not in parts_of("train"):
+    if group not in (*parts_of("train"), REWARD):
         yield f"{group} is no group of parts"
         return
     if target.startswith("grpo_cli."):
@@ -248,7 +240,7 @@ def _against_target(group: str, target: str, here: _Here) -> Iterator[str]:
             yield f"{target} is none of the choices of {group}"
         return
     module, _, name = target.rpartition(".")
-    yield from [*_against_module(module, here)] or _against_kind(group, module, name)
+    yield from [*_against_module(module, here)] or _against_kind(group, module, name, here)
 
 
 def _against_module(module: str, here: _Here) -> Iterator[str]:
@@ -256,17 +248,19 @@ def _against_module(module: str, here: _Here) -> Iterator[str]:
         yield f"the module {module or '(none)'} is neither in the current directory nor named on this command line"
 
 
-def _against_kind(group: str, module: str, name: str, of_a_reward: bool = False) -> Iterator[str]:
+def _against_kind(group: str, module: str, name: str, here: _Here) -> Iterator[str]:
     """What code of one's own is not, of what the group takes. Its module is imported."""
-    with own_code(f"{group}.{TARGET}={module}.{name}: the module {module}"):
+    with own_code(f"{group}: the module {module}"):
         try:
             found = vars(importlib.import_module(module)).get(name)
         except ImportError as error:
             yield f"{module} cannot be imported: {error}"
             return
-    if not (inspect.isclass(found) or inspect.isfunction(found)) or found.__module__ != module:
-        yield f"{module} has no class and no function {name} of its own"
-    elif not of_a_reward and not (_is_a_part(group, found) if group not in _CALLED_WITH else _is_a_rule(group, found)):
+    if not (inspect.isclass(found) or inspect.isfunction(found)):
+        yield f"{module} has no class and no function {name}"
+    elif found.__module__ != module:  # it was imported there, and is judged by where it is from
+        yield from _against_target(group, f"{found.__module__}.{found.__qualname__}", here)
+    elif group != REWARD and not (_is_a_part(group, found) if group not in _CALLED_WITH else _is_a_rule(group, found)):
         yield f"{module}.{name} is not what {group} takes: {_asked_of(group)}"
 
 

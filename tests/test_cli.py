@@ -361,8 +361,8 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     resumed = grpo("train", "resume=auto", "train.steps=2")
     assert resumed.exit_code == 0, resumed.output
     assert "resumed at step 1" in resumed.stdout
-    assert resumed.stderr.splitlines()[0] == f"resume=auto goes on with {run}"
-    assert f"the run is in {run}" in resumed.stdout.splitlines()[-1]
+    assert resumed.stderr.splitlines()[0] == f"resume=auto goes on with {run.relative_to(elsewhere)}"
+    assert f"the run is in {run.relative_to(elsewhere)}; " in resumed.stdout.splitlines()[-1]
     assert list((elsewhere / "outputs" / "train").iterdir()) == [run]
     assert [row["step"] for row in metrics_of(run)] == [0, 1, 2]
     config = read_record(run).config
@@ -448,7 +448,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         (["train", "-m", "resume=sweep", "hydra.sweep.dir=empty"], "hydra.sweep.dir=empty holds no sweep"),
         (["train", "-m", "resume=sweep", "n=4"], "with the jobs as they were: leave out n=4"),
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is no folder"),
-        (["eval", "no where"], "checkpoint='no where' is no folder"),
+        (["eval", "no where"], "checkpoint=no where is no folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
         (["eval", "eval.k=0"], "eval.k=0 must be at least 1"),
         (["eval", "loss=grpo"], "loss is no setting"),

@@ -390,7 +390,8 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
     with pytest.raises(UserError, match=r"2 updates in a row .*train\.max_bad_steps=2"):
         make_trainer(settings_for(tmp_path), model=model, loss=broken, warn=warnings.append).fit()
     assert same(before, model.state_dict())
-    assert "loss/total is nan" in warnings[0] and len(list((tmp_path / "bad_batches").iterdir())) == 2
+    assert any("loss/total is nan" in text for text in warnings)
+    assert len(list((tmp_path / "bad_batches").iterdir())) == 2
     dumped = torch.load(next((tmp_path / "bad_batches").iterdir()), weights_only=True)
     assert dumped["input_ids"].shape[0] == 12
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -322,7 +322,8 @@ def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, i
     yield ", ".join(parts) + ("" if seconds is None else f"; {duration(seconds)} of training")
     if folder is None:
         return
-    place = shlex.quote(plain(folder))
+    here = Path.cwd()
+    place = shlex.quote(plain(folder.relative_to(here) if folder.is_relative_to(here) else folder))
     yield f"the run is in {place}; its completions: grpo show {place}; its curves: grpo report {place}"
     if status != "completed":
         yield f"go on with it: grpo train resume={place}"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 TRUNCATED_SHARE = 0.25  # ours: PODS's and TRL's runs lose a few per cent
-NEARLY_ALL = 0.9  # truncated: then it is no wonder that rewards are equal
+NEARLY_ALL = 0.75  # truncated: then it is no wonder that rewards are equal
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
 RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most

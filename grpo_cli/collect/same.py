@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.history import digest_of
 from grpo_cli.types import Prompt
+
+MOST_GONE_THROUGH = 100_000  # problems: making more of them to find one would hold up every resume
 
 
 class Places:
@@ -21,7 +22,7 @@ class Places:
         self._prompts = prompts
         self._numbered = all(_number(prompts[place].id) == place for place in {0, len(prompts) - 1})
         listed = isinstance(prompts, (list, tuple)) or hasattr(prompts, "places")
-        self.certain = self._numbered or listed or len(prompts) <= MOST_PROFILED
+        self.certain = self._numbered or listed or len(prompts) <= MOST_GONE_THROUGH
 
     def of(self, name: str) -> int | None:
         """None where there is no such problem, or, unless this is `certain`, none that could be found."""

@@ -28,4 +28,6 @@ def as_begun(settings: RunSettings | EvalRunSettings, group: str) -> dict[str, A
         return {}
     record = read_record(Path(settings.run_dir))
     written = {} if record is None else record.config.get(group, {})
+    if not isinstance(written, dict):
+        return {}
     return {key: written[key] for key in OPEN[group] if written.get(key, AUTO) != AUTO}

@@ -118,6 +118,7 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("model.trust_remote_code=true", "model.trust_remote_code"),
         ("engine.address=10.0.0.1:6379", "engine.address"),
         ("+engine.options.trust_remote_code=true", "engine.options"),
+        ("++engine.options.address=10.0.0.1", "engine.options"),
         ("engine.options={options: {worker_cls: evil.Worker}}", "engine.options"),
     ],
 )
@@ -127,6 +128,18 @@ def test_a_recorded_run_is_not_obeyed_in_what_runs_reads_or_writes(here: Path, w
     with pytest.raises(UserError) as refused:
         resumed(here / "stranger", ["n=4", word])
     assert key in str(refused.value) and "command line" in str(refused.value) and "n=4" not in str(refused.value)
+
+
+def test_a_package_that_has_the_run_in_it_came_with_the_run(here: Path) -> None:
+    (here / "stranger" / "__init__.py").touch()
+    (here / "stranger" / "evil.py").write_text("raise AssertionError('imported')")
+    for run in (here / "stranger" / "0", here / "stranger"):
+        with pytest.raises(UserError, match=r"logger\._target_"):
+            resumed(run, ["logger._target_=stranger.evil.Tracker"])
+    (here / "package").mkdir()
+    (here / "package" / "__init__.py").write_text(MODULE)
+    word = "logger._target_=package.Tracker"
+    assert word in resumed(here / "other", [word])
 
 
 @pytest.mark.parametrize(
@@ -202,6 +215,7 @@ def test_choices_that_a_record_names_are_names(here: Path) -> None:
         (["hydra.callbacks.x._target_=os.mkdir"], ["n=2,4"]),
         (["hydra/launcher=joblib", "hydra.launcher.pre_dispatch=evil"], ["n=2,4"]),
         (["hydra.sweeper.params.n=1"], ["n=2,4"]),
+        (["hydra.launcher._recursive_=true"], ["n=2,4"]),
         (["hydra.sweep.subdir=../../x"], ["n=2,4"]),
         ([], ["advantage=grpo,../../evil"]),
         ([], ["logger._target_=shutil.copyfile,os.mkdir"]),

@@ -37,4 +37,6 @@ def begun(run_dir: Path, group: str) -> dict[str, Any]:
     """The same of the run in a folder; nothing where there is none."""
     record = read_record(run_dir)
     written = {} if record is None else record.config.get(group, {})
+    if not isinstance(written, dict):
+        return {}
     return {key: written[key] for key in OPEN[group] if written.get(key, AUTO) != AUTO}

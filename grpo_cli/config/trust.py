@@ -59,8 +59,10 @@ class _Here:
         if spec is None or spec.origin is None or not Path(spec.origin).is_file():
             return False
         file, here = Path(spec.origin).resolve(), Path.cwd()
-        own = file in ((here / f"{top}.py").resolve(), (here / top / "__init__.py").resolve())
-        return own and not file.is_relative_to(self.folder.resolve())
+        run, package = self.folder.resolve(), (here / top / "__init__.py").resolve()
+        if file == package:  # what has a run in it may have come with it
+            return not (package.is_relative_to(run) or run.is_relative_to(package.parent))
+        return file == (here / f"{top}.py").resolve() and not file.is_relative_to(run)
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
@@ -155,7 +157,8 @@ def _objections(word: str, override: Any, here: _Here) -> Iterator[str]:
             yield "it is no choice of a group by its name"
     elif group == "hydra":
         in_place = key == "hydra.sweep.subdir" and all(_FOLDER_OF_A_JOB.fullmatch(str(value)) for value in values)
-        if not in_place and not (_OF_A_SWEEP.fullmatch(key) and all(_is_number(value) for value in values)):
+        built = any(_RESERVED.fullmatch(word) for word in key.split("."))
+        if not in_place and (built or not (_OF_A_SWEEP.fullmatch(key) and all(map(_is_number, values)))):
             yield "it is Hydra's, which may write and import what it names"
     elif _calls_a_resolver(word):
         yield "it calls a resolver, which may read the environment"
@@ -226,7 +229,11 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
         for name, item in value.items():
             yield from _unknown_options(f"{key}.{name}", item)
         return
-    known = {name for engine in choices("engine") for name in shipped("engine", engine)} - {"options", TARGET}
+    known = {name for engine in choices("engine") for name in shipped("engine", engine)} - {
+        "options",
+        "address",
+        TARGET,
+    }
     if key.rpartition(".")[2] not in known and (isinstance(value, bool) or not _is_number(value)):
         yield key
 

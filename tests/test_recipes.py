@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -10,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from planned import peak_on_a_gpu, problems
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
+from grpo_cli.config import recipe
 from grpo_cli.config.compose import settings_of
-from grpo_cli.runs.record import read_record, write_record
+from grpo_cli.runs.record import read_record
 from grpo_cli.tracking.introduction import doubts, introduction
 
 FRONT = (Path(__file__).parent.parent / "README.md").read_text()
@@ -55,6 +56,17 @@ def test_the_rate_is_the_models_and_the_reply_length_the_tasks_unless_something_
     assert (found[0], found[3]) == (lr, reply)
 
 
+def test_a_task_of_ones_own_without_a_recipe_has_the_numbers_of_text_tasks(tmp_path: Path) -> None:
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "own.yaml").write_text("_target_: own.Task\n")
+    shown = yaml.safe_load(
+        grpo("train", "--cfg", "job", f"--config-dir={tmp_path}", "task=own", "model=hf", "model.path=x")
+    )
+    assert "recipe" not in shown["task"]
+    recipe.fill(shown)
+    assert (shown["sampling"]["max_new_tokens"], shown["eval"]["problems"], shown["eval"]["every"]) == (512, 200, 20)
+
+
 def grpo(*words: str) -> str:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -69,14 +81,10 @@ def test_a_run_writes_its_numbers_down_and_goes_on_with_them_whatever_a_recipe_s
     grpo("train", *SMALL, "hydra.run.dir=R")
     begun = read_record(Path("R"))
     assert begun.config["optim"]["lr"] == 5e-4 and begun.config["sampling"]["max_new_tokens"] == 128
-    # As if it was begun by a version with another default.
-    older = {**begun.config, "optim": {**begun.config["optim"], "lr": 3e-3, "weight_decay": 0.0}}
-    Path("R/run.json").unlink()
-    write_record(Path("R"), dataclasses.replace(begun, config=older))
-    grpo("train", "resume=R", "train.steps=2")
+    grpo("train", "resume=R", "train.steps=2", "model.recipe.lr=3e-3")  # as a version with another default has it
     lr = [json.loads(line).get("optim/lr") for line in Path("R/metrics.jsonl").read_text().splitlines()]
-    assert read_record(Path("R")).config["optim"]["lr"] == 3e-3
-    assert lr[2] == pytest.approx(3e-3 * 2 / 5), "the second of five steps of warm-up"
+    assert read_record(Path("R")).config["optim"]["lr"] == 5e-4
+    assert lr[2] == pytest.approx(5e-4 * 2 / 5), "the second of five steps of warm-up"
 
 
 def test_a_run_of_before_there_were_recipes_keeps_its_rate(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.config.choices import shipped
 from grpo_cli.config.decided import AUTO, begun
 
 # The group whose recipe says a setting, and by which word.
@@ -20,6 +21,7 @@ _SAID_BY = {
     "eval.problems": ("task", "eval_problems"),
     "eval.every": ("task", "eval_every"),
 }
+_BASE = {"model": "hf", "task": "_text"}
 
 
 def fill(values: dict[str, Any]) -> None:
@@ -29,15 +31,16 @@ def fill(values: dict[str, Any]) -> None:
         settings = values.get(below)
         if isinstance(settings, dict) and settings.get(name) == AUTO:
             before = begun(Path(str(values["run_dir"])), below) if values.get("resume") else {}
-            settings[name] = before.get(name, _said(values.get(group), word, values.get("model")))
+            settings[name] = before.get(name, _said(values.get(group), group, word, values.get("model")))
 
 
-def _said(part: Any, word: str, model: Any) -> Any:
-    recipe, of_model = _recipe(part), _recipe(model)
+def _said(part: Any, group: str, word: str, model: Any) -> Any:
+    """A part of one's own that brings no recipe has that of the file which the shipped ones are based on."""
+    recipe, of_model = shipped(group, _BASE[group])["recipe"] | _recipe(part), _recipe(model)
     if word == "lr" and _adapted(model):
         word = "lora_lr"
     most = of_model.get(word)
-    return min(recipe[word], most) if most is not None and word in recipe else recipe.get(word, AUTO)
+    return recipe[word] if most is None else min(recipe[word], most)
 
 
 def _recipe(part: Any) -> Mapping[str, Any]:

@@ -60,7 +60,7 @@ class Solved(StrEnum):
     ALL = "all"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for every problem that a run visits
 class Visit:
     """Rollouts of a problem that were made in one step."""
 

@@ -257,10 +257,7 @@ def test_a_step_without_a_new_token_has_nothing_to_teach_under_credit_fresh(
     trainer = make_trainer(quiet(settings_for(tmp_path, steps=1)), credit=fresh, warn=warnings.append)
     trainer._learner.updates = 10
     assert trainer.fit()["empty_steps"] == 1
-    assert warnings == [
-        "step 1: the credit gave no token a weight, so that none of them teaches; with credit=fresh collect more that "
-        "is new, or use credit=none with a correction"
-    ]
+    assert any("the credit gave no token a weight" in text and "credit=none" in text for text in warnings)
 
 
 def test_how_much_is_old_or_given_is_told_of_the_tokens_that_are_trained_on():
@@ -465,7 +462,7 @@ def test_what_answers_for_old_tokens(
     trainer = make_trainer(settings, warn=warnings.append, **parts)
     trainer._learner.updates = 10
     trainer.fit()
-    assert ["off/token_share is 1.00" in text for text in warnings] == [True] * warned
+    assert ["off/token_share is 1.00" in text for text in warnings].count(True) == warned
 
 
 @pytest.mark.parametrize(

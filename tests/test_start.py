@@ -105,11 +105,20 @@ def test_what_a_resumed_run_is_asked_anew_is_said_kept_and_written_beside_the_fi
     assert (later.config["train"]["steps"], begun.config["train"]["steps"]) == (3, 2)
 
 
+def without_chain(checkpoint: Path) -> None:
+    """As an older version has left it."""
+    (checkpoint / "settings.json").unlink()
+    told = json.loads((checkpoint / "COMPLETE").read_text())
+    del told["files"]["settings.json"]
+    (checkpoint / "COMPLETE").write_text(json.dumps(told))
+
+
 def test_a_setting_whose_default_has_changed_is_said_where_the_run_goes_on(run: Path) -> None:
     found = record.read_record(run)
     assert found is not None
     (run / "run.json").unlink()
     made.record(run, {**found.config, "device": "cuda"}, found.overrides, found.choices)
+    without_chain(run / "checkpoints/step_000001")
     assert "changed since this run was started: device=cuda is auto\n" in grpo("train", "resume=R").stderr
 
 
@@ -168,11 +177,7 @@ def test_a_run_goes_on_from_before_its_settings_were_changed_and_from_an_older_v
     assert grpo("train", "resume=R/checkpoints/step_000001", "train.steps=2").exit_code == 0
     folder = Path(shutil.copytree(changed, "S"))
     shutil.rmtree(folder / "checkpoints/step_000002")
-    marker = folder / "checkpoints/step_000001/COMPLETE"
-    told = json.loads(marker.read_text())
-    del told["files"]["settings.json"]
-    marker.write_text(json.dumps(told))
-    (folder / "checkpoints/step_000001/settings.json").unlink()
+    without_chain(folder / "checkpoints/step_000001")
     (folder / "resumed_002.json").unlink()
     assert grpo("train", "resume=S", "train.steps=2").exit_code == 0
 

@@ -26,9 +26,9 @@ def refusals() -> Iterator[None]:
         fail(error)
 
 
-def named(text: str) -> Path:
-    """A folder that is typed; nothing would mean the current one."""
-    if not text.strip():
+def named(text: str | Path) -> Path:
+    """A folder that is typed, or one that stands for it; nothing would mean the current one."""
+    if not str(text).strip():
         raise typer.BadParameter("it is empty: name a folder (. is the current one)")
     return Path(text)
 

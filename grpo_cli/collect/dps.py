@@ -83,7 +83,7 @@ class DynamicsPredictive:
         return [*chosen]
 
     def _let_go(self, names: Sequence[str]) -> None:
-        """Nobody has made a rollout of these, which were picked in an earlier step."""
+        """No rollout was made of these, which were picked in an earlier step."""
         self._look_again([self._picked.pop(name) for name in names])
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:

@@ -62,7 +62,7 @@ class Source:
 
 @dataclass
 class Left:
-    """How many groups were read, why some are not used, and how many have tokens that nobody is known to have drawn."""
+    """How many groups were read, why some are not used, and how many have tokens without a known sampler."""
 
     read: int = 0
     other: int = 0  # of problems that the task has not

@@ -85,7 +85,7 @@ def _values(key: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _together_with(choice: str) -> tuple[str, ...]:
     """What a choice asks for besides."""
-    return ("predictor=mean",) if choice == "fptas" else ()
+    return ("predictor=mean",) if choice == "fptas" else ("n=3",) if choice.startswith("median") else ()
 
 
 def _typed(kind: Any, prefix: str) -> Iterator[tuple[str, Any]]:

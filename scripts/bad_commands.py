@@ -226,7 +226,6 @@ def _together() -> Iterator[BadCommand]:
     yield _train("n=4611686018427387904", "n=4611686018427387904")
     yield _train("eval.k", "eval.k=4611686018427387904")
     yield _train("collector", "collector=partial", "collector.surplus=1e12")
-    yield _train("collector", "collector=dars", "collector.divided=true", "collector.most=1" + 12 * "0")
     yield _train("replay.path", "replay=folder", "replay.path=")
     for word in ("_partial_=true", "_args_=[1]", "_recursive_=false", "_convert_=all"):
         yield _train(f"loss.{word.partition('=')[0]}", f"++loss.{word}")

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from grpo_cli.processor import settle
 from grpo_cli.runs import layout
 
 settle()  # before torch is loaded
+# A shell ignores ctrl-C for what it starts in the background, and nohup hang-ups; tests send both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 CLONE = Path(__file__).parents[1]
 SCRIPTS = CLONE / "scripts"
 # What commands leave behind, of which a test that forgets its own folder leaves some in the current one.

@@ -42,7 +42,7 @@ SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
 SECONDS = "clock/train_seconds"
 SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
-SHOWN_METRICS = ("reward/mean", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
+SHOWN_METRICS = ("reward/mean", "policy/entropy", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
 
 ARMS = {"grpo": "GRPO, n = m = 16", "grpo_ga": "GRPO-GA, n = m = 64", "maxvar": "PODS, n = 64, m = 16"}
 RULES = {"random": "PODS, random", "maxreward": "PODS, maxreward", "release": "PODS, maxvar as released"}

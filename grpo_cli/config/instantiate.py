@@ -1,6 +1,6 @@
 """Parts of the configuration to objects and rules, tried before any weights are read.
 
-A part gets the arguments of its YAML and, of the objects that are to be had (model, tokenizer, seed, ...), those that
+A part gets the arguments of its YAML and, of the objects that are offered (model, tokenizer, seed, ...), those that
 its signature names. A misspelt argument is a UserError. What parts refuse, each for itself and of each other, is their
 own to say; whether rules answer as they must is tried in `config.rehearsal`.
 """
@@ -83,7 +83,7 @@ def _meant(key: str, word: str, known: list[str]) -> str:
 
 
 def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What it still lacks, in Python's words, and what it takes of the objects that are to be had."""
+    """What it still lacks, in Python's words, and what it takes of the objects that are offered."""
     signature = inspect.signature(factory.func)
     given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
     try:

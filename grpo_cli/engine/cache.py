@@ -211,7 +211,7 @@ class KvArena:
         return True
 
     def clear(self) -> None:
-        """Nobody has a page, but for rows that have theirs for good, and nothing is left of what was written."""
+        """No row has a page but those that keep theirs for good, and nothing is left of what was written."""
         for entry in range(len(self.prompts.pages)):
             self.prompts.drop(entry)
         for block in self.blocks:

@@ -22,7 +22,7 @@ from grpo_cli.meter import NullMeter
 TRIES = 3
 # Seconds that a start may take whatever `timeout` says: libraries are imported, and perhaps room is waited for.
 START = 300.0
-POLL = 0.2  # seconds that nobody has news for, until clocks are looked at again
+POLL = 0.2  # seconds without news until clocks are looked at again
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from grpo_cli.types import Prompt, ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
 PROFILED = -1  # the step of a visit that was made before training
+UNSEEN = 0.5  # the rate that a problem is taken to have before its first visit
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -22,9 +22,9 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config.instantiate import function
 from grpo_cli.history import History, Visit
-from grpo_cli.methods import ci
+from grpo_cli.methods import xrpo as ci
 from grpo_cli.methods.dars import missing
-from grpo_cli.methods.mixed import mixed_gains
+from grpo_cli.methods.trace import mixed_gains
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup

@@ -1,4 +1,7 @@
-"""A second round for what was hard in the first."""
+"""DARS, a null result here: a second round of rollouts for what was hard in the first (arXiv 2508.13755).
+
+Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: fewer steps at equal tokens).
+"""
 
 from __future__ import annotations
 

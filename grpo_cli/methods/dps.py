@@ -1,4 +1,8 @@
-"""Problems that are predicted to be solved by some of their rollouts and not by others, which alone teach."""
+"""DPS, no difference from plain epochs seen here: problems that are predicted to be solved by some of their rollouts
+and not by others, which alone teach (arXiv 2603.10887).
+
+Measured: scripts/reproduce/frontier_a.md.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Groups that other runs have recorded, trained on here (SAPO, arXiv 2509.08721).
+"""SAPO: groups that other runs have recorded, trained on here (arXiv 2509.08721).
 
-What is read is JSON, and every line is looked at before any of it is used. A token was drawn by somebody only where the
+What is read is JSON, and every line is checked before any of it is used. A token was drawn by somebody only where the
 record has its log-probability; every other one was given.
+
+Not measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """APRIL: a step ends before its longest rollouts do, which go on in the next one (arXiv 2509.18521).
 
 Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps; leaving old tokens out,
-`credit=fresh`, which is ours, costs accuracy) and scripts/reproduce/partial_cost.md.
+`credit=fresh`, which is ours, costs accuracy).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %

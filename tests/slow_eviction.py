@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from grpo_cli.engine.eviction import Budget, H2o, Rkv, SnapKv, Streaming
+from grpo_cli.engine.kv.eviction import Budget, H2o, Rkv, SnapKv, Streaming
 
 
 def slow_streaming(count: int, window: int) -> list[float]:

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import advantage, downsample
-from grpo_cli.errors import UserError
+from grpo_cli.rules import advantage, downsample
 from grpo_cli.select import select
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 GRPO = partial(advantage.grpo, eps=1e-4)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo_cli import correction
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
-from grpo_cli.correction import Correct
-from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import takes_advantages
+from grpo_cli.rules import correction
+from grpo_cli.rules.correction import Correct
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals, Verdict
 
 
@@ -399,7 +399,9 @@ def test_values_that_mean_nothing_are_refused_by_name(words, message):
 )
 def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
     with pytest.raises(UserError, match=message):
-        make("correction", {"_target_": "grpo_cli.correction.Correct", **asdict(made.correction()), word: "x"}, {})
+        make(
+            "correction", {"_target_": "grpo_cli.rules.correction.Correct", **asdict(made.correction()), word: "x"}, {}
+        )
 
 
 def test_all_faults_are_told_at_once():

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import downsample
-from grpo_cli.errors import UserError
+from grpo_cli.rules import downsample
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 CHOOSING_RULES = [downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
 from torch import Tensor
 
-from grpo_cli.engine import eviction
-from grpo_cli.engine.eviction import Budget, Candidates, H2o, Rkv, SnapKv, Streaming, redundancy
-from grpo_cli.errors import UserError
+from grpo_cli.engine.kv import eviction
+from grpo_cli.engine.kv.eviction import Budget, Candidates, H2o, Rkv, SnapKv, Streaming, redundancy
+from grpo_cli.support.errors import UserError
 
 LAYERS, ROWS, HEADS, GROUP, COUNT, DIM = 2, 3, 2, 2, 13, 4
 SCALE = DIM**-0.5

@@ -15,8 +15,8 @@ import torch
 from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample
-from grpo_cli.correction import Correct
+from grpo_cli.rules import downsample
+from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict

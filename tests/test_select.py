@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli import advantage, downsample
-from grpo_cli.examples import examples
+from grpo_cli.rules import advantage, downsample
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
 from grpo_cli.settings import Sampling
+from grpo_cli.tracking.examples import examples
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 GRPO = partial(advantage.dr_grpo, stats_over="kept")

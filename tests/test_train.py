@@ -22,17 +22,15 @@ from bank import group_of, problems
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
-from grpo_cli import credit, downsample
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss
-from grpo_cli.correction import Correct
-from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
-from grpo_cli.meter import NullMeter
+from grpo_cli.rules import credit, downsample
+from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.stop import SIGNALS, Stop
@@ -42,6 +40,8 @@ from grpo_cli.settings import (
     RunSettings,
     Sampling,
 )
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, EngineStats, LossOutput, Prompt, Record, Reward, Rollout, Totals

@@ -18,11 +18,12 @@ import torch
 from small import small_model
 from typer.testing import CliRunner
 
-from grpo_cli import downsample, loss, metrics, select
+from grpo_cli import metrics, select
 from grpo_cli.cli.main import app
 from grpo_cli.collect.requests import group_rollouts
 from grpo_cli.config.choices import choices
 from grpo_cli.learner import batch, logprobs
+from grpo_cli.rules import downsample, loss
 from grpo_cli.settings import Sampling
 from grpo_cli.types import AdvantageInputs, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 

@@ -14,9 +14,9 @@ from typing import Any
 from grpo_cli.collect.candidates import no_share
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.errors import UserError, refuse
 from grpo_cli.history import PROFILED, History, Visit, digest_of
 from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 
 MOST_PROFILED = 100_000  # problems; a pass over more would take longer than any training here

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
-from grpo_cli.errors import refuse
 from grpo_cli.history import digest_of, of_kind
+from grpo_cli.support.errors import refuse
 from grpo_cli.types import ScoredGroup
 
 

@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_cli.config.choices import parts_of, shipped
 from grpo_cli.config.read import read
 from grpo_cli.config.trust import resolving, taken, without_resolvers
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 
 # Keys that old run folders, and people, know by another name.
 RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}

@@ -14,7 +14,7 @@ PACKAGE = Path(grpo_cli.__file__).parent
 
 # A room is a module of the package's top level, or a folder (a wing), whose modules may also import each other.
 ROWS = """
-errors settings meter memory
+errors settings meter memory intervals
 formatting types processor
 history
 interfaces runs/
@@ -29,7 +29,7 @@ profile/
 cli/
 __main__
 """
-MOST_ROOMS = 36
+MOST_ROOMS = 37
 
 DOORS = {
     "hydra": {"cli/", "config/", "experiment", "sweep/", "profile/"},

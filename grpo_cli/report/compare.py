@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from grpo_cli.errors import UserError
+from grpo_cli.intervals import student_95
 from grpo_cli.report.asked import Asked, Setting, shown
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
@@ -254,19 +255,3 @@ def estimate(values: Iterable[float | None], least: float = -math.inf, most: flo
         return Estimate(mean)
     half = student_95(len(numbers) - 1) * statistics.stdev(numbers) / math.sqrt(len(numbers))
     return Estimate(mean, max(mean - half, least), min(mean + half, most), over="seeds")
-
-
-# Two-sided 95 % quantiles of Student's distribution with 1 to 9 degrees of freedom.
-_STUDENT_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-
-
-def student_95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's distribution, to three decimals.
-
-    From 10 degrees of freedom on by the expansion about the normal quantile (Fisher and Cornish 1960).
-    """
-    if freedom <= len(_STUDENT_95):
-        return _STUDENT_95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

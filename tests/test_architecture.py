@@ -45,7 +45,7 @@ DOORS = {
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "tracking/", "profile/", "report/"},
-    "matplotlib": {"profile/", "report/"},
+    "matplotlib": {"report/"},
 }
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.text import Text
 
 from grpo_cli.errors import UserError
-from grpo_cli.formatting import duration, plain
-from grpo_cli.report.asked import shown
+from grpo_cli.formatting import duration, plain, shown
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.report.show import STATE_STYLES
 from grpo_cli.runs import layout

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.downsample import choose
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
+from grpo_cli.rules.downsample import choose
 from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"

@@ -15,7 +15,6 @@ from small import FakeEngine
 from test_train import GRPO, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
-from grpo_cli import downsample
 from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
@@ -23,11 +22,12 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.costs import together
-from grpo_cli.errors import UserError
 from grpo_cli.history import History, Solved
 from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.rules import downsample
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, GroupRequest, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]

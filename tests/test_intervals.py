@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.intervals import mean_interval, pass_at_k, student_95, wilson_interval
+from grpo_cli.support.intervals import mean_interval, pass_at_k, student_95, wilson_interval
 
 
 def test_student_s_quantiles_are_those_of_the_tables() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.ledger import Ledger, StepRows, load_ledgers, save_ledgers
+from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import Example, Record
 

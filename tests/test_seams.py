@@ -15,8 +15,9 @@ import torch
 from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample
-from grpo_cli.correction import Correct
+from grpo_cli.methods import pods
+from grpo_cli.rules import downsample
+from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
@@ -65,7 +66,7 @@ def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
     spy, model = Spy(), small_model()
     before = copy.deepcopy(model)
     settings = quiet(settings_for(tmp_path, steps=1, epochs=2, minibatches=2), m=m)
-    rule = downsample.maxvar if m == 2 else downsample.all_rollouts
+    rule = pods.maxvar if m == 2 else downsample.all_rollouts
     make_trainer(settings, model=model, loss=spy, correction=correction, downsample=rule).fit()
     assert [batch.policy_logprobs is None for batch in spy.batches] == [True, False, False, False]
     for batch, learner in zip(spy.batches[1:], spy.logprobs[1:], strict=True):

@@ -19,8 +19,8 @@ from test_off_policy import aged
 from test_seams import Spy, quiet
 from test_train import SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample
-from grpo_cli.credit import fresh
+from grpo_cli.methods.april import fresh
+from grpo_cli.rules import downsample
 from grpo_cli.select import NOT_CHOSEN, Selection, settled
 from grpo_cli.settings import RecordSettings
 from grpo_cli.types import Batch, Prompt, Record, Reward, Rollout, Span

@@ -13,10 +13,10 @@ import numpy as np
 from grpo_cli.collect.requests import score_all, seed_of
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.engine.costs import together
-from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end

@@ -1,8 +1,9 @@
 """Partial rollouts: the request that goes on where one was stopped, and the two made one rollout again.
 
 An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
-hash of `seed + t * golden ratio` (`engine/sample.py`), so with the seed moved on by k of these the torch engine draws
-the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not decoded.
+hash of `seed + t * golden ratio` (`engine/step/sample.py`), so with the seed moved on by k of these the torch engine
+draws the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not
+decoded.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import micro_batch_rows, micro_batches
 from grpo_cli.learner.logprobs import PLAIN, ByRow, Entropy, chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.anatomy import place_of
-from grpo_cli.model.crossing import send
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.model.transfer import send
 from grpo_cli.settings import TrainSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
 

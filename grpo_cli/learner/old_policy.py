@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.history import of_kind
 from grpo_cli.learner.learner import Learner
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch
 
 ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is too far behind, and begins anew

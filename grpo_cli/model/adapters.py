@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError, closest
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.support.errors import UserError, closest
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

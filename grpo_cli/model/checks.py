@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.errors import UserError
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM",

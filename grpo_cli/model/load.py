@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import (
@@ -39,6 +38,7 @@ from grpo_cli.model.checks import (
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.load import load_model, load_tokenizer, model_config, save_pretrained
 from grpo_cli.runs.checkpoint import find_checkpoint
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.support.errors import UserError
 
 
 def merge(place: Path, target: Path, base: str | None, dtype: str) -> Path:

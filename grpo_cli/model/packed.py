@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from grpo_cli.model.anatomy import backbone
-from grpo_cli.model.crossing import send
-from grpo_cli.model.lean import last_states
+from grpo_cli.model.mlp_recompute import last_states
+from grpo_cli.model.transfer import send
 from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
 
 _NAME = "grpo_packed"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.support.errors import UserError
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

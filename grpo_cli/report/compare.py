@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import shown
-from grpo_cli.intervals import student_95
 from grpo_cli.report.asked import Asked, Setting
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
 from grpo_cli.runs.layout import RUN
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import shown
+from grpo_cli.support.intervals import student_95
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")

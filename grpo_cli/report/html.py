@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpo_cli import __version__
-from grpo_cli.formatting import plain
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
 from grpo_cli.report.rollouts import Recording, extremes, facts, visible

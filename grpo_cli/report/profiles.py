@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import gib, size
 from grpo_cli.report import plots
 from grpo_cli.report.show import print_first_fitting
 from grpo_cli.report.tables import Table
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib, size
 
 SCHEMA = 1  # of `profile.json`
 

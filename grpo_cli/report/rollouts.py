@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.formatting import plain
 from grpo_cli.report.lines import records
 from grpo_cli.runs import layout
+from grpo_cli.support.formatting import plain
 
 RECORDS = (layout.ROLLOUTS, layout.SAMPLES)
 

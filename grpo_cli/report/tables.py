@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_cli.formatting import duration, short, shown, size, sparkline
 from grpo_cli.report.asked import Setting
 from grpo_cli.report.compare import Arm, Comparison, Estimate
 from grpo_cli.report.curves import Curve, spoken
 from grpo_cli.report.read import Run
+from grpo_cli.support.formatting import duration, short, shown, size, sparkline
 
 NOTHING = "–"
 SPARKS, SPARK_WIDTH = "accuracy by step", 16

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import regular, sync_file, written_atomically
 from grpo_cli.runs.layout import LEDGER
+from grpo_cli.support.errors import UserError
 
 Ledgers = Mapping[str, "Ledger"]  # by the name of the file
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
 from grpo_cli.tasks.prompting import Tokenizer
 from grpo_cli.types import Finish, Prompt, Reward, Rollout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 
 PLACEHOLDER = "{question}"
 

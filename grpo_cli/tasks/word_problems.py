@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
 from grpo_cli.tasks.prompting import Prompting, Tokenizer

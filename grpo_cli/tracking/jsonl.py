@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import Ledger, StepRows, cut, load_ledgers, look, missing_steps, save_ledgers
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Example, Record
 
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.intervals import student_95
+from grpo_cli.support.intervals import student_95
 
 NO_DIFFERENCE = "no difference seen"
 Runs = Mapping[str, Mapping[str, Any]]  # what an arm's run of each seed came to

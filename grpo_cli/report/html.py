@@ -11,6 +11,7 @@ from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
 from grpo_cli.report.rollouts import Recording, extremes, facts, visible
 from grpo_cli.report.tables import REMARKS, SET_APART, SPARKS, Table, arm_table, footnotes, run_table, settings_table
+from grpo_cli.support.formatting import plain
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

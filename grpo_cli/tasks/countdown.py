@@ -1,17 +1,19 @@
 """Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a completion is `25+7*3`.
 
-A completion is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed
-to `eval`, and what is no expression earns nothing.
+A completion within the limits is parsed by `ast`, and only numbers and the four operations are computed, in exact
+fractions. It is never handed to `eval`, and what is no expression earns nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from random import Random
 
 from grpo_cli.errors import UserError, refuse
@@ -24,12 +26,12 @@ MAX_TOKENS = 64
 MAX_DEPTH = 16
 MAX_DIGITS = 6
 
-_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_TOKEN = re.compile(rf"(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(?![0-9])|[-+*/()]")
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 
 
@@ -69,76 +71,26 @@ def evaluate(text: str) -> Evaluated:
     >>> evaluate("(25-3)/4").value
     Fraction(11, 2)
     """
-    parser = _Parser(_tokens(text))
-    value = parser.sum(depth=0)
-    if parser.peek() is not None:
-        raise NotAnExpression(f"{parser.peek()!r} where the expression should end")
-    return Evaluated(value, tuple(parser.numbers))
-
-
-def _tokens(text: str) -> list[str]:
     if len(text) > MAX_CHARACTERS:
         raise NotAnExpression(f"{len(text)} characters")
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None or len(match[0]) > MAX_DIGITS or len(tokens) == MAX_TOKENS:
-            raise NotAnExpression(f"cannot read {text[position : position + 8]!r}")
-        tokens.append(match[0])
-        position = match.end()
-    return tokens
+    tokens = _TOKEN.findall(text)
+    depth = max(accumulate((token == "(") - (token == ")") for token in tokens), default=0)
+    if "".join(tokens) != text or len(tokens) > MAX_TOKENS or depth > MAX_DEPTH:
+        raise NotAnExpression(f"{text!r} is beyond the limits, or has other signs in it")
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise NotAnExpression(str(error)) from error
+    return Evaluated(value, tuple(int(token) for token in tokens if token.isdigit()))
 
 
-class _Parser:
-    """sum := product (("+" | "-") product)*; product := atom (("*" | "/") atom)*; atom := number | "(" sum ")"."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._tokens = tokens
-        self._position = 0
-        self.numbers: list[int] = []
-
-    def peek(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while (sign := self.peek()) in ("+", "-"):
-            self._position += 1
-            value = _OPERATIONS[sign](value, self._product(depth))
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._atom(depth)
-        while (sign := self.peek()) in ("*", "/"):
-            self._position += 1
-            factor = self._atom(depth)
-            if sign == "/" and factor == 0:
-                raise NotAnExpression("division by zero")
-            value = _OPERATIONS[sign](value, factor)
-        return value
-
-    def _atom(self, depth: int) -> Fraction:
-        token = self._next()
-        if token == "(":
-            if depth == MAX_DEPTH:
-                raise NotAnExpression(f"more than {MAX_DEPTH} nested parentheses")
-            value = self.sum(depth + 1)
-            if self._next() != ")":
-                raise NotAnExpression("a parenthesis that is not closed")
-            return value
-        if not token.isdigit():
-            # two numbers side by side need no case of their own: `007` is read as 0, 0, 7 and ends the expression early
-            raise NotAnExpression(f"{token!r} where a number should be")
-        self.numbers.append(int(token))
-        return Fraction(self.numbers[-1])
-
-    def _next(self) -> str:
-        token = self.peek()
-        if token is None:
-            raise NotAnExpression("it ends too early")
-        self._position += 1
-        return token
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left, op, right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left), _value(right))
+    raise NotAnExpression(f"{type(node).__name__} is no part of an expression")
 
 
 def uses_allowed(used: Sequence[int], given: Sequence[int], use_all: bool) -> bool:

@@ -16,10 +16,10 @@ from fractions import Fraction
 from itertools import accumulate
 from random import Random
 
-from grpo_cli.errors import UserError, refuse
-from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
-from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.types import Finish, Prompt, Reward, Rollout
+from grpo_cli.errors import refuse
+from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.tasks.prompting import Tokenizer, Verbatim
+from grpo_cli.types import Prompt, Reward, Rollout
 
 MAX_CHARACTERS = 256
 MAX_TOKENS = 64
@@ -124,13 +124,15 @@ def _combine(rng: Random, numbers: Sequence[int]) -> tuple[int, str]:
     return left[0][0], left[0][1]
 
 
-class Countdown:
-    """The task. Every problem can be solved with all of its numbers; how many there are is uniform in `train`.
+class Countdown(GeneratedTask[CountdownProblem]):
+    """The task. Every problem can be solved with all of its numbers, and is in one split only in whatever order they
+    come.
 
-    `eval` is the same for every seed and goes through the counts in turn. No problem is in both splits, in no order of
-    its numbers. The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`:
-    each exactly once, else each at most once) and equals the target, else 0.
+    The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`: each exactly
+    once, else each at most once) and equals the target, else 0.
     """
+
+    name, sizes_are, makes_more = "countdown", "numbers", "max_number"
 
     def __init__(
         self,
@@ -146,77 +148,31 @@ class Countdown:
         eval_problems: int,
     ) -> None:
         _check_sizes(min_numbers, max_numbers, max_number, max_target, train_problems, eval_problems)
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._counts = range(min_numbers, max_numbers + 1)
-        self._max_number = max_number
-        self._max_target = max_target
-        self._use_all = use_all
-        self._train = GeneratedPrompts(self._train_prompt, train_problems)
-        held_out = self._eval_problems(eval_problems)
-        self._eval = tuple(self._prompt(f"eval-{i}", problem) for i, problem in enumerate(held_out))
+        self._verbatim = Verbatim(tokenizer)
+        self._max_number, self._max_target, self._use_all = max_number, max_target, use_all
+        super().__init__(self._verbatim, seed, range(min_numbers, max_numbers + 1), train_problems, eval_problems)
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split == "train":
-            return self._train
-        if split == "eval":
-            return self._eval
-        raise UserError(f"task=countdown was asked for the split {split!r}; it has train and eval")
+    def draw(self, rng: Random, size: int) -> CountdownProblem:
+        return draw_problem(rng, size, self._max_number, self._max_target)[0]
+
+    def key(self, problem: CountdownProblem) -> str:
+        return problem.key
+
+    def answer(self, problem: CountdownProblem) -> str:
+        return str(problem)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        finished = rollout.finish is Finish.EOS
-        # the end is taken off by its place and not by its kind: other special tokens inside must spoil the expression
-        completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        completion = self._verbatim.completion(rollout)
         try:
-            found = evaluate(completion) if finished else None
+            found = evaluate(completion) if completion is not None else None
         except NotAnExpression:
             found = None
         numbers, target = prompt.answer.split(":")
-        allowed = found is not None and uses_allowed(
-            found.numbers, [int(number) for number in numbers.split(",")], self._use_all
-        )
+        given = [int(number) for number in numbers.split(",")]
+        allowed = found is not None and uses_allowed(found.numbers, given, self._use_all)
         correct = float(found is not None and allowed and found.value == int(target))
         parts = {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)}
         return Reward(correct, parts, weights={"correct": 1.0})
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids, skip_special_tokens=True)
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        assert isinstance(text, str), "one sequence of tokens decodes to one string"
-        return text
-
-    def _train_prompt(self, index: int) -> Prompt:
-        """Problem `index` of the train split: a function of the seed and the index alone."""
-        rng = Random(f"countdown/train/{self._seed}/{index}")
-        count = rng.choice(self._counts)
-        while True:
-            problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
-            if not is_held_out(problem.key):
-                return self._prompt(f"train-{index}", problem)
-
-    def _eval_problems(self, size: int) -> list[CountdownProblem]:
-        """Held-out problems, no two alike in any order of their numbers."""
-        rng = Random("countdown/eval")
-        seen: dict[str, CountdownProblem] = {}
-        for i in range(size):
-            count = self._counts[i % len(self._counts)]
-            for _ in range(10_000):
-                problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
-                if problem.key not in seen and is_held_out(problem.key):
-                    seen[problem.key] = problem
-                    break
-            else:
-                raise UserError(
-                    f"task.eval_problems={size}: only {i} distinct held-out problems were found, there are no more of "
-                    f"{count} numbers up to {self._max_number}; ask for fewer, or raise task.max_number"
-                )
-        return list(seen.values())
-
-    def _prompt(self, prompt_id: str, problem: CountdownProblem) -> Prompt:
-        token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
-        return Prompt(prompt_id, tuple(token_ids), answer=str(problem))
 
 
 def _check_sizes(

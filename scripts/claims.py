@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from grpo_cli.report.compare import student_95
+from grpo_cli.support.intervals import student_95
 
 ROOT = Path(__file__).resolve().parents[1]
 GUARDED = (ROOT / "README.md", ROOT / "scripts" / "README.md")

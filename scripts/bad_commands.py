@@ -14,21 +14,26 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.cli import main as cli
+import yaml
+
 from grpo_cli.config.choices import choices, groups_of, parts_of, shipped
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from processes import Forked  # noqa: E402
 
 LIMIT_SECONDS = 60.0  # whatever runs longer was not refused
 NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
@@ -218,57 +223,8 @@ def _files() -> Iterator[BadCommand]:
 
 def _together() -> Iterator[BadCommand]:
     """Settings that are fine alone."""
-    yield _train("m", "m=4", "n=2")
-    yield _train("m", "m=1", "n=2", "advantage.stats_over=kept")
-    yield _train("downsample", "m=2", "n=4", "downsample=all")
-    yield _train("train.minibatches", "train.minibatches=99")
-    yield _train("train.prompts", "train.prompts=1" + 12 * "0")
-    yield _train("n=4611686018427387904", "n=4611686018427387904")
-    yield _train("eval.k", "eval.k=4611686018427387904")
-    yield _train("collector", "collector=partial", "collector.surplus=1e12")
-    yield _train("replay.path", "replay=folder", "replay.path=")
-    for word in ("_partial_=true", "_args_=[1]", "_recursive_=false", "_convert_=all"):
-        yield _train(f"loss.{word.partition('=')[0]}", f"++loss.{word}")
-    yield _train("logger.x._target_", "+logger.x._target_=os.mkdir")
-    yield _train("sampling.temperature", "sampling.temperature=0")
-    yield _train("sampling.top_p", "sampling.top_p=0.5")
-    yield _train("sampling.top_k", "sampling.top_k=5")
-    yield _train("sampling.stop", "sampling.stop=['']")
-    yield _train("sampling.stop", r"sampling.stop=['\q']")
-    yield _train("sampling.max_new_tokens", "sampling.max_new_tokens=1000000", *GOOD)
-    yield _train("optim.weight_decay", "optim.weight_decay=1e4", "optim.lr=1e-3")
-    for key, value in (
-        ("optim.lr", "2"),
-        ("optim.eps", "2"),
-        ("optim.max_grad_norm", "1e20"),
-        ("optim.betas", "[1,1]"),
-    ):
-        yield _train(key, f"{key}={value}")
-    for key in ("sampling.temperature", "eval.temperature"):
-        yield _train(key, f"{key}=1e-30")
-        yield _train(key, f"{key}=1e30")
-    yield _train("optim.name", "optim.name=adamw8bit", "device=cpu")
-    yield _train("model.quantize", "model.quantize=4bit")
-    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[]")
-    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[zzz]")
-    yield _train("model.eos_tokens", "model.eos_tokens=[zzz]")
-    yield _train("model.architecture", "model.random_init=true", "model.path=x", "model.architecture={model_type: zzz}")
-    yield _train("scheduler=lpt", "scheduler=lpt", "predictor=none")
-    yield _train("engine=vllm", "engine=vllm", "sparsity=h2o")
-    yield _train("engine.cuda_graph", "engine.cuda_graph=true", "device=cpu")
-    yield _train("sparsity.budget", "sparsity=h2o", "sparsity.budget=8")
-    yield _train("sparsity.kernel", "sparsity=snapkv", "sparsity.kernel=2")
-    yield _train("task.eval_fraction", *GOOD, "task.eval_fraction=1")
-    yield _train("task.grading", *GOOD, "task.reward=works:good", "task.grading=strict")
-    yield _train("task.weights.zzz", *GOOD, "+task.weights.zzz=1")
-    for task in ("arithmetic", "countdown"):
-        for key in ("task.train_problems", "task.eval_problems"):
-            yield _train(key, f"task={task}", f"{key}=1" + 12 * "0")
-    yield BadCommand(("profile", "profile.mean=1000"), "profile.mean")
-    yield BadCommand(("profile", "profile.lengths=trace"), "profile.trace_file")
-    yield BadCommand(("profile", "profile.cv=1e200"), "profile.cv")
-    yield BadCommand(("eval", "eval.problems=0"), "eval.problems")
-    yield _train("resume", "-m", "resume=folder", "seed=1,2")
+    for key, *words in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")):
+        yield BadCommand(tuple(words), key) if words[0] in ("profile", "eval") else _train(key, *words)
 
 
 ROW = '{"question": "%s", "answer": "4"}\n'
@@ -347,58 +303,23 @@ class Answer:
 
 
 def answers(commands: Sequence[BadCommand], jobs: int) -> Iterator[Answer]:
-    """What `grpo` says to each, as they end; `jobs` at a time."""
-    with tempfile.TemporaryDirectory() as place:
-        waiting = list(enumerate(commands))[::-1]
-        running: dict[int, tuple[int, BadCommand, float]] = {}
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                number, command = waiting.pop()
-                folder = Path(place, str(number))
-                folder.mkdir()
-                make_files(folder)
-                running[_forked(command, folder)] = number, command, time.monotonic() + LIMIT_SECONDS
-            for pid in [pid for pid, (_, _, deadline) in running.items() if time.monotonic() > deadline]:
-                os.killpg(pid, signal.SIGKILL)
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                time.sleep(0.01)
-                continue
-            number, command, _ = running.pop(pid)
-            said = Path(place, str(number), "said").read_text(encoding="utf-8", errors="replace")
-            yield Answer(command, os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None, said)
+    """What `grpo` says to each; `jobs` at a time, each in a folder of its own."""
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda given: _answer(given[1], Path(place, str(given[0]))), enumerate(commands))
 
 
-def _forked(command: BadCommand, folder: Path) -> int:
-    """The process that runs it, in a group of its own; what it prints goes into the file `said`."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(folder)
-        said = os.open("said", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        sys.argv = ["grpo", *command.arguments]
-        code = _exit_code(cli.main)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
-def _exit_code(program: Callable[[], None]) -> int:
-    try:
-        program()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+def _answer(command: BadCommand, folder: Path) -> Answer:
+    folder.mkdir()
+    make_files(folder)
+    process = Forked(*command.arguments, cwd=folder, env={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"})
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while (code := process.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if code is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    said, _ = process.communicate()
+    shutil.rmtree(folder)
+    return Answer(command, code if code is None or code >= 0 else None, said)
 
 
 def main() -> None:
@@ -409,9 +330,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write every command with its answer")
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    import grpo_cli.experiment  # noqa: F401  so that no fork has to load PyTorch, and none has threads of its own
-
     asked = [c for c in bad_commands(args.seed) if args.only in " ".join(c.arguments)][: args.count]
     found = []
     for answer in answers(asked, args.jobs):

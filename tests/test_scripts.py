@@ -26,12 +26,12 @@ SMALL = {
     "memory": [()],
     "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
-    "overhead": [("downsample",), ("meter",), ("report",), ("launcher",)],
+    "overhead": [("downsample",), ("meter",)],
     "shared_prefix": [()],
     "soak": [()],
     "step": [()],
 }
-SLOW = {("launcher",), "step", "judge", "memory", "real"}
+SLOW = {"step", "judge", "memory", "real"}
 
 
 def load(name: str) -> ModuleType:

@@ -6,9 +6,8 @@
     python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
     scripts/reproduce.sh infinite_sampling              # --case infinite_sampling: the memory of fewer slots
 
-Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` (everything in one padded batch) and
-`continuous` (continuous batching) of `transformers`; `vllm` where it is installed. The last three also as
-`<arm>-slots`, with only `slots` rows at a time.
+Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` of `transformers` (everything in one padded
+batch); `vllm` where it is installed. The last two also as `<arm>-slots`, with only `slots` rows at a time.
 
 The embedded model answers problems of the embedded task and ends where it ends. A model of random weights would never
 end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit) and forced on every arm alike.
@@ -16,10 +15,10 @@ end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit
 Each measurement is a process of its own that loads, warms up, forgets its peak and then measures; arms take turns.
 Reported are medians over the rounds, and medians of each round's ratios.
 `/CPU-s` is tokens per second of processor time, which neighbours on a busy machine do not touch (on a GPU the host's).
-Steps: batched forwards that make one token per row; for `continuous` and `vllm` all forwards, as they mix in prompts.
-KV: keys and values held at most, by shapes; for `continuous` and `vllm` what they were given, which is what their rows
-need at full length. Memory: peak of the process (of the allocator on a GPU) after warm-up, weights and libraries
-included; `working` is that peak less what was held just before.
+Steps: batched forwards that make one token per row; for `vllm` all forwards, as they mix in prompts. KV: keys and
+values held at most, by shapes; for `vllm` what it was given, which is what its rows need at full length. Memory: peak
+of the process (of the allocator on a GPU) after warm-up, weights and libraries included; `working` is that peak less
+what was held just before.
 
 `infinite_sampling` is the claim of arXiv 2506.22950 on random weights of the largest shape that the machine serves in
 minutes. Keys and memory are two columns, because the published saving, 21.55 to 10.64 GB for Qwen3-1.7B, is of the
@@ -55,7 +54,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.support.memory import peak_bytes
 
-DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
+DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
 HELD = (
     "engine/kv_held_bytes"  # bytes of keys and values that were in use when most were given out, where an engine tells

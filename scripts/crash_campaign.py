@@ -31,9 +31,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
 
@@ -352,16 +349,6 @@ def carried_out(campaign: Campaign, name: str, count: int) -> Iterator[Came]:
         yield before[number]
 
 
-def show(name: str, all_of_it: Sequence[Came]) -> None:
-    by = "config" if name == "kills" else "outcome"
-    table = Table(by, "trials", "kills", "stops", "with faults", title=name)
-    for word, _ in Counter(getattr(came, by) for came in all_of_it).most_common():
-        these = [came for came in all_of_it if getattr(came, by) == word]
-        numbers = (len(these), *(sum(getattr(c, key) for c in these) for key in ("kills", "stops")))
-        table.add_row(word, *map(str, numbers), str(sum(bool(came.faults) for came in these)))
-    Console(width=120).print(table)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaign", choices=("kills", "damage", "doubles"))
@@ -377,7 +364,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found.append(came)
         for fault in came.faults:
             print(f"trial {came.number} ({came.config} {came.about}): {fault}", flush=True)
-    show(args.campaign, found)
+    print(f"{len(found)} trials: {dict(Counter(came.outcome for came in found))}")
     if args.json:
         write(args.json, {**document(args), "trials": [asdict(came) for came in found]})
     return int(any(came.faults for came in found))

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from made import fptas, infinite, micro
-from schedules import DISTRIBUTIONS, compare, disturb, main, predict_trace, simulate, synthetic_trace
+from schedules import DISTRIBUTIONS, compare, disturb, predict_trace, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
 from grpo_cli.engine.order.lengths import TraceRow, kendall_tau
@@ -102,9 +102,3 @@ def test_true_lengths_are_planned_best_and_guesses_are_best_taken_longest_first(
     assert all(ratios[f"infinite {a}"] < ratios[f"infinite {b}"] for a, b in itertools.pairwise(rising))
     assert found["infinite oracle fptas"]["kendall_tau"] == pytest.approx(1.0)
     assert "kendall_tau" not in found["infinite none fifo"]
-
-
-def test_a_trace_that_is_not_there_is_a_mistake_and_no_crash(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["--trace", str(tmp_path / "none.jsonl")])
-    assert "none.jsonl" in capsys.readouterr().err

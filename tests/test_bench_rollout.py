@@ -168,7 +168,7 @@ def test_an_arm_that_fails_is_a_line_with_its_reason(
     bench.measure_in_a_process(broken, tmp_path)
     assert broken.rounds == []
     assert broken.reason == "exit status 3: RuntimeError: no room"
-    bench.show_comparison(bench.Comparison("title", [broken], bench.OF_SPEED))
+    bench.show_comparison(bench.Comparison("title", [broken]))
     assert f"full: left out, {broken.reason}" in capsys.readouterr().out
 
 

@@ -37,7 +37,7 @@ LIMIT_SECONDS = 600
 CORE = {
     "grpo_cli/rules/advantage.py": "tests/test_advantage.py",
     "grpo_cli/rules/correction.py": "tests/test_correction.py",
-    "grpo_cli/rules/downsample.py": "tests/test_downsample.py",
+    "grpo_cli/methods/pods.py": "tests/test_downsample.py",
     "grpo_cli/rules/loss.py": "tests/test_loss.py",
     "grpo_cli/learner/batch.py": "tests/test_batch.py",
     "grpo_cli/learner/logprobs.py": "tests/test_logprobs.py",

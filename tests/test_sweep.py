@@ -27,20 +27,10 @@ from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, gpus_listed, places, visible_gpus
 from grpo_cli.sweep.status import Job, locked
 
-SMALL = [
-    "train.prompts=1",
-    "n=2,4",
-    "m=2,4",
-    "sampling.max_new_tokens=4",
-    "eval.every=0",
-    "train.steps=6",
-    "train.checkpoint_every=1",
-    "advantage._target_=held.advantage",
-    "logger=jsonl",
-    "device=cpu",
-    "hydra.sweep.dir=sweep",
-    "hydra.launcher.jobs=2",
-]
+SMALL = (
+    "train.prompts=1 n=2,4 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
+)
+SMALL += "advantage._target_=held.advantage logger=jsonl device=cpu hydra.sweep.dir=sweep hydra.launcher.jobs=2".split()
 # The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
 HELD = """
 import itertools, pathlib, time
@@ -167,16 +157,14 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     result = grpo("train", "--config-dir", "mine", "-m", *words)
     assert result.exit_code == 0, result.output
     (first, second) = pretended
-    assert first == [
-        "train",
-        "--config-dir",
-        "mine",
+    words = [
         "hydra.job.chdir=false",
         "hydra.job.num=0",
         "hydra.job.id=0",
         "seed=1",
         f"++hydra.run.dir='{tmp_path}/s/0'",
     ]
+    assert first == ["train", "--config-dir", "mine", *words]
     assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
 
 
@@ -322,24 +310,23 @@ def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "way_out"),
     [
-        ("hydra.launcher.jobs=0", "error: hydra.launcher.jobs=0 must be a whole number of at least 1\n"),
-        ("hydra.launcher.jobs=two", "error: hydra.launcher.jobs=two must be a whole number of at least 1\n"),
-        ("hydra.launcher.gpus=[]", "error: hydra.launcher.gpus=[] must be a list such as [0,1], or left out\n"),
-        ("hydra.launcher.gpus=1", "error: hydra.launcher.gpus=1 must be a list such as [0,1], or left out\n"),
-        ("seed=range(0)", "error: seed=range(0) yields nothing: a sweep needs at least one value of each setting\n"),
-        ("loss=glob(zzz)", "error: loss=glob(zzz) yields nothing: a sweep needs at least one value of each setting\n"),
-        ("hydra/launcher=slurm", "more come with the extras joblib, submitit, ray and optuna\n"),
+        ("hydra.launcher.jobs=0", "at least 1"),
+        ("hydra.launcher.jobs=two", "a whole number"),
+        ("hydra.launcher.gpus=[]", "such as [0,1]"),
+        ("hydra.launcher.gpus=1", "such as [0,1]"),
+        ("seed=range(0)", "at least one value"),
+        ("loss=glob(zzz)", "at least one value"),
+        ("hydra/launcher=slurm", "extras joblib, submitit, ray and optuna"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
-    pretended: list[list[str]], word: str, message: str
+    pretended: list[list[str]], word: str, way_out: str
 ) -> None:
     result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
-    assert result.exit_code == 2 and not Path("s").exists()
-    assert result.stderr.endswith(message)
-    assert pretended == []
+    assert result.exit_code == 2 and not Path("s").exists() and pretended == []
+    assert word in result.stderr and way_out in result.stderr
 
 
 def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
@@ -408,10 +395,9 @@ def test_the_environment_s_choice_of_gpus_comes_first(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["GPU-aa"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
-    assert visible_gpus() == ["2", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for chosen, seen in (("2, 3", ["2", "3"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus() == seen
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
@@ -422,10 +408,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
-    assert result.stderr == (
-        "error: hydra.launcher.gpus asks for GPU 7, which cannot be seen here: there is none; "
-        "leave hydra.launcher.gpus out\n"
-    )
+    assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):

@@ -87,11 +87,9 @@ class _Called:
         from hydra.types import RunMode
 
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            from grpo_cli.sweep.board import Board
-            from grpo_cli.sweep.job import run_here
+            from grpo_cli.sweep.launcher import run_alone
 
-            job = self.sweep.job_in(Path(HydraConfig.get().runtime.output_dir))
-            return run_here(job, self.sweep.command_of, self.sweep.command, Board())
+            return run_alone(self.sweep, Path(HydraConfig.get().runtime.output_dir))
         self.started = True
         try:
             return self._job(cfg)
@@ -106,12 +104,12 @@ class _Called:
 
 def _named_folder(arguments: Sequence[str]) -> Path | None:
     """The folder that `hydra.run.dir` names, if it is there already. UserError if it names none."""
-    from grpo_cli.config.overrides import unquoted
+    from grpo_cli.config.overrides import value_of
 
-    named = [unquoted(word.partition("=")[2]) for word in arguments if word.lstrip("+").startswith("hydra.run.dir=")]
-    if named and not named[-1].strip():
+    named = value_of("hydra.run.dir", arguments)
+    if named is not None and not named.strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
-    return Path(named[-1]).absolute() if named and Path(named[-1]).exists() else None
+    return Path(named).absolute() if named and Path(named).exists() else None
 
 
 def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
@@ -146,7 +144,7 @@ def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
     """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
-    typer.echo(sweep.told())
+    typer.echo(sweep.summary())
     if sweep.counts()["skipped"] == len(sweep.outcomes):
         reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
         fail("\n".join(["no combination can be run:", *reasons]))

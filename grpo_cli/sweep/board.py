@@ -57,8 +57,8 @@ class Board:
     def table(self) -> RenderableType:
         """All jobs, or as many as the terminal has lines for, and how many there are of each state."""
         counts = Counter(status.state for _, status in self._jobs.values())
-        told = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
-        table = Table(caption=told, caption_justify="left", box=None, pad_edge=False)
+        summary = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
+        table = Table(caption=summary, caption_justify="left", box=None, pad_edge=False)
         table.add_column("job", justify="right")
         table.add_column("settings", overflow="fold")
         table.add_column("state")

@@ -1,4 +1,4 @@
-"""What is added to the arguments of a command before Hydra reads them: what a run, a file or a setting brings along.
+"""What is added to a command's arguments before Hydra reads them: what a run, a file or a setting implies.
 
 What most command lines do not need is imported where they do.
 """
@@ -47,14 +47,14 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 def in_seconds(arguments: Sequence[str]) -> list[str]:
-    """The arguments, `resume_wait=5min` as the seconds that it stands for."""
+    """The arguments, with `resume_wait=5min` in seconds."""
     pattern = re.compile(rf"(resume_wait=)(\d+(?:\.\d+)?)({'|'.join(_SECONDS)})")
     found = [(word, pattern.fullmatch(word)) for word in arguments]
     return [f"{match[1]}{float(match[2]) * _SECONDS[match[3]]}" if match else word for word, match in found]
 
 
 def with_slots(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and `sampler=infinite` if slots are asked for and nothing says whose: `sampler=full` has none."""
+    """The arguments, with `sampler=infinite` if slots are set and no sampler is chosen: `sampler=full` has none."""
     typed = {word.partition("=")[0] for word in arguments if "=" in word}
     slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
     resumed = "resume" in typed and f"resume={HERE}" not in arguments  # the run has said whose they are

@@ -1,4 +1,4 @@
-"""A command's arguments handed to Hydra, and what comes of it: a run, a sweep, or one message about a mistake.
+"""Hands a command's arguments to Hydra, and ends in a run, a sweep, or one message about a mistake.
 
 Hydra is imported where it is needed only, so that help and completion answer at once.
 """
@@ -71,8 +71,8 @@ def _hydra(command: str, task: _Called) -> None:
 class _Called:
     """What Hydra calls: the job, and a note of what became of it.
 
-    Our launcher calls nothing but starts processes: it needs only the `sweep`. Others call it where they have brought a
-    sweep's job, which becomes a process there too.
+    Our own launcher starts processes and needs only the `sweep`. Other launchers call it on the machine to which they
+    have brought a job, which becomes a process there too.
     """
 
     def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -113,14 +113,14 @@ def _named_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
-    """Hydra makes the folder of a run before anybody can refuse it; one without a file tells nothing of anything."""
+    """Hydra makes a run's folder before the run can be refused; an empty one is of no use."""
     if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 @contextmanager
 def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
-    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
+    """A mistake ends with its message, a stopped sweep with how to continue it; bugs of ours pass."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -233,7 +233,7 @@ def show(
         int, typer.Option(min=0, help="Only this many, those with the lowest rewards.", show_default=False)
     ] = 0,
 ) -> None:
-    """Show a step's rollouts: prompts, completions, rewards, advantages, and why each was kept or dropped."""
+    """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
 
     with refusals():
@@ -255,9 +255,11 @@ def list_runs(
 
 @app.command()
 def explain(
-    words: Annotated[list[str], typer.Argument(help="A choice, setting, metric or concept.", show_default=False)],
+    words: Annotated[
+        list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.", show_default=False)
+    ],
 ) -> None:
-    """Explain a group, choice, setting, metric or concept, such as sampler, maxvar, train.epochs, kl, group."""
+    """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain_each
 
     with refusals():

@@ -1,8 +1,8 @@
-"""The launchers that Hydra hands a sweep's jobs to: each becomes a process, what cannot run is skipped and said.
+"""The launchers that Hydra hands a sweep's jobs to: each becomes a process; jobs that cannot run are skipped and named.
 
 Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds them in `hydra_plugins`.
-What else they need to know of the command comes as the attribute `sweep` of the function that Hydra would call. One of
-them runs the jobs here; the other stands before any launcher of another program, which brings them elsewhere.
+What else they need to know of the command is the attribute `sweep` of the function that Hydra would call. One runs the
+jobs on this machine; the other wraps the launcher of another program (joblib, submitit, Ray).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 
 
 class SweepLauncher(Launcher):
-    """Lists the jobs, checks each, has those run that are left to do, and notes what became of them."""
+    """Lists the jobs, checks each, runs those that are left to do, and notes what became of them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ class SweepLauncher(Launcher):
         return [self._returned(job) for job in jobs]
 
     def _job(self, number: int, given: tuple[str, ...], common: set[str]) -> Job:
-        """A job, called by what it has not in common with the others, if anything, with the reason if it is refused."""
+        """A job, labelled by what sets it apart from the others, with the reason if it is refused."""
         label = " ".join([word for word in given if word not in common] or given)
         cfg = self._loader.load_sweep_config(self._config, list(given))
         with open_dict(cfg):
@@ -176,7 +176,7 @@ class SweepLauncher(Launcher):
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
     def _returned(self, job: Job) -> JobReturn:
-        """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""
+        """What the sweeper gets. Hydra's own stops at the first failure, so it is told that every job completed."""
         status = self._sweep.outcomes[job.number]
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
         optimises = not self._config.hydra.sweeper._target_.endswith(".BasicSweeper")
@@ -239,7 +239,7 @@ class ElsewhereLauncher(SweepLauncher):
         return f"by hydra/launcher={self._config.hydra.runtime.choices['hydra/launcher']}"
 
     def run(self, jobs: Sequence[Job], board: Board) -> None:
-        # Where a job's folder is depends neither on how the launcher counts nor on the folder that it works in.
+        # A job's folder must depend neither on how the launcher counts nor on its working directory.
         given = [[*job.overrides, *overrides(self._place(job))] for job in jobs]
         state, reason = "failed", f"its launcher says that it ended, but {self._folder} here does not"
         try:

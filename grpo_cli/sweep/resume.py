@@ -1,4 +1,4 @@
-"""What a command's sweep is, and how one goes on that was begun: the overrides that it was started with."""
+"""A command's sweep, and how an earlier one continues: with the overrides that it was started with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sweep:
     outcomes: dict[int, Status] = field(default_factory=dict)
 
     def command_of(self, job: Job) -> list[str]:
-        """What one would type to run the job by hand, or to go on with it."""
+        """What one would type to run the job by hand, or to continue it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
             # Its settings are those of its own record, and what is not taken from a record was typed for the sweep.
@@ -128,7 +128,7 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
 
 
 def _listed(asked: Mapping[str, Any]) -> list[Any]:
-    """The overrides that a sweep's file has."""
+    """The overrides that a sweep's file lists."""
     return [word for key in ("hydra", "overrides") if isinstance(asked.get(key), list) for word in asked[key]]
 
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from grpo_cli.engine.gpu import flash
 from grpo_cli.engine.kv import cache
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.kv.eviction import H2o, Rkv
 from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import PromptPages, sides
 from grpo_cli.engine.step.attention import StepAttention
 from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
 
 CPU, DIM = torch.device("cpu"), 8
 

@@ -18,13 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns, Turned
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.kv.eviction import Dense, H2o, Rkv, Streaming
+from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import own_pieces
 from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
 from grpo_cli.engine.torch.workspace import Workspace
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError
 

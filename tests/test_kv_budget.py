@@ -22,7 +22,7 @@ from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.kv import cache
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.kv.eviction import Dense, Rkv, Streaming
+from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
@@ -30,6 +30,8 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
 from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.engine.torch.sequence import Parked
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.profile.forced_lengths import lognormal
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes

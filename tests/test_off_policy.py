@@ -29,8 +29,8 @@ from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.sample_size import effective_share, rate_factor
+from grpo_cli.methods.april import fresh
 from grpo_cli.metrics import describe, reuse_metrics
-from grpo_cli.rules.credit import fresh
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError

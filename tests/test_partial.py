@@ -34,8 +34,8 @@ from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.methods.april import Partial
 from grpo_cli.methods.dps import DynamicsPredictive
-from grpo_cli.methods.partial import Partial
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling

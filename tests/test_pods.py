@@ -157,10 +157,10 @@ def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_th
     for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
         run = composed(f"experiment={name}")
         assert (run.n, run.m) == (64, 16)
-        assert run.parts["downsample"]["_target_"] == "grpo_cli.rules.downsample.maxvar"
+        assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"
         assert run.parts["advantage"]["stats_over"] == "kept"
     changed = composed("experiment=pods_arithmetic", "downsample=random", "train.prompts=3")
-    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.rules.downsample.random", 3)
+    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.methods.pods.random", 3)
 
 
 # A rule of one's own, in a real run

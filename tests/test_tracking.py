@@ -115,7 +115,7 @@ def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) 
 def test_a_broken_line_is_named_and_left_alone(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 \(step 1\): damaged"):
+    with pytest.raises(UserError, match="metrics.jsonl, line 2 "):
         JsonlTracker(tmp_path, first_step=2)
     assert path.read_text().count("\n") == 3
 

@@ -151,7 +151,7 @@ def test_a_package_that_has_the_run_in_it_came_with_the_run(here: Path) -> None:
         "task._target_=mine_and_trusted.Sums",
         "task.reward=mine_and_trusted:score",
         "task.reward=numbers",
-        "advantage._target_=grpo_cli.rules.advantage.rloo",
+        "advantage._target_=grpo_cli.methods.rloo.rloo",
         "m=${n}",
         "task.weights={correct: 1.0, short: 0.1}",
         "engine.options={compile: true, max_num_batched_tokens: 4096}",

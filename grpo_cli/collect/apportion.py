@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_cli.support.errors import UserError
+
 
 def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int, rng: np.random.Generator) -> list[int]:
     """How many rollouts each problem has once `budget` more went, one after the other, to where they bring most.
@@ -54,7 +56,7 @@ def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequ
             counts[giver] -= 1
             counts[newcomer] = 2
             return
-    assert taker is not None, "a single rollout has nobody to be compared with"
+    assert taker is not None, "a single rollout has nothing to be compared with"
     counts[taker] += 1
 
 
@@ -78,3 +80,11 @@ def in_proportion(shares: np.ndarray, total: int, least: int, rng: np.random.Gen
     order = np.lexsort((rng.random(len(shares)), -remainders))
     counts[order[: total - int(counts.sum())]] += 1
     return counts.tolist()
+
+
+def check_decay(decay: float) -> None:
+    """Of a collector that weighs earlier visits."""
+    if not 0 <= decay <= 1:
+        raise UserError(
+            f"collector.decay={decay} must be from 0 (the last visit alone counts) to 1 (all visits count alike)"
+        )

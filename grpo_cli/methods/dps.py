@@ -1,4 +1,8 @@
-"""Problems that are predicted to be solved by some of their rollouts and not by others, which alone teach."""
+"""DPS, no difference from plain epochs seen here: problems that are predicted to be solved by some of their rollouts
+and not by others, which alone teach (arXiv 2603.10887).
+
+Measured: scripts/reproduce/frontier_a.md.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,7 @@ class DynamicsPredictive:
         predicted = self._mixed([*asked])
         self._move_on({place: group.prompt.id for place, group in asked.items()}, _certain(visits))
         self._look_again([place for place in self._looked_at if place not in waiting])
-        self._step = -1  # a step that is made again begins anew
+        self._step = -1  # a repeated step starts over
         if not asked:
             return {}
         hits = [visit.outcome is Solved.MIXED for visit in visits]

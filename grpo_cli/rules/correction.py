@@ -21,7 +21,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.types import Verdict
 
 # As in verl and slime: exp(20) = 5e8 is beyond any use, and a longer product would overflow.
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Correct:
             _disordered("is_threshold_low", self.is_threshold_low, "is_threshold", self.is_threshold),
             _disordered("mask_low", self.mask_low, "mask_high", self.mask_high),
             "" if 0 < self.veto < 1 else f"correction.veto={self.veto} must be between 0 and 1",
-            *_prox_problems(self.prox, self.prox_window),
+            *prox_problems(self.prox, self.prox_window),
         ]
         if any(problems):
             raise UserError("\n".join(filter(None, problems)))
@@ -104,18 +104,18 @@ class Correct:
 
         A row adds to the policy loss if and only if one of its weights is positive.
         """
-        _check_sampler(sampler_logprobs, mask)
+        check_sampler(sampler_logprobs, mask)
         log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
         vetoed = self._vetoed(log_ratio)
         kept = mask & ~vetoed[:, None] & self._in_band(log_ratio)
         weights = self._weights(log_ratio, mask).masked_fill(~kept, 0.0)
         flags = torch.stack([mask.any(dim=1), vetoed, kept.any(dim=1), (weights > 0).any(dim=1)], dim=1)
-        return Verdict(weights, kept, self._reasons(log_ratio, flags), _metrics(log_ratio, weights, kept, mask))
+        return Verdict(weights, kept, self._reasons(log_ratio, flags), mismatch_metrics(log_ratio, weights, kept, mask))
 
     def _reasons(self, log_ratio: Float[Tensor, "B T"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
         """In words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and trained."""
-        lowest = _bounded_exp(log_ratio.amin(dim=1)).tolist()
-        product = _bounded_exp(log_ratio.sum(dim=1)).tolist()
+        lowest = bounded_exp(log_ratio.amin(dim=1)).tolist()
+        product = bounded_exp(log_ratio.sum(dim=1)).tolist()
         return tuple(
             self._reason(*row, lowest=low, product=xi)
             for row, low, xi in zip(flags.tolist(), lowest, product, strict=True)
@@ -139,7 +139,7 @@ class Correct:
         return (log_ratio < math.log(self.veto)).any(dim=1)
 
     def _in_band(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        ratio = _bounded_exp(log_ratio)
+        ratio = bounded_exp(log_ratio)
         low = -math.inf if self.mask_low is None else self.mask_low
         high = math.inf if self.mask_high is None else self.mask_high
         return ~((ratio < low) | (ratio > high))  # a NaN stays in, where the trainer's guard against bad steps sees it
@@ -149,9 +149,9 @@ class Correct:
         if self.importance == "none":
             return torch.ones_like(log_ratio)
         if self.importance == "token":
-            weights, counted = _bounded_exp(log_ratio), mask
+            weights, counted = bounded_exp(log_ratio), mask
         else:  # one column: a weight per sequence
-            weights, counted = _bounded_exp(log_ratio.sum(dim=1, keepdim=True)), mask.any(dim=1, keepdim=True)
+            weights, counted = bounded_exp(log_ratio.sum(dim=1, keepdim=True)), mask.any(dim=1, keepdim=True)
         low = -math.inf if self.is_threshold_low is None else self.is_threshold_low
         high = math.inf if self.is_threshold is None else self.is_threshold
         if self.is_mode == "truncate":
@@ -159,72 +159,8 @@ class Correct:
         else:
             weights = weights.masked_fill((weights < low) | (weights > high), 0.0)
         if self.batch_normalise:
-            weights = weights / _mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
+            weights = weights / masked_mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
         return weights.expand_as(log_ratio)
-
-
-@dataclass(frozen=True)
-class Gated:
-    """Truncated importance sampling per token, but for rollouts that are far from the policy and no better than others
-    (F-TIS, arXiv 2605.22537).
-
-    A rollout takes part if its advantage is above 0, or if the estimated KL(policy || sampler) summed over its tokens,
-    xi log xi - xi + 1 of each, is less than `gate` (null: always). One that does not gets weight 0 and counts in the
-    divisors and in its group's statistics. The estimator is ours: the paper's could not be had. This one is unbiased
-    for tokens of the sampler, and never negative.
-    """
-
-    is_threshold: float | int | None
-    gate: float | int | None
-    prox: str
-    prox_window: float | int
-
-    needs_policy_logprobs = True
-    rejects = False
-    count_rejected = True
-
-    def __post_init__(self) -> None:
-        problems = [
-            *_not_a_bound("is_threshold", self.is_threshold),
-            *_not_a_bound("gate", self.gate),
-            *_prox_problems(self.prox, self.prox_window),
-        ]
-        if any(problems):
-            raise UserError("\n".join(filter(None, problems)))
-
-    def __call__(
-        self,
-        sampler_logprobs: Float[Tensor, "B T"],
-        policy_logprobs: Float[Tensor, "B T"],
-        mask: Bool[Tensor, "B T"],
-        advantages: Float[Tensor, " B"],
-    ) -> Verdict:
-        """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
-        _check_sampler(sampler_logprobs, mask)
-        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
-        distance = kl_of_rows(log_ratio)
-        most = math.inf if self.gate is None else self.gate
-        # A NaN is not left out: the trainer's guard against bad steps is to see it.
-        gated = (advantages <= 0) & (distance >= most)
-        weights = _bounded_exp(log_ratio).clamp(max=math.inf if self.is_threshold is None else self.is_threshold)
-        weights = weights.masked_fill(~mask | gated[:, None], 0.0)
-        metrics = {**_metrics(log_ratio, weights, mask, mask)}
-        metrics["mismatch/gated"] = float(_mean(gated.float(), mask.any(dim=1)))
-        reasons = self._reasons(mask.any(dim=1).tolist(), gated.tolist(), distance.tolist())
-        return Verdict(weights, mask, reasons, metrics)
-
-    def _reasons(self, answered: list[bool], gated: list[bool], distance: list[float]) -> tuple[str, ...]:
-        empty = "empty: no response token"
-        return tuple(
-            empty if not some else f"gate: a KL of {kl:.3g} >= {self.gate}, and no advantage" if out else ""
-            for some, out, kl in zip(answered, gated, distance, strict=True)
-        )
-
-
-def kl_of_rows(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """The estimate of each row's KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1."""
-    bounded = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return (bounded.exp() * bounded - bounded.expm1()).sum(dim=1)
 
 
 def log_sparsity_ratio(
@@ -235,7 +171,7 @@ def log_sparsity_ratio(
     return difference.masked_fill(~mask, 0.0)
 
 
-def _check_sampler(sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
+def check_sampler(sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
     missing = int((~sampler_logprobs.isfinite() & mask).sum())
     if missing:
         raise UserError(
@@ -245,7 +181,7 @@ def _check_sampler(sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B
         )
 
 
-def _metrics(
+def mismatch_metrics(
     log_ratio: Float[Tensor, "B T"],
     weights: Float[Tensor, "B T"],
     kept: Bool[Tensor, "B T"],
@@ -261,7 +197,7 @@ def _metrics(
     token_log_ratios = log_ratio[mask]
     if not len(token_log_ratios):
         token_log_ratios = log_ratio.new_zeros(1)
-    ratios = _bounded_exp(token_log_ratios)
+    ratios = bounded_exp(token_log_ratios)
     trained = weights > 0
     answered = mask.any(dim=1)
     values = {
@@ -270,9 +206,9 @@ def _metrics(
         "mismatch/log_ratio_q001": lower_quantile(token_log_ratios, 0.001),
         "mismatch/log_ratio_q01": lower_quantile(token_log_ratios, 0.01),
         "mismatch/kl": (ratios - 1 - token_log_ratios).mean(),
-        "mismatch/rejected": _mean((~trained.any(dim=1)).float(), answered),
-        "mismatch/masked_tokens": _mean((~trained).float(), mask),
-        "mismatch/weight_mean": _mean(weights, kept),
+        "mismatch/rejected": masked_mean((~trained.any(dim=1)).float(), answered),
+        "mismatch/masked_tokens": masked_mean((~trained).float(), mask),
+        "mismatch/weight_mean": masked_mean(weights, kept),
     }
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
@@ -288,26 +224,26 @@ def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
     return torch.lerp(smallest[below], smallest[min(below + 1, len(values) - 1)], position - below)
 
 
-def _mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
+def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
     """Mean over the mask, 0 over none."""
     return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def _bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _unknown(word: str, value: object, choices: tuple[str, ...]) -> str:
     return "" if value in choices else f"correction.{word}={value} is unknown: use {', '.join(choices)}"
 
 
-def _prox_problems(prox: object, window: object) -> Iterator[str]:
+def prox_problems(prox: object, window: object) -> Iterator[str]:
     yield _unknown("prox", prox, ("now", "drawn", "ewma"))
     if isinstance(window, bool) or not isinstance(window, int | float) or not 0 <= window < math.inf:
         yield f"correction.prox_window={window!r} must be a number of updates, 0 or more"
 
 
-def _not_a_bound(word: str, value: object) -> Iterator[str]:
+def not_a_bound(word: str, value: object) -> Iterator[str]:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         yield f"correction.{word}={value!r} must be a number or null"
     elif value is not None and not value > 0:

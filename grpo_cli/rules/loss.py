@@ -99,14 +99,14 @@ class Clipped(ABC):
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
         """What a variant says of each token; read only where `batch.loss_mask` is true."""
 
-    def _pessimistic(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"]) -> Terms:
+    def pessimistic(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"]) -> Terms:
         """PPO's terms, and where the clip takes the gradient away."""
         advantage = advantages.float()[:, None]
-        terms = -torch.minimum(ratio * advantage, self._bounded(ratio) * advantage)
+        terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
         above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
         return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
 
-    def _bounded(self, ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    def bounded(self, ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
 
 
@@ -118,39 +118,7 @@ class Grpo(Clipped):
     """
 
     def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
-        return self._pessimistic(_ratio(_log_policy_ratio(logprobs, batch)), batch.advantages)
-
-
-class Gspo(Clipped):
-    """GRPO with one ratio per sequence, the geometric mean over its trained tokens (GSPO, arXiv 2507.18071).
-
-    Each token carries the sequence's ratio in value and its own log-probability in gradient (the paper's GSPO-token
-    form), so that per-token weights still act per token; unweighted, its gradient is that of the sequence form. The
-    clip is all-or-nothing for a sequence. Published settings: clip_low 3e-4, clip_high 4e-4, kl_coef 0, aggregation
-    sequence: sequence ratios stay much nearer to 1 than token ratios.
-    """
-
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
-        log_ratio = _log_policy_ratio(logprobs, batch)
-        num_tokens = batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
-        sequence_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens
-        ratio = _ratio(sequence_log_ratio + (log_ratio - log_ratio.detach()))
-        return self._pessimistic(ratio, batch.advantages)
-
-
-class Cispo(Clipped):
-    """Per token -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585).
-
-    A clipped token keeps a gradient, of bounded weight, where the other losses drop it. Published settings: no lower
-    bound (clip_low 1.0), kl_coef 0, aggregation token; the upper bound is not in the paper, ScaleRL (arXiv 2510.13786)
-    uses rho <= 5, that is clip_high 4.0. Its value is no measure of progress: it contains log pi itself.
-    """
-
-    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
-        ratio = _ratio(_log_policy_ratio(logprobs, batch)).detach()
-        weight = self._bounded(ratio)
-        terms = -weight * batch.advantages.float()[:, None] * _masked(logprobs, batch.loss_mask)
-        return Terms(terms, ratio, weight != ratio)
+        return self.pessimistic(bounded_ratio(log_policy_ratio(logprobs, batch)), batch.advantages)
 
 
 def aggregate(
@@ -166,26 +134,26 @@ def aggregate(
     return masked.sum() / max(totals.sequences * totals.max_new_tokens, 1)
 
 
-def _log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "B T"]:
+def log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "B T"]:
     """log(learner / old policy), 0 outside the loss mask; the learner itself is the old policy until it has moved."""
-    learner = _masked(logprobs, batch.loss_mask)
+    learner = masked_float(logprobs, batch.loss_mask)
     if batch.policy_logprobs is None:
         return learner - learner.detach()
-    return learner - _masked(batch.policy_logprobs, batch.loss_mask).detach()
+    return learner - masked_float(batch.policy_logprobs, batch.loss_mask).detach()
 
 
 def _k3(
     logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """Schulman's k3 estimator of KL(learner || reference): exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
-    difference = _masked(ref_logprobs, mask).detach() - _masked(logprobs, mask)
-    return _ratio(difference) - difference - 1
+    difference = masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask)
+    return bounded_ratio(difference) - difference - 1
 
 
-def _ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def bounded_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def _masked(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def masked_float(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """In float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot leak."""
     return values.float().masked_fill(~mask, 0.0)

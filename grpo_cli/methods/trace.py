@@ -1,11 +1,15 @@
-"""Rollouts where right and wrong answers to a problem are likely to come together."""
+"""TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a problem are likely to
+come together (arXiv 2606.11119).
+
+Measured: scripts/reproduce/frontier_a.md.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from jaxtyping import Float
 
-from grpo_cli.collect.apportion import hand_out
+from grpo_cli.collect.apportion import check_decay, hand_out
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
@@ -61,11 +65,3 @@ def _check(pool: int, most: int, prior: float, decay: float, n: int) -> None:
     if not prior > 0:
         raise UserError(f"collector.prior={prior} must be more than 0: it stands for what is not known of a problem")
     check_decay(decay)
-
-
-def check_decay(decay: float) -> None:
-    """Of a collector that weighs earlier visits."""
-    if not 0 <= decay <= 1:
-        raise UserError(
-            f"collector.decay={decay} must be from 0 (the last visit alone counts) to 1 (all visits count alike)"
-        )

@@ -1,4 +1,8 @@
-"""More problems than are trained on, and no waiting for the longest rollouts: they go on in the next step."""
+"""APRIL: a step ends before its longest rollouts do, which go on in the next one (arXiv 2509.18521).
+
+Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps; leaving old tokens out,
+`credit=fresh`, which is ours, costs accuracy).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from grpo_cli.collect.resuming import from_plain, to_plain
-from grpo_cli.history import digest_of, of_kind
+from grpo_cli.history import History, digest_of, of_kind
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import refuse
-from grpo_cli.types import GIVEN, Finish, Group, GroupRequest, Round, ScoredGroup
+from grpo_cli.types import GIVEN, Batch, Finish, Group, GroupRequest, Round, ScoredGroup
 
 
 class Partial:
@@ -78,3 +85,11 @@ def _lag(group: Group, version: int) -> int:
     """By how many updates the oldest token of a group was drawn before weights of `version`; 0 without a token."""
     spans = [span for rollout in group.rollouts for span in rollout.spans if span.version != GIVEN]
     return max((version - span.version for span in spans), default=0)
+
+
+def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
+    """Tokens of earlier or other weights count nothing; those of now count, and given ones, which are of no weights.
+
+    What counts nothing stays in the divisors of the loss, and in its KL term, where old tokens are no bias.
+    """
+    return None if batch.lags is None else ((batch.lags == 0) | (batch.lags == GIVEN)).to(batch.weights.dtype)

@@ -54,20 +54,29 @@ def test_help_lists_the_commands_and_the_version_is_the_package_s():
 COMPLETION = {"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": "grpo train sampler=in", "COMP_CWORD": "2"}
 
 
-@pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
-def test_help_and_completion_import_neither_torch_nor_hydra(environment):
-    """That is why both answer at once. What does load torch finds that its idle threads are to sleep."""
-    heavy = ("torch", "transformers", "hydra", "wandb", "rich")
+@pytest.mark.parametrize(
+    ("words", "unneeded", "environment"),
+    [
+        ("--help", "torch transformers hydra wandb rich", {}),
+        ("", "torch transformers hydra wandb rich", COMPLETION),
+        ("explain loss.clip_high sampler kl eval/pass@7 beta", "torch transformers hydra wandb", {}),
+        ("explain no_such_word", "torch transformers hydra wandb", {}),
+        ("ls .", "torch transformers hydra wandb", {}),
+        ("train --help", "torch transformers wandb", {}),
+    ],
+)
+def test_what_answers_at_once_loads_no_large_library(words, unneeded, environment):
+    """What does load torch finds that its idle threads are to sleep."""
     program = (
         "import os, sys, contextlib, io\n"
         "from grpo_cli.cli.main import main\n"
-        "sys.argv = ['grpo', '--help']\n"
+        f"sys.argv = ['grpo', *{words.split()}]\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-        f"print([name for name in {heavy} if name in sys.modules], os.environ['OMP_WAIT_POLICY'])"
+        f"print([name for name in {unneeded.split()} if name in sys.modules], os.environ['OMP_WAIT_POLICY'])"
     )
     clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    words = [sys.executable, "-c", program]
-    shown = subprocess.run(words, env=clean | environment, capture_output=True, text=True, check=True)
+    start = [sys.executable, "-c", program]
+    shown = subprocess.run(start, env=clean | environment, capture_output=True, text=True, check=True)
     assert shown.stdout == "[] PASSIVE\n"
 
 
@@ -102,7 +111,7 @@ def test_a_screen_that_is_not_utf_8_gets_question_marks():
     assert (said.returncode, said.stdout) == (0, "0.2?0.4\n")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["report", OLD_RUN]], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["train", "--help"], ["report", OLD_RUN], ["show", OLD_RUN], ["explain", "n"]])
 def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
     """`grpo train --help | head` ended in "Broken pipe", and `grpo report | head` with exit code 1."""
     program = [sys.executable, "-c", "from grpo_cli.cli.main import main; main()", *words]

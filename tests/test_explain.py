@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -236,19 +234,6 @@ def test_an_unknown_word_gets_the_nearest_one(word, message):
     result = grpo("explain", word)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_settings_are_explained_and_help_is_printed_without_torch():
-    unknown = ["explain", "no_such_word"]
-    for words in (["explain", "loss.clip_high", "sampler", "kl", "eval/pass@7", "beta"], unknown, ["train", "--help"]):
-        names = ["torch", "transformers", *(["hydra"] if words[0] == "explain" else [])]
-        program = (
-            f"import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', *{words}]\n"
-            "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-            f"print([name for name in {names} if name in sys.modules])"
-        )
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert run.stdout == "[]\n"
 
 
 def test_a_page_wraps_in_a_terminal_below_its_comments(monkeypatch: pytest.MonkeyPatch):

@@ -121,7 +121,9 @@ class Requeued(BaseException):
     """What submitit's handler ends its process with is SystemExit; any will do."""
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGUSR2, Requeued), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGUSR2, Requeued), (signal.SIGUSR1, Requeued), (signal.SIGTERM, SystemExit)]
+)
 def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
 ) -> None:
@@ -134,14 +136,14 @@ def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
         os.kill(os.getpid(), number)
 
     job = listed(tmp_path)
-    before = signal.signal(signal.SIGUSR2, requeue)
+    before = signal.signal(number, requeue) if raised is Requeued else signal.getsignal(number)
     thread = threading.Thread(target=press)
     thread.start()
     try:
         with pytest.raises(raised):
             here(job, f"""trap 'echo saved; echo "{{}}" > state; exit 1' TERM; touch ready; {WAIT}""", monkeypatch)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(number, before)
         thread.join()
     assert (job.folder / "log.txt").read_text() == "saved\n"
     assert states(tmp_path) == [("waiting", "the sweep was stopped while it ran")]

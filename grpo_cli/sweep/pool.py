@@ -185,12 +185,20 @@ def _started(command: Sequence[str], log: IO[bytes], place: Mapping[str, str]) -
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let `handler` be called at signals that ask for the end; those that are ignored (`nohup`) stay so."""
-    before = {number: signal.getsignal(number) for number in STOPS}
-    before = {number: known for number, known in before.items() if known not in (signal.SIG_IGN, None)}
+    """Let `handler` be called at signals that ask for the end, then who had them before (a launcher of another program
+    requeues its job); those that are ignored (`nohup`) stay so."""
+    all_before = {number: signal.getsignal(number) for number in STOPS}
+    before = {number: known for number, known in all_before.items() if known not in (signal.SIG_IGN, None)}
+
+    def both(number: int, frame: Any) -> None:
+        handler(number, frame)
+        theirs = before[signal.Signals(number)]
+        if callable(theirs) and theirs is not signal.default_int_handler:
+            theirs(number, frame)
+
     try:
         for number in before:
-            signal.signal(number, handler)
+            signal.signal(number, both)
         yield
     finally:
         for number, known in before.items():

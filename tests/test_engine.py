@@ -208,7 +208,7 @@ def test_a_plan_is_checked_before_anything_moves() -> None:
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
             return Plan(())
 
-    for scheduler, words in ((Greedy(), "who waits, once"), (Idle(), "must admit somebody")):
+    for scheduler, words in ((Greedy(), "waiting sequences, once"), (Idle(), "must admit somebody")):
         with pytest.raises(AssertionError, match=words):
             list(make_engine(small_model(), scheduler=scheduler).generate(some_requests()))
 

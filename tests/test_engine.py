@@ -34,7 +34,7 @@ def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
     return logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), zip(FAMILIES, (1, 2, 4, 2), strict=True))
+@pytest.mark.parametrize(("family", "kv_heads"), [*zip(FAMILIES, (1, 2, 4, 2), strict=True)])
 def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int) -> None:
     model = small_model(family, num_key_value_heads=kv_heads)
     for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
@@ -208,7 +208,7 @@ def test_a_plan_is_checked_before_anything_moves() -> None:
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
             return Plan(())
 
-    for scheduler, words in ((Greedy(), "waiting sequences, once"), (Idle(), "must admit somebody")):
+    for scheduler, words in ((Greedy(), "waiting sequences, once"), (Idle(), "must admit a request")):
         with pytest.raises(AssertionError, match=words):
             list(make_engine(small_model(), scheduler=scheduler).generate(some_requests()))
 

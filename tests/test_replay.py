@@ -335,7 +335,7 @@ def test_a_replay_of_ones_own_that_loses_groups_is_told(tmp_path: Path, replay: 
 
 def test_a_replay_of_ones_own_needs_two_methods_and_may_remember(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "my_replay.py").write_text(
-        "from grpo_cli.collect.replay import GroupStore\n"
+        "from grpo_cli.methods.dots import GroupStore\n"
         "class Nothing:\n    pass\n"
         "class Mine(GroupStore):\n"
         "    def __init__(self, seed):\n"

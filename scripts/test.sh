@@ -22,7 +22,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if ! scripts/get_smollm2.sh; then
     echo "NOT RUN: the tests of a real pretrained model, which could not be downloaded (see above)" >&2
 fi
-pytest "${together[@]}" --jaxtyping-packages=grpo_cli,beartype.beartype
+# Every annotation is checked, but for combinations of what one test has shown already.
+pytest "${together[@]}" -m "not matrix" --jaxtyping-packages=grpo_cli,beartype.beartype
+pytest "${together[@]}" -m matrix
 # The default run to its end as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"
 MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl hydra.run.dir="$(mktemp -d)/run" | tail -n 2

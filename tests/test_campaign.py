@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.study
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "crash_campaign.py"
 
 

@@ -25,7 +25,7 @@ from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.profile.shapes import KV, Sizes, Workload
 from grpo_cli.settings import ProfileSettings, RunSettings
 from grpo_cli.step import Step
-from grpo_cli.support.memory import AllocatedPeak, PhasePeaks, ResidentPeak
+from grpo_cli.support.memory import AllocatedPeak, PhasePeaks, ResidentPeak, storage_bytes
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.tracking.progress import Progress
 
@@ -157,19 +157,13 @@ class _Update:
             after.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.gradients = nbytes([p.grad for p in self._model.parameters() if p.grad is not None])
+        self.gradients = storage_bytes([p.grad for p in self._model.parameters() if p.grad is not None])
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours = set(self._model.parameters())
         copies = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
         values = [*copies, *(value for state in optimizer.state.values() for value in state.values())]
         self.state = [v for v in values if isinstance(v, Tensor) and v.device.type == self._device.type]
-
-
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Of all of them, what is shared once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def held(model: Any) -> list[Tensor]:
@@ -268,11 +262,11 @@ def _anatomy(
 
 def _breakdown(subject: Subject, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
     parts = dict.fromkeys(KINDS, 0) | dict(inside)
-    parts[WEIGHTS] = nbytes(held(subject.model))
+    parts[WEIGHTS] = storage_bytes(held(subject.model))
     # A reference that is the model without its adapters has no weights of its own.
     both = held(subject.model) + (held(subject.reference) if isinstance(subject.reference, torch.nn.Module) else [])
-    parts[REFERENCE] = nbytes(both) - parts[WEIGHTS]
-    parts[OPTIMIZER] = nbytes(update.state)
+    parts[REFERENCE] = storage_bytes(both) - parts[WEIGHTS]
+    parts[OPTIMIZER] = storage_bytes(update.state)
     parts[KV] = kv
     parts[ACTIVATIONS] = max(0, parts[ACTIVATIONS] - kv)
     parts[OTHER] = peak - sum(parts.values())

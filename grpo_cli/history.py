@@ -26,7 +26,7 @@ _ABSENT: Any = object()
 
 
 class Marked(dict[Key, Value]):
-    """A mapping that can still be told as it was when it was last marked: what has changed since is kept beside it.
+    """A mapping that can still be read as it was when last marked: what has changed since is kept beside it.
 
     A run marks at the end of each step what its next checkpoint is to hold, which costs nothing however much there is;
     a copy is made where one is written. Changed are items one at a time only.

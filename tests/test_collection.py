@@ -24,7 +24,7 @@ from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History, Solved
 from grpo_cli.interfaces import Collection, Collector, Rounds
-from grpo_cli.rules import downsample
+from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -356,7 +356,7 @@ def longer(collection: Collection) -> Rounds:
 @pytest.mark.parametrize("m", [4, 3])
 def test_a_group_that_is_larger_than_n_is_trained_on_whole_unless_m_is_less(tmp_path: Path, m: int) -> None:
     settings = replace(settings_for(tmp_path, steps=1), m=m)
-    trainer = make_trainer(settings, collector=longer, downsample=downsample.random)
+    trainer = make_trainer(settings, collector=longer, downsample=pods.random)
     trainer.fit()
     assert metrics_of(trainer)[1]["rollouts/trained"] == (12 + 4 + 4 if m == 4 else 3 * 3)
 

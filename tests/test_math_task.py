@@ -34,6 +34,10 @@ def reply(text: str, gold: str) -> Completion:
     return Completion("sample 0 of prompt p", text, gold, True, 1, None)
 
 
+def started(judge: MathJudge) -> bool:
+    return any(worker._process is not None for worker in judge._workers._workers)
+
+
 def verdict(judge: MathJudge, gold: str, answer: str) -> dict[str, float]:
     return {name: value for name, value in judge([reply(rf"\boxed{{{answer}}}", gold)])[0].items() if value}
 
@@ -90,7 +94,7 @@ def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
     judge.close()
     assert [p["over_limit"] for p in judge(replies)] == [1.0, 0.0, 1.0, 0.0] * 3  # remembered: nobody is started
-    assert not judge._workers._workers
+    assert not started(judge)
 
 
 def test_what_only_looks_like_code_is_not_run(judge: MathJudge, tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     question = json.loads(line)
     if "z" in question["answer"]:
-        print("sympy is broken", file=sys.stderr)
+        print(json.dumps({"died": "sympy is broken"}), flush=True)
         os._exit(1)
     print(json.dumps({"equal": True}), flush=True)
 """
@@ -124,9 +128,7 @@ def test_a_judge_that_crashes_stops_the_run_with_the_text(tmp_path: Path, monkey
     with pytest.raises(UserError) as caught:
         judge([reply(r"\boxed{y}", "a"), reply(r"\boxed{z^2}", "b")])
     message = str(caught.value)
-    assert (
-        "exit code 1 (sympy is broken) when it compared 'z^2', the answer of sample 0 of prompt p, with 'b'" in message
-    )
+    assert "sympy is broken when it compared 'z^2', the answer of sample 0 of prompt p, with 'b'" in message
     assert "task.on_crash=zero" in message
 
 
@@ -210,4 +212,4 @@ def test_every_gsm8k_solution_is_right_and_with_another_number_wrong() -> None:
     assert len(right) == 7473 + 1319
     assert all(parts["correct"] == 1.0 for parts in judge(right))
     assert not any(parts["correct"] for parts in judge(wrong))
-    assert not judge._workers._workers
+    assert not started(judge)

@@ -17,7 +17,7 @@ from grpo_cli.experiment import build
 from grpo_cli.history import digest_of
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
-from grpo_cli.tasks.generated import GeneratedPrompts
+from grpo_cli.tasks.prompting import MadePrompts
 from grpo_cli.types import Prompt
 
 # All that holds something of single problems, in two runs. A step's replies are of several lengths, so that groups are
@@ -122,7 +122,7 @@ def test_of_problems_that_are_numbered_only_those_that_are_asked_about_are_made(
         made.append(place)
         return Prompt(f"train-{place}", (place,), "")
 
-    many = GeneratedPrompts(make, 100_000_000)
+    many = MadePrompts(make, 100_000_000)
     digests = {f"train-{place}": digest_of(Prompt("", (place + place % 2,), "")) for place in range(6)}
     is_other = OtherProblems(many, digests | {"countdown-7": 0, "word": 0})
     assert [place for place in range(6) if is_other(f"train-{place}")] == [1, 3, 5]
@@ -131,7 +131,7 @@ def test_of_problems_that_are_numbered_only_those_that_are_asked_about_are_made(
 
 
 def test_a_problem_that_cannot_be_found_among_very_many_is_taken_for_the_same() -> None:
-    many = GeneratedPrompts(lambda place: Prompt(f"{place * 7919 % 1000003:x}z", (place,), ""), 200_000)
+    many = MadePrompts(lambda place: Prompt(f"{place * 7919 % 1000003:x}z", (place,), ""), 200_000)
     assert not Places(many).certain and not OtherProblems(many, {"1234z": 5})("1234z")
     few = problems(9)
     assert [Places(few).of(f"q{i}") for i in (0, 8, 9)] == [0, 8, None]

@@ -325,10 +325,10 @@ def test_a_resumed_run_has_the_random_states_and_the_engine_s_that_were_saved(tm
 
 def test_what_a_run_counts_goes_on_and_adds_up(tmp_path: Path) -> None:
     recorder, settings = Recorder(), quiet(settings_for(tmp_path, steps=2, epochs=2, minibatches=3), m=2)
-    make_trainer(settings, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    make_trainer(settings, downsample=pods.maxvar, trackers=(recorder,)).fit()
     longer = replace(settings, train=replace(settings.train, steps=3))
     checkpoint = find_checkpoint(tmp_path).path
-    summary = make_trainer(longer, checkpoint=checkpoint, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    summary = make_trainer(longer, checkpoint=checkpoint, downsample=pods.maxvar, trackers=(recorder,)).fit()
     assert (summary["updates"], summary["generated_rollouts"], summary["trained_rollouts"]) == (3 * 6, 3 * 12, 3 * 6)
     rows = [record.metrics for record in recorder.records[1:]]
     made = [row["tokens/generated"] for row in rows]

@@ -285,7 +285,7 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
 
     recorder = Recorder()
     settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1, tokens=False))
-    make_trainer(settings, loss=watched, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    make_trainer(settings, loss=watched, downsample=pods.maxvar, trackers=(recorder,)).fit()
     assert sum(seen) == 6
     record = recorder.records[1]
     assert (record.metrics["rollouts/generated"], record.metrics["rollouts/trained"]) == (12, 6)

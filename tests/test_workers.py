@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from grpo_cli.tasks.workers import WorkerDied, Workers, _end_own
+from grpo_cli.tasks.workers import LATE, DoesNotStart, Workers, _end_own
 
 SCRIPT = """
 import json, os, sys, time
@@ -22,8 +23,10 @@ for line in sys.stdin:
     if "hang" in question:
         time.sleep(600)
     if "die" in question:
-        print("I cannot go on", file=sys.stderr)
         os._exit(3)
+    if "fail" in question:
+        print(json.dumps({"died": "OSError: broken"}), flush=True)
+        sys.exit(1)
     print(json.dumps({"twice": 2 * question["x"], "pid": os.getpid()}), flush=True)
 """
 
@@ -35,73 +38,77 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def nobody_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    assert children() == before
+
+
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def test_replies_come_in_the_order_of_the_questions_whoever_gave_them(script: Path) -> None:
-    workers = Workers(script, 2, 30.0)
-    replies = [reply for reply in workers.ask([{"x": x} for x in range(50)]) if reply]
-    assert [reply["twice"] for reply in replies] == [2 * x for x in range(50)]
-    assert workers.ask([]) == []
-    workers.close()
-
-
-def test_workers_are_kept_between_calls_and_no_more_are_started_than_asked(script: Path) -> None:
+def test_workers_answer_in_order_and_are_kept_and_no_more_are_started_than_asked(script: Path) -> None:
     workers, before = Workers(script, 2, 30.0), children()
-    assert children() == before  # none before it is needed
-    pids = {reply["pid"] for _ in range(3) for reply in workers.ask([{"x": 1}]) if reply}
+    assert workers.ask([]) == [] and children() == before
+    pids = {reply["pid"] for _ in range(3) for reply in workers.ask([{"x": 1}])}
     assert len(pids) == 1 and children() - before == pids
-    workers.ask([{"x": 1}] * 4)
+    assert [reply["twice"] for reply in workers.ask([{"x": x} for x in range(50)])] == [2 * x for x in range(50)]
     assert len(children() - before) == 2
     workers.close()
-    assert children() == before
 
 
-def test_who_hangs_is_killed_reaped_and_replaced(script: Path) -> None:
-    workers, before = Workers(script, 2, 0.5), children()
-    replies = workers.ask([{"x": 1}, {"hang": 1}, {"x": 3}, {"hang": 1}, {"x": 5}])
-    assert [reply and reply["twice"] for reply in replies] == [2, None, 6, None, 10]
-    left = children() - before
-    assert len(left) <= 2 and all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in left)
-    workers.close()
-    assert children() == before
-
-
-def test_who_dies_is_named_with_its_last_words(script: Path) -> None:
-    workers, before = Workers(script, 2, 30.0), children()
-    with pytest.raises(WorkerDied) as caught:
-        workers.ask([{"x": 1}, {"die": 1}, {"x": 3}])
-    assert children() == before  # nor is anybody left who still answers questions of that call
-    assert (caught.value.question, caught.value.reason) == (1, "exit code 3 (I cannot go on)")
-    assert workers.ask([{"x": 4}])[0]["twice"] == 8  # type: ignore[index]
+def test_who_hangs_or_dies_is_reaped_and_replaced_and_nobody_else_s_reply_is_lost(script: Path) -> None:
+    workers = Workers(script, 2, 0.5)
+    asked = [{"x": 1}, {"hang": 1}, {"x": 3}, {"die": 1}, {"fail": 1}, {"hang": 1}, {"x": 5}]
+    died = {"died": "exit code 3"}, {"died": "OSError: broken"}
+    replies = workers.ask(asked)
+    assert [reply.get("twice", reply) for reply in replies] == [2, LATE, 6, *died, LATE, 10]
+    assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children())
     workers.close()
 
 
 def test_a_worker_that_goes_while_it_waits_is_nobodys_fault(script: Path) -> None:
     workers = Workers(script, 1, 30.0)
-    (reply,) = workers.ask([{"x": 1}])
-    assert reply is not None
-    os.kill(reply["pid"], signal.SIGKILL)
-    while psutil.pid_exists(reply["pid"]) and psutil.Process(reply["pid"]).status() != psutil.STATUS_ZOMBIE:
+    pid = workers.ask([{"x": 1}])[0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    (again,) = workers.ask([{"x": 2}])
-    assert again is not None and again["twice"] == 4
+    assert workers.ask([{"x": 2}])[0]["twice"] == 4
     workers.close()
 
 
-def test_a_script_that_does_not_start_is_no_questions_fault(tmp_path: Path) -> None:
-    path = tmp_path / "worker.py"
-    path.write_text("import nothing_of_that_name\n")
-    with pytest.raises(WorkerDied, match="nothing_of_that_name") as caught:
-        Workers(path, 1, 30.0).ask([{"x": 1}])
-    assert caught.value.question is None
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("import nothing_of_that_name", "exit code 1"), ('print(\'{"died": "no library"}\')', "no library")],
+)
+def test_a_script_that_does_not_start_is_no_questions_fault(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "worker.py").write_text(text)
+    with pytest.raises(DoesNotStart, match=reason):
+        Workers(tmp_path / "worker.py", 1, 30.0).ask([{"x": 1}])
+
+
+def test_an_interrupted_call_leaves_no_reply_to_the_next(script: Path) -> None:
+    workers = Workers(script, 2, 30.0)
+    workers.ask([{"x": 0}] * 4)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        workers.ask([{"hang": 1}, {"x": 1}, {"hang": 1}])
+    signal.signal(signal.SIGALRM, before)
+    assert [reply["twice"] for reply in workers.ask([{"x": 2}, {"x": 3}])] == [4, 6]
+    workers.close()
 
 
 def test_neither_ctrl_c_nor_a_forks_end_reaches_a_worker(script: Path) -> None:
     workers = Workers(script, 1, 30.0)
     (reply,) = workers.ask([{"x": 1}])
-    assert reply is not None and os.getsid(reply["pid"]) == reply["pid"]  # not the terminal's session
+    assert os.getsid(reply["pid"]) == reply["pid"]  # not the terminal's session
     _end_own(workers._workers, os.getpid() + 1)  # as in a fork, whose number is not that of the owner
     assert workers.ask([{"x": 2}]) == [{"twice": 4, "pid": reply["pid"]}]
     workers.close()

@@ -56,7 +56,7 @@ def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequ
             counts[giver] -= 1
             counts[newcomer] = 2
             return
-    assert taker is not None, "a single rollout has nobody to be compared with"
+    assert taker is not None, "a single rollout has nothing to be compared with"
     counts[taker] += 1
 
 

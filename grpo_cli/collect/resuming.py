@@ -59,7 +59,7 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         token_ids=partial.token_ids + rest.token_ids,
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         finish=rest.finish,
-        # What was read as prompt is held all the same: nothing that evicts goes on with partial rollouts.
+        # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, len(rest)),
     )

@@ -17,7 +17,7 @@ class KvShape:
     """What so many requests hold, in bytes of KV cache.
 
     A row begins with a page and takes more as it grows, up to `slot_bytes`. A prompt is held once, from its first
-    rollout's start to its last one's end. Where all make a prefix first, so that somebody can look at it, every rollout
+    rollout's start to its last one's end. Where all make a prefix first, so that it can be read, every rollout
     keeps its KV entries until it goes on.
     """
 
@@ -26,7 +26,7 @@ class KvShape:
     prompt_bytes: int  # of each, at most
     page_bytes: int
     slot_bytes: int
-    parked_bytes: int = 0  # of each request that waits after its prefix; 0: nobody makes one first
+    parked_bytes: int = 0  # of each request that waits after its prefix; 0: no prefix is made first
 
     @property
     def least(self) -> int:
@@ -63,7 +63,7 @@ class KvShape:
 class Room:
     """What a generation may allocate.
 
-    `slots`: rows that may run at a time. `budget`: bytes of KV cache that bound it besides (None: nothing does).
+    `slots`: rows that may run at a time. `budget`: bytes of KV cache, a second bound (None: no bound).
     `probes`: there are slots for some only, and room for all prompts and for the KV of all requests after their prefix.
     `probes_with`: the least kv_budget that has this room where the one that was given has not, else 0.
     """

@@ -24,7 +24,7 @@ from grpo_cli.types import Batch
 
 
 class RowShape(NamedTuple):
-    """All of a row that its shape in a forward depends on: its tokens, and with whom it has its prompt in common."""
+    """All of a row that its shape in a forward depends on: its tokens, and which rows share its prompt."""
 
     prompt: int
     completion: int
@@ -48,7 +48,7 @@ class Forward(Protocol):
 
 @runtime_checkable
 class ShapeOnly(Forward, Protocol):
-    """What a forward would take, told from lengths alone. It is a value, so that this need be found out once."""
+    """What a forward would take, from lengths alone. It is a value, so that it is computed once."""
 
     def __hash__(self) -> int: ...
 

@@ -3,7 +3,7 @@
 The backward pass makes each softmax anyway, and measures its entropy (`Entropy`) on the way.
 
 Only the positions that predict a response token reach the head, `chunk` of them at a time; in the backward pass each
-chunk's logits are made again, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
+chunk's logits are recomputed, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
 precision in place of several times `B * T * V`, forward and backward, and a few rows in float32 (compiled: none).
 """
 

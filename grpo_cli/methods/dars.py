@@ -22,7 +22,7 @@ def dars(collection: Collection, *, most: int, weighting: str, divided: bool, ca
 
     A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
     for that (see `missing`). Of what the second round would be, `cap_rollouts` leaves as much as keeps a step at so
-    many rollouts. A problem that stays unsolved, or was solved by all, teaches nothing all the same.
+    many rollouts. A problem that stays unsolved, or was solved by all, still teaches nothing.
     """
     first = collection.n * collection.prompts
     _check(most, weighting, cap_rollouts, collection.n, first)

@@ -75,7 +75,7 @@ class TargetRate:
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         predicted = [self._predicted.pop(group.prompt.id) for group in groups if group.prompt.id in self._predicted]
-        self._step = -1  # a step that is made again begins anew
+        self._step = -1  # a repeated step starts over
         return {"curriculum/predicted_rate": float(np.mean(predicted))} if predicted else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class TargetRate:
 
 
 class GroupStore:
-    """A share of the step's problems is asked anew, and groups of earlier steps take the place of the others (DOTS,
-    arXiv 2506.05316). Too few of them are filled up with new ones.
+    """A share of the step's problems is asked of the model, and groups of earlier steps take the place of the others.
+    Too few of them are filled up with new ones.
 
     A group is stored once its step is over, unless all its rewards are equal: one of each problem, of which the newest
     stays, and the oldest go beyond `capacity`. It keeps the log-probabilities that its tokens were drawn with, and the

@@ -97,7 +97,7 @@ class DynamicsPredictive:
         predicted = self._mixed([*asked])
         self._move_on({place: group.prompt.id for place, group in asked.items()}, _certain(visits))
         self._look_again([place for place in self._looked_at if place not in waiting])
-        self._step = -1  # a step that is made again begins anew
+        self._step = -1  # a repeated step starts over
         if not asked:
             return {}
         hits = [visit.outcome is Solved.MIXED for visit in visits]

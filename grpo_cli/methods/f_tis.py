@@ -33,7 +33,7 @@ class Gated:
 
     A rollout takes part if its advantage is above 0, or if the estimated KL(policy || sampler) summed over its tokens,
     xi log xi - xi + 1 of each, is less than `gate` (null: always). One that does not gets weight 0 and counts in the
-    divisors and in its group's statistics. The estimator is ours: the paper's could not be had. This one is unbiased
+    divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one is unbiased
     for tokens of the sampler, and never negative.
     """
 

@@ -51,7 +51,7 @@ def per_part(
 
 
 def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:
-    """What each part counts in the totals of a group; 1 each where nobody says so and they add up to them."""
+    """What each part counts in the totals of a group; 1 each where no reward says so and they add up to them."""
     said = {part: weight for reward in rewards for part, weight in reward.weights.items()}
     if not said and all(math.isclose(sum(reward.parts.values()), reward.total) for reward in rewards):
         return dict.fromkeys((part for reward in rewards for part in reward.parts), 1.0)

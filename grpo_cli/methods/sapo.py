@@ -1,6 +1,6 @@
 """SAPO: groups that other runs have recorded, trained on here (arXiv 2509.08721).
 
-What is read is JSON, and every line is checked before any of it is used. A token was drawn by somebody only where the
+What is read is JSON, and every line is checked before any of it is used. A token counts as drawn only where the
 record has its log-probability; every other one was given.
 
 Not measured.
@@ -63,7 +63,7 @@ class Source:
 
 
 @dataclass
-class Left:
+class Unused:
     """How many groups were read, why some are not used, and how many have tokens without a known sampler."""
 
     read: int = 0
@@ -128,7 +128,7 @@ class RunFolder:
         if not 0 <= foreign < 1:
             yield (
                 f"replay.foreign={foreign} must be at least 0 and less than 1: it is the share of a step's problems "
-                "for which groups of other runs are taken, and at least one is asked anew"
+                "for which groups of other runs are taken, and at least one is asked of the model"
             )
 
     def fresh(self, prompts: int, version: int) -> int:
@@ -152,7 +152,7 @@ class RunFolder:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._read([Source(*source) for source in of_kind(state, "replay", "folder")["read"]])
 
-    def _read(self, before: Sequence[Source] | None) -> Left:
+    def _read(self, before: Sequence[Source] | None) -> Unused:
         """All that the files hold, or what they held `before`. UserError if there is nothing to be used."""
         rows = list[list[ForeignRow]]()
         self._sources = []
@@ -161,7 +161,7 @@ class RunFolder:
             data, source = self._data(name, known)
             self._sources.append(source)
             rows += _grouped([*self._rows(name, data)], source.cut)
-        problems, left = self._problems({group[0].prompt_id for group in rows}), Left(read=len(rows))
+        problems, left = self._problems({group[0].prompt_id for group in rows}), Unused(read=len(rows))
         self._groups = []
         for group in rows:
             prompt = problems.get(group[0].prompt_id)
@@ -179,7 +179,7 @@ class RunFolder:
             )
         return left
 
-    def _add(self, rollouts: Sequence[Rollout], rows: Sequence[ForeignRow], left: Left) -> None:
+    def _add(self, rollouts: Sequence[Rollout], rows: Sequence[ForeignRow], left: Unused) -> None:
         if max(map(len, rollouts)) > self._sampling.max_new_tokens:
             left.long += 1
             return

@@ -29,7 +29,7 @@ def bad_sizes(key: str, sizes: Sequence[Any]) -> Iterator[str]:
 
 
 def size_for(visit: Visit, sizes: Sequence[int]) -> int | None:
-    """The least of `sizes` in which one right rollout is expected, the largest if none is; None where nobody solved
+    """The least of `sizes` in which one right rollout is expected, the largest if none is; None where no answer solved
     the problem."""
     if not visit.solved:
         return None

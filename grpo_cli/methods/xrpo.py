@@ -96,7 +96,7 @@ def ci(collection: Collection, *, rounds: int, most: int | None, explore: float)
 
 
 def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> list[float]:
-    """What a problem's k-th rollout is worth, for k up to `most`; nobody asks about those that it has."""
+    """What a problem's k-th rollout is worth, for k up to `most`; 0 for those that it has."""
     share = (solved + 1) / (tried + 2)
     deviation = math.sqrt(share * (1 - share))
     worth = [

@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, made less: results of elementwise operations are made again, not kept.
+"""Less kept for the backward pass: results of elementwise operations are recomputed, not stored.
 
 A layer's products need their inputs again, and most of these come out of a norm, an activation or a cast, which keep
 their own inputs anyway. In place of such a result stays a note of the node that made it, and the backward pass makes it

@@ -1,6 +1,6 @@
 """Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its completions.
 
-The model's own layers do the work; only its attention is told where sequences begin and end, so that each token sees
+The model's own layers do the work; only its attention knows where sequences begin and end, so that each token sees
 exactly what it would see in a row of its own. Gradients of a prompt add up over its completions by themselves.
 """
 

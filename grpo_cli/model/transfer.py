@@ -1,6 +1,6 @@
 """What crosses between host and device: on a GPU as one copy each way, from and to pinned memory.
 
-Who sends does not wait, nor does who has something fetched: it is read when it is needed, and that is the one wait. On
+Sending does not wait, nor does fetching: the result is read when it is needed, and that is the one wait. On
 a CPU both are views of the same memory.
 """
 

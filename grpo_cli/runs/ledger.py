@@ -1,7 +1,8 @@
-"""What a run's files of records held at a checkpoint, so that rows missing, doubled or altered since are found.
+"""What a run's files of records held at a checkpoint, so that rows missing, doubled or altered since are noticed.
 
-For each file a block per step, in the order of the rows: the step, its lines, their bytes and their CRC-32. A block
-without lines is a record that could not be written. Looks at rows only when the bytes are not those that were written.
+A checkpoint keeps of each file how many bytes were written to it until then, with their CRC-32, and the steps that
+could not be written. Its array has rows of four numbers: step, lines, bytes, CRC. Older versions left one for each
+step; now there is one for all that was written, and one without lines for each step that was lost.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ import json
 import os
 import zipfile
 import zlib
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -24,157 +23,143 @@ from grpo_cli.runs.files import regular, sync_file, written_atomically
 from grpo_cli.runs.layout import LEDGER
 from grpo_cli.support.errors import UserError
 
-Ledgers = Mapping[str, "Ledger"]  # by the name of the file
+_PIECE = 2**20  # bytes of a file that are read at once
 
 
-class StepRows(NamedTuple):
-    """The rows of a step. `crc` is None where nobody knows what was written: a run of a version without ledgers."""
+class WrittenRows(NamedTuple):
+    """Rows up to `step` that stand together. Without lines: a step of which a record, or a part of one, was lost."""
 
     step: int
     lines: int
-    bytes: int
-    crc: int | None
+    size: int  # bytes
+    crc: int
 
 
+@dataclass
 class Ledger:
-    """The blocks of one file: 32 bytes a step."""
+    """What was written to one file: `size` bytes with this CRC-32, for steps up to `last_step`."""
 
-    def __init__(self, blocks: Iterable[StepRows] = ()) -> None:
-        self._numbers = array("Q")
-        self.bytes, self.last_step = 0, -1
-        for block in blocks:
-            self.add(block)
+    last_step: int = -1
+    size: int = 0
+    crc: int = 0
+    lost: list[int] = field(default_factory=list)
 
-    def add(self, block: StepRows) -> None:
-        assert block.crc is not None, "what was written is known"
-        self._numbers.extend((block.step, block.lines, block.bytes, block.crc))
-        self.bytes += block.bytes
-        self.last_step = max(self.last_step, block.step)
+    def add(self, step: int, data: bytes) -> None:
+        self.last_step = max(self.last_step, step)
+        self.size += len(data)
+        self.crc = zlib.crc32(data, self.crc)
 
-    def __iter__(self) -> Iterator[StepRows]:
-        numbers = iter(self._numbers)
-        return (StepRows(*four) for four in zip(numbers, numbers, numbers, numbers, strict=True))
+    def lose(self, step: int) -> None:
+        self.last_step = max(self.last_step, step)
+        self.lost.append(step)
+
+    def blocks(self) -> list[WrittenRows]:
+        written = [WrittenRows(self.last_step, 1, self.size, self.crc)] if self.size else []
+        return [*written, *(WrittenRows(step, 0, 0, 0) for step in self.lost)]
 
 
-def save_ledgers(folder: Path, ledgers: Ledgers) -> None:
+def save_ledgers(folder: Path, ledgers: Mapping[str, Ledger]) -> None:
     """Leave them in a checkpoint's folder."""
-    found = {name: np.array(list(ledger), dtype=np.uint64).reshape(-1, 4) for name, ledger in ledgers.items()}
+    found = {name: np.array(ledger.blocks(), dtype=np.uint64).reshape(-1, 4) for name, ledger in ledgers.items()}
     np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
 
 
-def load_ledgers(folder: Path) -> dict[str, Ledger] | None:
-    """Those of a checkpoint; None if it is of a version that had none."""
+def load_ledgers(folder: Path) -> dict[str, list[WrittenRows]]:
+    """The blocks of a checkpoint, by file; empty if it is of a version that left none."""
     if not (folder / LEDGER).exists():
-        return None
+        return {}
     try:
         with open(folder / LEDGER, "rb", opener=regular) as file, np.load(file, allow_pickle=False) as found:
-            return {name: Ledger(StepRows(*row) for row in rows.tolist()) for name, rows in found.items()}
-    except (OSError, ValueError, TypeError, EOFError, OverflowError, zipfile.BadZipFile, zlib.error) as error:
+            blocks = {name: [WrittenRows(*row) for row in rows.tolist()] for name, rows in found.items()}
+        if any(type(number) is not int or number < 0 for rows in blocks.values() for row in rows for number in row):
+            raise ValueError("it holds what no count is")
+        return blocks
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{folder / LEDGER} is damaged ({error}); name another checkpoint of the run") from error
 
 
-def missing_steps(ledgers: Ledgers) -> list[int]:
-    """The steps of which a record, or a part of one, is in no file."""
-    return sorted({block.step for ledger in ledgers.values() for block in ledger if not block.lines})
+def as_written(path: Path, blocks: Sequence[WrittenRows]) -> Ledger | None:
+    """The ledger of a file that begins with exactly what was written to it until then; None if it does not."""
+    ledger = Ledger()
+    if (path.stat().st_size if path.exists() else 0) < sum(block.size for block in blocks):
+        return None
+    with open(path, "rb", opener=regular) if path.exists() else BytesIO() as file:
+        for block in blocks:
+            crc = 0
+            for piece in _pieces(file, block.size):
+                crc = zlib.crc32(piece, crc)
+                ledger.add(block.step, piece)
+            if crc != block.crc:
+                return None
+            if not block.lines:
+                ledger.lose(block.step)
+    return ledger
 
 
-def is_intact(path: Path, ledger: Ledger) -> bool:
-    """Whether a file begins with exactly what was written to it until then."""
-    if not path.exists() or path.stat().st_size < ledger.bytes:
-        return ledger.bytes == 0
-    with open(path, "rb", opener=regular) as file:
-        return all(zlib.crc32(file.read(block.bytes)) == block.crc for block in ledger)
+def _pieces(file: BinaryIO, count: int) -> Iterator[bytes]:
+    while count and (piece := file.read(min(count, _PIECE))):
+        count -= len(piece)
+        yield piece
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Neighbouring rows of one step, as they stand in a file from line `first` on."""
-
-    block: StepRows
-    first: int
-    damaged: tuple[int, ...] = ()  # the numbers of lines that are no record
-
-    @property
-    def where(self) -> str:
-        return lines_named(self.first, self.block.lines)
-
-
-@dataclass(frozen=True)
-class Remains:
-    """What there is of a file: its rows up to the last step that counts, as a ledger, and what is wrong with them.
-
-    Of an `intact` file they are its first bytes. Else `kept` are the numbers of their lines.
-    """
+class RecordState:
+    """A file of a run that goes on: what of it stays, and what is wrong with that. `intact`: it is the beginning."""
 
     ledger: Ledger
     intact: bool = True
-    kept: Sequence[range] = ()
     problems: Sequence[str] = ()
 
 
-def look(path: Path, last: int, kept: Ledger | None, once: bool) -> Remains:
-    """A file of a run that goes on after step `last`. Without a ledger there is less to find: lines that are no record,
-    and, if it has a row for each step `once`, whether it has."""
-    if kept is not None and is_intact(path, kept):
-        return Remains(kept)
-    due = list(kept or ([StepRows(step, 1, 0, None) for step in range(last + 1)] if once else []))
-    rows = rows_of_file(path, due, last)
-    if kept is not None or once:
-        wrong = list(differences(due, rows))
-    else:
-        wrong = [f"{_damaged([r])} (step {r.block.step}): damaged" for r in rows if r.damaged]
-    here = Counter[int]()
-    for r in rows:
-        here[r.block.step] += r.block.lines
-    gone = [StepRows(block.step, 0, 0, 0) for block in due if here[block.step] < max(block.lines, 1)]
-    ranges = [range(r.first, r.first + r.block.lines) for r in rows]
-    return Remains(Ledger([*(r.block for r in rows), *gone]), False, ranges, [f"{path.name}, {text}" for text in wrong])
+def look(path: Path, last: int, blocks: Sequence[WrittenRows] | None, every_step: bool) -> RecordState:
+    """A file of a run that goes on after step `last`. Only where nothing is known of what was written, or where that is
+    not what is there, its rows are read: none may be damaged, and with `every_step` each step has to have one."""
+    intact = as_written(path, blocks) if blocks is not None else None
+    if intact is not None:
+        return RecordState(intact)
+    problems = [] if blocks is None else [f"{path.name} is not as it was when the checkpoint was saved"]
+    lost = {block.step for block in blocks or () if not block.lines}
+    ledger, seen = Ledger(last), []
+    for number, step, line in rows_until(path, last):
+        ledger.add(last, line)
+        if step is None:
+            problems.append(f"{path.name}, line {number} is no record")
+        else:
+            seen.append(step)
+    due = [step for step in range(last + 1) if step not in lost]
+    if every_step and seen != due:
+        gone = {*due} - {*seen}
+        lost |= gone
+        wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
+        problems.append(f"{path.name} {wrong}")
+    ledger.lost = sorted(lost)
+    return RecordState(ledger, False, problems)
 
 
-def cut(path: Path, found: Remains) -> None:
+def cut(path: Path, found: RecordState) -> None:
     """Leave of a file what was found: rows of later steps go, and a last line that was cut short."""
-    if not path.exists() or path.stat().st_size == found.ledger.bytes:
+    if not path.exists() or path.stat().st_size == found.ledger.size:
         return
     if found.intact:
-        os.truncate(path, found.ledger.bytes)
+        os.truncate(path, found.ledger.size)
         return sync_file(path)
-    numbers = chain.from_iterable(found.kept)
-    wanted = next(numbers, None)
     with written_atomically(path) as new:
-        for number, line in whole_lines(path):
-            if number == wanted:
-                new.write(line)
-                wanted = next(numbers, None)
+        for _, _, line in rows_until(path, found.ledger.last_step):
+            new.write(line)
 
 
-def rows_of_file(path: Path, due: Sequence[StepRows], last: int) -> list[Stretch]:
-    """All whole lines but those of steps after `last`. One that cannot be read counts as of the step that is due there,
-    and if none is, as of the step before it."""
-    found: list[Stretch] = []
-    steps = chain.from_iterable(repeat(block.step, block.lines) for block in due)
-    for number, line in whole_lines(path):
-        read, expected = _step_of(line), next(steps, None)
-        step = read if read is not None else expected if expected is not None else _step_before(found, due, last)
-        if step > last:
-            continue
-        if not found or found[-1].block.step != step or found[-1].first + found[-1].block.lines != number:
-            found.append(Stretch(StepRows(step, 0, 0, 0), number))
-        rows, old = found[-1], found[-1].block
-        block = StepRows(step, old.lines + 1, old.bytes + len(line), zlib.crc32(line, old.crc or 0))
-        found[-1] = replace(rows, block=block, damaged=rows.damaged + (number,) * (read is None))
-    return found
-
-
-def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file and their numbers, without a last one that was cut short."""
-    if path.exists():
-        with open(path, "rb", opener=regular) as file:
-            yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith(b"\n"))
-
-
-def _step_before(found: Sequence[Stretch], due: Sequence[StepRows], last: int) -> int:
-    """The step of a line that cannot be read where none is due: after all that is due, a later one."""
-    return last + 1 if due else found[-1].block.step if found else 0
+def rows_until(path: Path, last: int) -> Iterator[tuple[int, int | None, bytes]]:
+    """The whole lines of steps up to `last`, with their numbers and steps. One that is no record, and so has no step,
+    goes with the line before it."""
+    if not path.exists():
+        return
+    before = 0
+    with open(path, "rb", opener=regular) as file:
+        for number, line in enumerate(file, start=1):
+            step = _step_of(line)
+            before = before if step is None else step
+            if line.endswith(b"\n") and before <= last:
+                yield number, step, line
 
 
 def _step_of(line: bytes) -> int | None:
@@ -183,56 +168,3 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) and 0 <= step < 2**63 else None
-
-
-def differences(due: Sequence[StepRows], found: Sequence[Stretch]) -> Iterator[str]:
-    """In words and with their lines, the steps of which the rows are not those that are due."""
-    of_step: dict[int, list[Stretch]] = {}
-    for rows in found:
-        of_step.setdefault(rows.block.step, []).append(rows)
-    line, wrong = 1, False
-    for block in due:
-        problem = _difference(block, of_step.pop(block.step, []), lines_named(line, block.lines))
-        if problem:
-            wrong = True
-            yield problem
-        line += block.lines
-    for step, others in of_step.items():
-        yield f"{_places(others)} (step {step}): not of this run"
-    order = [block.step for block in due if block.lines]
-    for rows, step in zip(found, order, strict=False):
-        if not wrong and rows.block.step != step:
-            yield f"{rows.where} (step {rows.block.step}): out of order, step {step} belongs there"
-            return
-
-
-def _difference(due: StepRows, rows: Sequence[Stretch], place: str) -> str:
-    """What is wrong with the rows of a step; `place` is where they were."""
-    lines, here = sum(r.block.lines for r in rows), f"{_places(rows)} (step {due.step})"
-    if not rows and due.lines:
-        return f"{place} (step {due.step}): missing"
-    if lines < due.lines:
-        return f"{here}: {due.lines - lines} of the step's {due.lines} lines are missing"
-    if lines > due.lines:
-        return f"{here}: doubled, {due.lines} of {lines} lines belong there"
-    if damaged := _damaged(rows):
-        return f"{damaged} (step {due.step}): damaged"
-    if len(rows) > 1:
-        return f"{here}: out of order"
-    return f"{here}: altered" if rows and due.crc not in (None, rows[0].block.crc) else ""
-
-
-def _damaged(rows: Sequence[Stretch]) -> str:
-    return " and ".join(lines_named(number, 1) for r in rows for number in r.damaged)
-
-
-def _places(rows: Sequence[Stretch]) -> str:
-    return " and ".join(r.where for r in rows)
-
-
-def lines_named(first: int, count: int) -> str:
-    """
-    >>> lines_named(17, 1), lines_named(33, 16)
-    ('line 17', 'lines 33-48')
-    """
-    return f"line {first}" if count == 1 else f"lines {first}-{first + count - 1}"

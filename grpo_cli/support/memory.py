@@ -29,7 +29,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class PhasePeaks:
-    """Most memory at any time in each phase. `phase` is told which spans are open (`WallMeter(on_phase=...)`).
+    """Most memory at any time in each phase. `phase` is called with the open spans (`WallMeter(on_phase=...)`).
 
     What is read at an edge belongs to the phases that were open before it. A phase that closes and opens again goes on
     being the same one, so that the decode steps of a rollout cost one reading together.
@@ -191,7 +191,7 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        # Not `ru_maxrss` where this is to be had: a process inherits its parent's there, so that a small run started by
+        # Not `ru_maxrss` where this is available: a process inherits its parent's there, so that a small run started by
         # a large program would report the large one's peak.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -37,11 +37,11 @@ class _HostClock:
         return end - start
 
     def settle(self) -> None:
-        """Its readings can be told apart at once."""
+        """Its readings can be compared at once."""
 
 
 class _DeviceClock:
-    """Marks in the queue of a GPU, which can be told apart once it has come to them."""
+    """Marks in the queue of a GPU, which can be compared once the queue has reached them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,5 +1,5 @@
 """What a process asks of the libraries that compute for it, by environment variables that they read once: `settle` goes
-before torch computes anything, at best before it is loaded. What a person has set stays as it is, and is said.
+before torch computes anything, at best before it is loaded. What a person has set stays, and is logged.
 
 MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same bits whatever the number of rows and
            threads. Documented (oneMKL's developer reference, "Reproducibility Conditions") for Intel's processors with

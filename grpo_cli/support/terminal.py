@@ -53,7 +53,7 @@ class Screen:
 
 
 def outlive_the_reader() -> None:
-    """Let what this process prints be lost, instead of failing, from when nobody reads it any more (`| head`), or from
+    """Let what this process prints be lost, instead of failing, from when its reader has gone (`| head`), or from
     the start (`>&-`, where the next file that is opened would be printed into)."""
     for number in range(3):
         try:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
-from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.types import Finish, Prompt, Reward, Rollout
+from grpo_cli.support.errors import refuse
+from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.tasks.prompting import Tokenizer, Verbatim
+from grpo_cli.types import Prompt, Reward, Rollout
 
 _LINE = re.compile(r"(0|[1-9][0-9]{0,3})([+-][1-9][0-9]{0,3})*")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -77,13 +77,10 @@ def is_well_formed(completion: str) -> bool:
     return final_answer(completion) is not None and all(_LINE.fullmatch(line) for line in completion.split("="))
 
 
-class Arithmetic:
-    """The task. `train` has `train_problems` problems, each made when asked for; their number of terms is uniform.
+class Arithmetic(GeneratedTask[Sum]):
+    """The task. The reward is 1 for a completion that ended by itself with the right number, else 0."""
 
-    `eval` is the same for every seed and goes through the numbers of terms in turn, so that every beginning of it
-    covers them evenly. The splits share no problem: see `generated.is_held_out`. The reward is 1 for a completion that
-    ended by itself with the right number, else 0.
-    """
+    name, sizes_are, makes_more = "arithmetic", "terms", "max_operand"
 
     def __init__(
         self,
@@ -98,68 +95,21 @@ class Arithmetic:
         eval_problems: int,
     ) -> None:
         _check_sizes(min_terms, max_terms, max_operand, max_value, train_problems, eval_problems)
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._term_counts = range(min_terms, max_terms + 1)
-        self._max_operand = max_operand
-        self._max_value = max_value
-        self._train = GeneratedPrompts(self._train_prompt, train_problems)
-        self._eval = tuple(
-            self._prompt(f"eval-{i}", problem) for i, problem in enumerate(self._eval_sums(eval_problems))
-        )
+        self._verbatim = Verbatim(tokenizer)
+        self._max_operand, self._max_value = max_operand, max_value
+        super().__init__(self._verbatim, seed, range(min_terms, max_terms + 1), train_problems, eval_problems)
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split == "train":
-            return self._train
-        if split == "eval":
-            return self._eval
-        raise UserError(f"task=arithmetic was asked for the split {split!r}; it has train and eval")
+    def draw(self, rng: Random, size: int) -> Sum:
+        return draw_sum(rng, size, self._max_operand, self._max_value)
+
+    def answer(self, problem: Sum) -> str:
+        return str(sum(problem.terms))
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        finished = rollout.finish is Finish.EOS
-        # the end is taken off by its place and not by its kind: other special tokens inside a number must spoil it
-        completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
-        correct = float(finished and final_answer(completion) == prompt.answer)
-        parts = {"correct": correct, "well_formed": float(finished and is_well_formed(completion))}
+        completion = self._verbatim.completion(rollout)
+        correct = float(completion is not None and final_answer(completion) == prompt.answer)
+        parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
         return Reward(correct, parts, weights={"correct": 1.0})
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids, skip_special_tokens=True)
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        assert isinstance(text, str), "one sequence of tokens decodes to one string"
-        return text
-
-    def _train_prompt(self, index: int) -> Prompt:
-        """Problem `index` of the train split: a function of the seed and the index alone."""
-        rng = Random(f"arithmetic/train/{self._seed}/{index}")
-        num_terms = rng.choice(self._term_counts)
-        while is_held_out(str(problem := draw_sum(rng, num_terms, self._max_operand, self._max_value))):
-            pass
-        return self._prompt(f"train-{index}", problem)
-
-    def _eval_sums(self, count: int) -> list[Sum]:
-        """Distinct held-out problems; a number of terms that has run out of new ones is an error of the settings."""
-        rng = Random("arithmetic/eval")
-        seen: dict[Sum, None] = {}
-        for i in range(count):
-            num_terms = self._term_counts[i % len(self._term_counts)]
-            for _ in range(10_000):
-                problem = draw_sum(rng, num_terms, self._max_operand, self._max_value)
-                if problem not in seen and is_held_out(str(problem)):
-                    seen[problem] = None
-                    break
-            else:
-                raise UserError(
-                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more "
-                    f"of {num_terms} terms up to {self._max_operand}; ask for fewer, or raise task.max_operand"
-                )
-        return list(seen)
-
-    def _prompt(self, prompt_id: str, problem: Sum) -> Prompt:
-        token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
-        return Prompt(prompt_id, tuple(token_ids), answer=str(sum(problem.terms)))
 
 
 def _check_sizes(

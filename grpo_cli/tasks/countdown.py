@@ -1,35 +1,37 @@
 """Countdown: reach the target with the given numbers and + - * /. A prompt is `3,7,25:46=`, a completion is `25+7*3`.
 
-A completion is read by a small recursive-descent parser with limits and computed in exact fractions. It is never handed
-to `eval`, and what is no expression earns nothing.
+A completion within the limits is parsed by `ast`, and only numbers and the four operations are computed, in exact
+fractions. It is never handed to `eval`, and what is no expression earns nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from random import Random
 
-from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
-from grpo_cli.tasks.prompting import Tokenizer
-from grpo_cli.types import Finish, Prompt, Reward, Rollout
+from grpo_cli.support.errors import refuse
+from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.tasks.prompting import Tokenizer, Verbatim
+from grpo_cli.types import Prompt, Reward, Rollout
 
 MAX_CHARACTERS = 256
 MAX_TOKENS = 64
 MAX_DEPTH = 16
 MAX_DIGITS = 6
 
-_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_TOKEN = re.compile(rf"(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})(?![0-9])|[-+*/()]")
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
 
 
@@ -69,76 +71,26 @@ def evaluate(text: str) -> Evaluated:
     >>> evaluate("(25-3)/4").value
     Fraction(11, 2)
     """
-    parser = _Parser(_tokens(text))
-    value = parser.sum(depth=0)
-    if parser.peek() is not None:
-        raise NotAnExpression(f"{parser.peek()!r} where the expression should end")
-    return Evaluated(value, tuple(parser.numbers))
-
-
-def _tokens(text: str) -> list[str]:
     if len(text) > MAX_CHARACTERS:
         raise NotAnExpression(f"{len(text)} characters")
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None or len(match[0]) > MAX_DIGITS or len(tokens) == MAX_TOKENS:
-            raise NotAnExpression(f"cannot read {text[position : position + 8]!r}")
-        tokens.append(match[0])
-        position = match.end()
-    return tokens
+    tokens = _TOKEN.findall(text)
+    depth = max(accumulate((token == "(") - (token == ")") for token in tokens), default=0)
+    if "".join(tokens) != text or len(tokens) > MAX_TOKENS or depth > MAX_DEPTH:
+        raise NotAnExpression(f"{text!r} is beyond the limits, or has other signs in it")
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise NotAnExpression(str(error)) from error
+    return Evaluated(value, tuple(int(token) for token in tokens if token.isdigit()))
 
 
-class _Parser:
-    """sum := product (("+" | "-") product)*; product := atom (("*" | "/") atom)*; atom := number | "(" sum ")"."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._tokens = tokens
-        self._position = 0
-        self.numbers: list[int] = []
-
-    def peek(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
-
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while (sign := self.peek()) in ("+", "-"):
-            self._position += 1
-            value = _OPERATIONS[sign](value, self._product(depth))
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._atom(depth)
-        while (sign := self.peek()) in ("*", "/"):
-            self._position += 1
-            factor = self._atom(depth)
-            if sign == "/" and factor == 0:
-                raise NotAnExpression("division by zero")
-            value = _OPERATIONS[sign](value, factor)
-        return value
-
-    def _atom(self, depth: int) -> Fraction:
-        token = self._next()
-        if token == "(":
-            if depth == MAX_DEPTH:
-                raise NotAnExpression(f"more than {MAX_DEPTH} nested parentheses")
-            value = self.sum(depth + 1)
-            if self._next() != ")":
-                raise NotAnExpression("a parenthesis that is not closed")
-            return value
-        if not token.isdigit():
-            # two numbers side by side need no case of their own: `007` is read as 0, 0, 7 and ends the expression early
-            raise NotAnExpression(f"{token!r} where a number should be")
-        self.numbers.append(int(token))
-        return Fraction(self.numbers[-1])
-
-    def _next(self) -> str:
-        token = self.peek()
-        if token is None:
-            raise NotAnExpression("it ends too early")
-        self._position += 1
-        return token
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left, op, right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left), _value(right))
+    raise NotAnExpression(f"{type(node).__name__} is no part of an expression")
 
 
 def uses_allowed(used: Sequence[int], given: Sequence[int], use_all: bool) -> bool:
@@ -172,13 +124,15 @@ def _combine(rng: Random, numbers: Sequence[int]) -> tuple[int, str]:
     return left[0][0], left[0][1]
 
 
-class Countdown:
-    """The task. Every problem can be solved with all of its numbers; how many there are is uniform in `train`.
+class Countdown(GeneratedTask[CountdownProblem]):
+    """The task. Every problem can be solved with all of its numbers, and is in one split only in whatever order they
+    come.
 
-    `eval` is the same for every seed and goes through the counts in turn. No problem is in both splits, in no order of
-    its numbers. The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`:
-    each exactly once, else each at most once) and equals the target, else 0.
+    The reward is 1 for a completion that ended by itself, names the given numbers as allowed (`use_all`: each exactly
+    once, else each at most once) and equals the target, else 0.
     """
+
+    name, sizes_are, makes_more = "countdown", "numbers", "max_number"
 
     def __init__(
         self,
@@ -194,77 +148,31 @@ class Countdown:
         eval_problems: int,
     ) -> None:
         _check_sizes(min_numbers, max_numbers, max_number, max_target, train_problems, eval_problems)
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._counts = range(min_numbers, max_numbers + 1)
-        self._max_number = max_number
-        self._max_target = max_target
-        self._use_all = use_all
-        self._train = GeneratedPrompts(self._train_prompt, train_problems)
-        held_out = self._eval_problems(eval_problems)
-        self._eval = tuple(self._prompt(f"eval-{i}", problem) for i, problem in enumerate(held_out))
+        self._verbatim = Verbatim(tokenizer)
+        self._max_number, self._max_target, self._use_all = max_number, max_target, use_all
+        super().__init__(self._verbatim, seed, range(min_numbers, max_numbers + 1), train_problems, eval_problems)
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split == "train":
-            return self._train
-        if split == "eval":
-            return self._eval
-        raise UserError(f"task=countdown was asked for the split {split!r}; it has train and eval")
+    def draw(self, rng: Random, size: int) -> CountdownProblem:
+        return draw_problem(rng, size, self._max_number, self._max_target)[0]
+
+    def key(self, problem: CountdownProblem) -> str:
+        return problem.key
+
+    def answer(self, problem: CountdownProblem) -> str:
+        return str(problem)
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        finished = rollout.finish is Finish.EOS
-        # the end is taken off by its place and not by its kind: other special tokens inside must spoil the expression
-        completion = self._decode(rollout.token_ids[:-1] if finished else rollout.token_ids, skip_special_tokens=False)
+        completion = self._verbatim.completion(rollout)
         try:
-            found = evaluate(completion) if finished else None
+            found = evaluate(completion) if completion is not None else None
         except NotAnExpression:
             found = None
         numbers, target = prompt.answer.split(":")
-        allowed = found is not None and uses_allowed(
-            found.numbers, [int(number) for number in numbers.split(",")], self._use_all
-        )
+        given = [int(number) for number in numbers.split(",")]
+        allowed = found is not None and uses_allowed(found.numbers, given, self._use_all)
         correct = float(found is not None and allowed and found.value == int(target))
         parts = {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)}
         return Reward(correct, parts, weights={"correct": 1.0})
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids, skip_special_tokens=True)
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        assert isinstance(text, str), "one sequence of tokens decodes to one string"
-        return text
-
-    def _train_prompt(self, index: int) -> Prompt:
-        """Problem `index` of the train split: a function of the seed and the index alone."""
-        rng = Random(f"countdown/train/{self._seed}/{index}")
-        count = rng.choice(self._counts)
-        while True:
-            problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
-            if not is_held_out(problem.key):
-                return self._prompt(f"train-{index}", problem)
-
-    def _eval_problems(self, size: int) -> list[CountdownProblem]:
-        """Held-out problems, no two alike in any order of their numbers."""
-        rng = Random("countdown/eval")
-        seen: dict[str, CountdownProblem] = {}
-        for i in range(size):
-            count = self._counts[i % len(self._counts)]
-            for _ in range(10_000):
-                problem, _ = draw_problem(rng, count, self._max_number, self._max_target)
-                if problem.key not in seen and is_held_out(problem.key):
-                    seen[problem.key] = problem
-                    break
-            else:
-                raise UserError(
-                    f"task.eval_problems={size}: only {i} distinct held-out problems were found, there are no more of "
-                    f"{count} numbers up to {self._max_number}; ask for fewer, or raise task.max_number"
-                )
-        return list(seen.values())
-
-    def _prompt(self, prompt_id: str, problem: CountdownProblem) -> Prompt:
-        token_ids = self._tokenizer.encode(f"{problem}=", add_special_tokens=False)
-        return Prompt(prompt_id, tuple(token_ids), answer=str(problem))
 
 
 def _check_sizes(

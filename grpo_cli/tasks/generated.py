@@ -1,15 +1,19 @@
-"""What tasks with generated problems share: a train split that is made as it is read, and who is held out of it."""
+"""What tasks with generated problems share: `train` is made as it is read, and `eval` is held out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import overload
+from random import Random
+from typing import ClassVar, Generic, TypeVar
 
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
+MOST_TRIES = 10_000  # draws for one more problem of the eval split, before there are taken to be no more
 MOST_TRAIN, MOST_EVAL = 100_000_000, 1_000_000  # an order of the former is kept (800 MB), and all of the latter
 
 
@@ -27,25 +31,86 @@ def is_held_out(problem: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
 
-@dataclass(frozen=True)
-class GeneratedPrompts(Sequence[Prompt]):
-    """`size` prompts, each made by `make(index)` when it is asked for: a million of them cost nothing."""
+P = TypeVar("P")
 
-    make: Callable[[int], Prompt]
-    size: int
 
-    def __len__(self) -> int:
-        return self.size
+class GeneratedTask(ABC, Generic[P]):
+    """Problems of several sizes: the size is uniform in `train`, and `eval` goes through the sizes in turn, so that
+    every beginning of it covers them evenly.
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
+    `train` is a function of the seed; `eval` is the same for every seed, no two of its problems are alike, and no
+    problem of one split is in the other.
+    """
 
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    name: ClassVar[str]
+    sizes_are: ClassVar[str]  # "terms", in a message
+    makes_more: ClassVar[str]  # the setting that makes more problems possible
 
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self.make(i) for i in range(*index.indices(self.size))]
-        if not -self.size <= index < self.size:
-            raise IndexError(f"prompt {index} of {self.size}")
-        return self.make(index % self.size)
+    def __init__(
+        self, writing: Prompting | Verbatim, seed: int, sizes: range, train_problems: int, eval_problems: int
+    ) -> None:
+        self._writing, self._seed, self._sizes = writing, seed, sizes
+        self._train = MadePrompts(self._train_prompt, train_problems)
+        self._eval = tuple(self._prompt(f"eval-{i}", *told) for i, told in enumerate(self._held_out(eval_problems)))
+
+    @abstractmethod
+    def draw(self, rng: Random, size: int) -> P:
+        """A problem of either split."""
+
+    @abstractmethod
+    def answer(self, problem: P) -> str:
+        """What the judge has to know."""
+
+    def key(self, problem: P) -> str:
+        """What decides the split."""
+        return str(problem)
+
+    def tell(self, problem: P, rng: Random) -> str:
+        """The text of its prompt."""
+        return f"{problem}="
+
+    def name_of(self, problem: P, told: str) -> str:
+        """What no two problems of `eval` have in common."""
+        return self.key(problem)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        if split == "train":
+            return self._train
+        if split == "eval":
+            return self._eval
+        raise UserError(f"task={self.name} was asked for the split {split!r}; it has train and eval")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._writing.decode(token_ids)
+
+    def _train_prompt(self, index: int) -> Prompt:
+        """Problem `index` of the train split: a function of the seed and the index alone."""
+        rng = Random(f"{self.name}/train/{self._seed}/{index}")
+        size = rng.choice(self._sizes)
+        while is_held_out(self.key(problem := self.draw(rng, size))):
+            pass
+        return self._prompt(f"train-{index}", problem, self.tell(problem, rng))
+
+    def _held_out(self, count: int) -> list[tuple[P, str]]:
+        """The problems of the eval split with their texts; UserError where there are not so many."""
+        rng = Random(f"{self.name}/eval")
+        found: dict[str, tuple[P, str]] = {}
+        for i in range(count):
+            size = self._sizes[i % len(self._sizes)]
+            for _ in range(MOST_TRIES):
+                problem = self.draw(rng, size)
+                if not is_held_out(self.key(problem)):
+                    continue
+                told = self.tell(problem, rng)
+                if (name := self.name_of(problem, told)) not in found:
+                    found[name] = problem, told
+                    break
+            else:
+                raise UserError(
+                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more of "
+                    f"{size} {self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
+                )
+        return list(found.values())
+
+    def _prompt(self, prompt_id: str, problem: P, told: str) -> Prompt:
+        return Prompt(prompt_id, self._writing.encode(told), self.answer(problem))

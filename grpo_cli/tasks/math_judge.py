@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
 from grpo_cli.tasks.judges import Completion
-from grpo_cli.tasks.workers import WorkerDied, Workers
+from grpo_cli.tasks.workers import DoesNotStart, Workers
 
 ON_CRASH = ("stop", "zero")
 MOST_WORKERS = 256
@@ -75,39 +75,30 @@ class MathJudge:
         for pair in pairs:
             if pair not in self._known and (same := settled(*pair)) is not None:
                 self._known[pair] = "equal" if same else "different"
-        while unknown := {pair: place for pair, place in pairs.items() if pair not in self._known}:
-            self._ask(unknown)
-        return self._known
-
-    def _ask(self, asked: Mapping[tuple[str, str], str]) -> None:
-        """Have the workers compare; if one of the pairs ends its worker, the others have to be asked again."""
-        pairs = list(asked)
+        unknown = [pair for pair in pairs if pair not in self._known]
         try:
-            replies = self._workers.ask([{"gold": gold, "answer": answer} for gold, answer in pairs])
-        except WorkerDied as death:
-            if death.question is None:
-                raise UserError(f"the judge of task.reward=math does not start: {death.reason}") from death
-            gold, answer = pair = pairs[death.question]
-            if self._on_crash == "stop":
+            replies = self._workers.ask([{"gold": gold, "answer": answer} for gold, answer in unknown])
+        except DoesNotStart as error:
+            raise UserError(f"the judge of task.reward=math does not start: {error}") from error
+        for pair, reply in zip(unknown, replies, strict=True):
+            if "died" in reply and self._on_crash == "stop":
                 raise UserError(
-                    f"the judge of mathematics ended with {death.reason} when it compared {answer!r}, the answer of "
-                    f"{asked[pair]}, with {gold!r}; please report this to math-verify. task.on_crash=zero counts "
+                    f"the judge of mathematics ended with {reply['died']} when it compared {pair[1]!r}, the answer of "
+                    f"{pairs[pair]}, with {pair[0]!r}; please report this to math-verify. task.on_crash=zero counts "
                     "such replies as wrong (reward/incomparable) and goes on"
-                ) from death
-            self._known[pair] = "incomparable"
-            return
-        for pair, reply in zip(pairs, replies, strict=True):
+                )
             self._known[pair] = _verdict(reply)
+        return self._known
 
     def close(self) -> None:
         """End the workers; they end by themselves with this object."""
         self._workers.close()
 
 
-def _verdict(reply: Mapping[str, object] | None) -> str:
-    if reply is None or "limit" in reply:
+def _verdict(reply: Mapping[str, object]) -> str:
+    if "limit" in reply:
         return "over limit"
-    if "incomparable" in reply:
+    if "incomparable" in reply or "died" in reply:
         return "incomparable"
     return "equal" if reply["equal"] else "different"
 

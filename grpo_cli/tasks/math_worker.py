@@ -1,7 +1,8 @@
 """The other side of `workers.py` for mathematics: compares two LaTeX expressions a line, as `math-verify` does.
 
 Run as a file of its own, so that it can be killed; it imports nothing of this package. A line is a JSON object with
-`gold` and `answer`; the reply says `equal`, or `limit` (out of memory or depth), or `incomparable` with the reason.
+`gold` and `answer`; the reply says `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the
+reason.
 Only `math-verify`'s LaTeX grammar is used: its other reader hands text to a parser that evaluates it.
 """
 
@@ -27,25 +28,27 @@ def main(seconds: float) -> None:
     os.dup2(2, 1)  # what a library prints is no reply
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
-    import math_verify
 
     def say(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
-    _compared(math_verify, "x+1", "1+x")  # the first loads a grammar, which is not to count as somebody's time
-    caches = _caches()
-    say({"ready": True})
-    for line in sys.stdin:
-        _let_live(seconds)
-        question = json.loads(line)
-        try:
+    try:
+        import math_verify
+
+        _compared(math_verify, "x+1", "1+x")  # the first loads a grammar, which is not to count as somebody's time
+        caches = _caches()
+        say({"ready": True})
+        for line in sys.stdin:
+            _let_live(seconds)
+            question = json.loads(line)
             reply = _compared(math_verify, question["gold"], question["answer"])
-        except (MemoryError, RecursionError) as error:
-            reply = {"limit": type(error).__name__}
-        for cache in caches:
-            cache.cache_clear()
-        say(reply)
+            for cache in caches:
+                cache.cache_clear()
+            say(reply)
+    except Exception as error:
+        say({"died": f"{type(error).__name__}: {error}"[:300]})
+        raise
 
 
 def _caches() -> list[Any]:
@@ -72,6 +75,8 @@ def _compared(library: Any, gold: str, answer: str) -> dict[str, Any]:
     try:
         parsed = [_gold(library, gold), _parsed(library, answer)]
         equal = all(parsed) and library.verify(*parsed, timeout_seconds=None, raise_on_error=True)
+    except (MemoryError, RecursionError) as error:
+        return {"limit": type(error).__name__}
     except INCOMPARABLE as error:
         return {"incomparable": f"{type(error).__name__}: {error}"[:200]}
     return {"equal": bool(equal)}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, overload
+from typing import Any
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.prompting import Prompting
+from grpo_cli.tasks.prompting import MadePrompts, Prompting
 from grpo_cli.tasks.rows import Row, where
 from grpo_cli.types import Prompt
 
@@ -28,7 +28,7 @@ class Problem:
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, for a reward function
 
 
-class LazyPrompts(Sequence[Prompt]):
+class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time when asked for: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
@@ -66,20 +66,7 @@ class LazyPrompts(Sequence[Prompt]):
             )
         if not self.problems:
             raise UserError(f"no prompt to {split} on is left: all have more than {max_tokens} tokens")
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self._prompt(problem) for problem in self.problems[index]]
-        return self._prompt(self.problems[index])
+        super().__init__(lambda place: self._prompt(self.problems[place]), len(self.problems))
 
     @cached_property
     def places(self) -> Mapping[str, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.types import Finish, Prompt, Rollout
 
 PLACEHOLDER = "{question}"
 
@@ -26,6 +27,49 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
+
+
+class MadePrompts(Sequence[Prompt]):
+    """`size` prompts, each made by `make(index)` when it is asked for: a million of them cost nothing."""
+
+    def __init__(self, make: Callable[[int], Prompt], size: int) -> None:
+        self._make, self._size = make, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        places = range(self._size)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """Prompts and completions as they are, for a model that was trained on nothing else."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, special tokens left out."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def completion(self, rollout: Rollout) -> str | None:
+        """What the rollout says, None if it did not end by itself.
+
+        The end is taken off by its place and not by its kind: another special token inside an answer must spoil it.
+        """
+        if rollout.finish is not Finish.EOS:
+            return None
+        return self.tokenizer.decode(list(rollout.token_ids[:-1]), skip_special_tokens=False)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import refuse
 from grpo_cli.tasks.answers import equal, extract_answer
-from grpo_cli.tasks.generated import GeneratedPrompts, count_problems, is_held_out
+from grpo_cli.tasks.generated import GeneratedTask, count_problems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -118,13 +117,14 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups:
             return story
 
 
-class WordProblems:
-    """The task. How many things happen is uniform in `train`; `eval` is the same for every seed and goes through the
-    numbers of them in turn. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
+class WordProblems(GeneratedTask[Story]):
+    """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
     The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion
     has ended by itself.
     """
+
+    name, sizes_are, makes_more = "word_problems", "steps", "max_start"
 
     def __init__(
         self,
@@ -145,19 +145,23 @@ class WordProblems:
         eval_problems: int,
     ) -> None:
         _check_sizes(min_steps, max_steps, max_start, max_change, train_problems, eval_problems)
-        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
-        self._seed, self._must_end, self._instruction = seed, must_end, instruction
-        self._steps = range(min_steps, max_steps + 1)
+        self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        self._train = GeneratedPrompts(self._train_prompt, train_problems)
-        self._eval = tuple(self._eval_prompts(eval_problems))
+        writing = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        super().__init__(writing, seed, range(min_steps, max_steps + 1), train_problems, eval_problems)
 
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        if split == "train":
-            return self._train
-        if split == "eval":
-            return self._eval
-        raise UserError(f"task=word_problems was asked for the split {split!r}; it has train and eval")
+    def draw(self, rng: Random, size: int) -> Story:
+        return draw_story(rng, size, *self._level)
+
+    def answer(self, problem: Story) -> str:
+        return str(problem.answer)
+
+    def tell(self, problem: Story, rng: Random) -> str:
+        told = problem.told(rng)
+        return f"{told} {self._instruction}" if self._instruction else told
+
+    def name_of(self, problem: Story, told: str) -> str:
+        return told
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
@@ -165,39 +169,6 @@ class WordProblems:
         right = equal(found.value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self._prompting.decode(token_ids)
-
-    def _train_prompt(self, index: int) -> Prompt:
-        """Problem `index` of the train split: a function of the seed and the index alone."""
-        rng = Random(f"word_problems/train/{self._seed}/{index}")
-        steps = rng.choice(self._steps)
-        while is_held_out(str(story := draw_story(rng, steps, *self._level))):
-            pass
-        return self._prompt(f"train-{index}", story, story.told(rng))
-
-    def _eval_prompts(self, count: int) -> list[Prompt]:
-        rng = Random("word_problems/eval")
-        seen: dict[str, Story] = {}
-        for i in range(count):
-            steps = self._steps[i % len(self._steps)]
-            for _ in range(10_000):
-                story = draw_story(rng, steps, *self._level)
-                if is_held_out(str(story)) and (told := story.told(rng)) not in seen:
-                    seen[told] = story
-                    break
-            else:
-                raise UserError(
-                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more of "
-                    f"{steps} steps with numbers up to {self._level[0]} and {self._level[1]}; ask for fewer, or raise "
-                    "task.max_start"
-                )
-        return [self._prompt(f"eval-{i}", story, told) for i, (told, story) in enumerate(seen.items())]
-
-    def _prompt(self, prompt_id: str, story: Story, told: str) -> Prompt:
-        question = f"{told} {self._instruction}" if self._instruction else told
-        return Prompt(prompt_id, self._prompting.encode(question), answer=str(story.answer))
 
 
 def _check_sizes(

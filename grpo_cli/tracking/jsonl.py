@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.runs.files import json_line, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
-from grpo_cli.runs.ledger import Ledger, StepRows, cut, load_ledgers, look, missing_steps, save_ledgers
+from grpo_cli.runs.ledger import Ledger, cut, load_ledgers, look, save_ledgers
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Example, Record
 
@@ -89,7 +88,7 @@ class JsonlTracker:
     @property
     def missing(self) -> list[int]:
         """The steps whose records are not, or not all, in the files: the disk was full, or damage was accepted."""
-        return missing_steps(self._ledgers)
+        return sorted({step for ledger in self._ledgers.values() for step in ledger.lost})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say which rows are lost; nothing is held open between records."""
@@ -101,19 +100,19 @@ class JsonlTracker:
         if not lines or step <= ledger.last_step:
             return
         try:
-            _append(self._paths[name], data, ledger.bytes)
-            ledger.add(StepRows(step, len(lines), len(data), zlib.crc32(data)))
+            _append(self._paths[name], data, ledger.size)
+            ledger.add(step, data)
         except OSError as error:
-            ledger.add(StepRows(step, 0, 0, 0))
+            ledger.lose(step)
             if not self._lost:
                 self._warn(f"step {step} could not be written to {self._paths[name]}: {error}")
             self._lost.setdefault(name, []).append(step)
 
     def _go_on(self, last: int, checkpoint: Path | None, accept_damage: bool) -> None:
         """After step `last`."""
-        kept = load_ledgers(checkpoint) or {} if checkpoint else {}
+        kept = load_ledgers(checkpoint) if checkpoint else {}
         found = {
-            name: look(path, last, kept.get(name), once=name == METRICS and checkpoint is not None)
+            name: look(path, last, kept.get(name), every_step=name == METRICS and checkpoint is not None)
             for name, path in self._paths.items()
         }
         problems = [problem for each in found.values() for problem in each.problems]

@@ -36,7 +36,7 @@ class Functions:
 
 
 class Compiled:
-    """`functions` compiled, until one of them cannot be: then all are as they were, which is said once."""
+    """`functions` compiled, until one of them cannot be: then all run uncompiled, which is logged once."""
 
     def __init__(self, functions: Functions, warn: Callable[[str], None]) -> None:
         compiler = Compiler("decode steps", "engine.compile", warn)

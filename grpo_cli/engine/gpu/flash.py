@@ -63,7 +63,7 @@ def _forward(*operands: Any, **words: Any) -> Sequence[Tensor]:
 def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
     """What each row heard, weighted by how much of its softmax it is.
 
-    Of a sequence without keys the operation says that its log-sum-exp is +inf, and what nobody was asked is left as
+    Of a sequence without keys the operation says that its log-sum-exp is +inf, and what no query asked is left as
     memory was: neither counts. A row that heard nothing answers 0.
     """
     sums = [logsumexp.t()[at].masked_fill(missing[..., None], -torch.inf) for _, logsumexp, at, missing in parts]

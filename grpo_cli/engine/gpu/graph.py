@@ -25,11 +25,11 @@ WORTH_CAPTURING = 4
 
 
 # Of each row: its last hidden state [R, H], the token drawn after it and that one's log-probability.
-Turned = tuple[Tensor, Tensor, Tensor]
+TurnOutput = tuple[Tensor, Tensor, Tensor]
 # One turn of these rows, by these numbers in [0, 1).
-Turn = Callable[[Rows, Float[Tensor, "R"]], Turned]
+Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
 # Runs the function until its kernels are loaded, and returns what repeats it from the same addresses to the same ones.
-Capture = Callable[[Callable[[], Turned]], Callable[[], Turned]]
+Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
 
 
 class FixedTurns:
@@ -48,14 +48,14 @@ class FixedTurns:
     ) -> None:
         self._turn, self._capture, self._repeated, self._state = turn, capture, repeated, state
         self._seen: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, tuple[tuple[Rows, Tensor], Callable[[], Turned]]] = {}
+        self._captured: dict[Hashable, tuple[tuple[Rows, Tensor], Callable[[], TurnOutput]]] = {}
 
     @property
     def captured(self) -> int:
         """How many shapes have been captured."""
         return len(self._captured)
 
-    def __call__(self, rows: Rows, uniform: Float[Tensor, "R"]) -> Turned:
+    def __call__(self, rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
         """`rows` are slots of the workspace (`Slots` with `fixed`)."""
         ways = tuple(way for pieces in (rows.own, rows.prompt) for way in (pieces.whole, pieces.in_order))
         given = tensors_of((rows, uniform))
@@ -97,7 +97,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, run: Callable[[], Turned]) -> Callable[[], Turned]:
+    def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Libraries allocate and choose kernels in their first calls, which must not be recorded. A turn may be
@@ -110,7 +110,7 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
 
-        def replay() -> Turned:
+        def replay() -> TurnOutput:
             graph.replay()
             return result
 

@@ -50,7 +50,7 @@ class KvLayout:
         return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
     def page(self, tile: int, most: int) -> int:
-        """Tokens of a page, a multiple of `tile`, where nobody holds more than `most`. It depends on nothing but the
+        """Tokens of a page, a multiple of `tile`, where no row holds more than `most`. It depends on nothing but the
         model and its precision as long as there are several: sums are made page by page, and so are their bits."""
         return min(
             round_up(max(PAGE_TOKENS, self.least, -(-PAGE_BYTES // self.bytes_per_token)), tile), round_up(most, tile)
@@ -58,7 +58,7 @@ class KvLayout:
 
 
 class Region:
-    """Pages of one size at one end of a block, counted from that end, and who has which (a line of `pages` each).
+    """Pages of one size at one end of a block, counted from that end, and which row has which (a line of `pages` each).
 
     `used` is how many the taken ones reach to; holes among them are `free`.
     """
@@ -69,7 +69,7 @@ class Region:
         self.pages = np.full((owners, most), -1, dtype=np.int64)
         self.count = np.zeros(owners, dtype=np.int64)
         self.used = 0
-        self.version = 0  # of who has what: goes up with every change
+        self.version = 0  # of the page tables: goes up with every change
         self._free: list[int] = []
         self._fixed = False
 
@@ -127,7 +127,7 @@ class Region:
         outside = set(self._free)
         movers = np.array([page for page in range(taken, self.used) if page not in outside], dtype=np.int64)
         if len(movers):
-            now = np.append(np.arange(self.used), -1)  # -1, nobody, stays what it is
+            now = np.append(np.arange(self.used), -1)  # -1, no page, stays what it is
             now[movers] = holes
             self.pages = now[self.pages]
         if self._free:

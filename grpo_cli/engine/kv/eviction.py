@@ -1,7 +1,7 @@
 """Which KV entries a slot holds, and so how many it must have room for: all of them, or as many as a budget allows.
 
 A policy is a subclass of `Budget` with a `score`: how good a reason each key has to stay. The rest is the same for all,
-and `keeper.py` acts on it. Keys lie after rotation, at their true positions, and nobody turns them again.
+and `keeper.py` acts on it. Keys lie after rotation, at their true positions, and are not rotated again.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Keeper:
         self.clear()
 
     def clear(self) -> None:
-        """Count from nothing. Notes are cleared slot by slot, when somebody comes."""
+        """Count from nothing. Notes are cleared slot by slot, when a sequence enters."""
         self._evictions = 0
         self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and those of a dense run
         self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and those of a dense run
@@ -143,7 +143,7 @@ class Keeper:
 
     def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
         """Prompts have come into the pool, with the attention that their keys received."""
-        assert self._received is not None, "nobody asked for it"
+        assert self._received is not None, "nothing asked for it"
         for entry, of_prompt in zip(entries, received.unbind(1), strict=True):
             self._received.prompts[entry] = of_prompt
 
@@ -192,8 +192,8 @@ class Keeper:
     def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> None:
         """Cut the rows down; `requests` and `entries` are theirs, in the same order."""
         self._evictions += len(due.rows)
-        told = (due.rows, due.sinks, kv.rows.pages[due.rows, 0], kv.prompt_pages(entries, due.prompt))
-        parts = zip(*(one.split(self._rows_at_once) for one in send(kv.device, *told)), strict=True)
+        to_send = (due.rows, due.sinks, kv.rows.pages[due.rows, 0], kv.prompt_pages(entries, due.prompt))
+        parts = zip(*(one.split(self._rows_at_once) for one in send(kv.device, *to_send)), strict=True)
         for place, (rows, sinks, pages, of_prompt) in enumerate(parts):
             candidates = Candidates(
                 keys=_candidates(due, kv.row_keys, pages, kv.prompt_keys, of_prompt),
@@ -300,7 +300,7 @@ class _PromptKept:
 class _Queries:
     """The queries of each row's last `window` steps; that of position p at place p modulo window.
 
-    What a slot's last tenant left is overwritten before it is read: nobody is cut down before `window` steps.
+    What a slot's last tenant left is overwritten before it is read: no row is cut down before `window` steps.
     """
 
     def __init__(self, shape: SlotShape, window: int) -> None:

@@ -111,7 +111,7 @@ class Runs:
     """Pages that are looked at, N of them, as sequences of one FlashAttention call: a question is a row that asks one.
 
     The questions of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (what is
-    beyond the last of `starts` asks nobody), and its keys begin at token `keys[n]`. `of_row` are the questions of each
+    beyond the last of `starts` asks nothing), and its keys begin at token `keys[n]`. `of_row` are the questions of each
     row in the order of its keys (A: none there). The rest is as in `Pieces`.
     """
 
@@ -126,7 +126,7 @@ class Runs:
     in_order: bool
 
 
-# The first key of a page that nobody has: no row is so long, so none of it is read.
+# The first key of a page without an owner: no row is so long, so none of it is read.
 NOBODYS = 2**40
 
 

@@ -135,7 +135,7 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], slots: int, capacit
 
 
 def resplit(start: Lists, lengths: Sequence[int], target: int) -> Lists:
-    """Improve lists: split the jobs of the fullest slot and another one anew, as evenly as these two can be.
+    """Improve lists: split the jobs of the fullest slot and another one again, as evenly as these two can be.
 
     Repeated until the fullest slot gains from no partner or holds no more than `target`. A split covers all moves and
     swaps between the two slots, of any number of jobs, at once. The makespan never grows; a round costs about 20

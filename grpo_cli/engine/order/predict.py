@@ -116,7 +116,7 @@ class MeanLength:
 
 
 class Told:
-    """Says what it was told: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
+    """Repeats given lengths: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
     predictor, which learns. `told` is by `key_of`."""
 
     prefix_tokens = 0
@@ -202,7 +202,7 @@ class PrefixHead:
 
     Infinite Sampling conditions its prediction on the first tokens too, but (in the code that is public) by a separate
     BERT over their text. Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so
-    far and the temperature predicts log(1 + remaining). It is fitted anew after each `generate` on the last `replay`
+    far and the temperature predicts log(1 + remaining). It is refitted after each `generate` on the last `replay`
     rollouts, with the shrinkage that minimises the generalised cross-validation error: when the features say nothing it
     falls back to the mean. No idea before `min_rollouts` rollouts. Rollouts that end within the prefix teach nothing.
 

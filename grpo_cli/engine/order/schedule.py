@@ -30,7 +30,7 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
     """The decode steps each request is planned with, by its index; at least 1.
 
     One less than the predicted tokens, and never more than its limit allows: the first token of a request comes from
-    the prompt's logits and needs no step. A request without a prediction counts as the mean of the others; when nobody
+    the prompt's logits and needs no step. A request without a prediction counts as the mean of the others; when none
     has one all count the same, which leaves every order to the ties: by index.
     """
     known = [request.predicted for request in waiting if request.predicted is not None]
@@ -43,7 +43,7 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
 
 
 class InOrder(ABC):
-    """Takes the waiting requests in one order, fixed at the start. It is all the same which slot they get."""
+    """Takes the waiting requests in one order, fixed at the start. Which slot they get makes no difference."""
 
     details: Mapping[str, float] = {}
 
@@ -105,7 +105,7 @@ class Fptas:
     A slot that falls free takes the next, longest first, of the list whose request has ended. With an empty list it
     takes a request from another's: the one of all that wait with the shortest predicted length (`refill="sjf"`, as
     published) or the longest (`refill="lpt"`). While predictions are true this never makes the plan longer: the request
-    starts no later than it would have. When nobody is running although the requests of the last plan had unequal
+    starts no later than it would have. When nothing is running although the requests of the last plan had unequal
     lengths, the engine works in rounds (`micro`), and the longest requests form the next one.
 
     `assignment` is the plan that is followed, None when there was no prediction and the order is first come, first

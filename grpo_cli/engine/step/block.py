@@ -21,7 +21,7 @@ from grpo_cli.engine.step.weights import AsTheyAre, Copies, Product, Products, i
 
 @dataclass(frozen=True)
 class Block:
-    """The modules of one layer, looked up once: a module finds its children anew each time it is asked."""
+    """The modules of one layer, looked up once: a module looks its children up each time it is asked."""
 
     input_norm: Any
     qkv: Products

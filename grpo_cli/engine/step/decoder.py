@@ -105,7 +105,7 @@ class Decoder:
         return other
 
     def for_steps(self, watched: bool) -> Decoder:
-        """The same, as fast as decode steps can be made on this device and in this precision. `watched`: somebody wants
+        """The same, as fast as decode steps can be made on this device and in this precision. `watched`: a policy wants
         to see what they attend to."""
         other = copy(self)
         other._flash = not self.slow_since(watched)
@@ -166,8 +166,10 @@ class Decoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the weights as they are now into the copies that were made of them, each where it is and a layer at a
-        time. Packed copies cannot be written anew."""
-        assert not isinstance(self._weights, Copies) or not self._weights.packed, "who packs makes copies anew"
+        time. Packed copies cannot be overwritten."""
+        assert not isinstance(self._weights, Copies) or not self._weights.packed, (
+            "packed copies are made again, not overwritten"
+        )
         for layer, block in zip(self._layers, self._blocks_of_model, strict=True):
             overwrite(block, Block.of(layer, self._weights))
         if not isinstance(self._head, nn.Module):
@@ -288,7 +290,7 @@ def _received(
 ) -> Float[Tensor, "P H W"]:
     """The attention paid to each key under a causal mask: summed over the prompt's queries, mean over a key's group.
 
-    One prompt at a time, so that what lies there at a time is one prompt's weights.
+    One prompt at a time, so that only one prompt's weights exist at a time.
     """
     received = torch.zeros(k.shape[:3], device=k.device)
     for row, length in enumerate(lengths):

@@ -230,7 +230,7 @@ def _among(one: Tensor, rows: int, place: int) -> Tensor:
     return others
 
 
-def told(found: Invariance, threads: int) -> str:
+def rounding_warning(found: Invariance, threads: int) -> str:
     """What it means for a run that bits are not invariant."""
     return (
         f"float32 products depend on the number of rows here ({threads} threads), even padded to "

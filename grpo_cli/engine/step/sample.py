@@ -1,7 +1,7 @@
 """Logits to tokens, with the exact log-probability of each under the distribution that it was drawn from.
 
 A row's randomness is a table of uniforms from a counter-based generator keyed by the request's seed: entry t decides
-token t, whoever the row's neighbours are, and one batched operation draws for all rows.
+token t, whatever the row's neighbours are, and one batched operation draws for all rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SamplingTable:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device
-        # Temperature, top_p and top_k of each slot; of one that nobody has had, temperature is no number.
+        # Temperature, top_p and top_k of each slot; of one never used, temperature is NaN.
         self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
         self.temperature, self.top_p = torch.ones(2, slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
@@ -71,9 +71,9 @@ class SamplingTable:
             self._tell()
 
     def _tell(self) -> None:
-        """All of it anew, in one copy and to the same addresses."""
-        for own, told in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
-            own.copy_(told)
+        """All of it again, in one copy and to the same addresses."""
+        for own, new in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
+            own.copy_(new)
         temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
         self.any_tempered = bool((temperatures != 1.0).any())
         self.any_greedy = bool((temperatures == 0.0).any())

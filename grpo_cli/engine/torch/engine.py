@@ -16,12 +16,12 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import Invariance, invariance_of, told
+from grpo_cli.engine.step.invariance import Invariance, invariance_of, rounding_warning
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
 from grpo_cli.engine.torch.stop import stop_of
-from grpo_cli.engine.torch.workspace import Kept, Workspace
+from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
 from grpo_cli.interfaces import Meter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.support.errors import UserError
@@ -32,7 +32,7 @@ from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
-    `invariance.py` finds that they can, which is told by `facts`.
+    `invariance.py` finds that they can, which `facts` reports.
 
     `decode` turns tokens into text; it is asked only for requests with stop strings.
     """
@@ -70,7 +70,7 @@ class TorchEngine:
                 "layers takes two more small products in every step; with model.quantize=none they take none in float32"
             )
         self._capture = CudaGraphs() if cuda_graph else None
-        self._kept = Kept()
+        self._kept = KeptWorkspace()
         self._packed_weights = packed_weights
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler, rollouts_per_step)
@@ -87,7 +87,7 @@ class TorchEngine:
         """One rollout per request, in order of finishing. Once `enough` says yes of one that has ended, the others come
         partial; those that end in the same step have ended too.
 
-        Out of memory, and told to halve, it serves what is left with half the slots, now and in every later call.
+        Out of memory, with on_oom=halve, it serves what is left with half the slots, now and in every later call.
         """
         self._stats = EngineStats()
         self._check(requests)
@@ -116,7 +116,7 @@ class TorchEngine:
         found = invariance_of(self._decoder.may_pack(self._packed_weights))
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
-            self._warn(told(found, torch.get_num_threads()))
+            self._warn(rounding_warning(found, torch.get_num_threads()))
         self._invariance = found
         slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:
@@ -143,8 +143,8 @@ class TorchEngine:
         )
 
     def _serve(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[tuple[int, Rollout]]:
-        """Rollouts with the place of their request, their lengths predicted where somebody orders by them. However it
-        ends, `stats` says what it cost."""
+        """Rollouts with the place of their request, their lengths predicted where the scheduler needs them. `stats`
+        says what it cost, however it ends."""
         self._stats = EngineStats()
         generation = self._generation(requests)
         prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
@@ -181,7 +181,7 @@ class TorchEngine:
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
         """The last one where graphs are of it and it serves, else a new one."""
-        # A prefix is only worth waiting for when somebody orders by length.
+        # A prefix is only worth waiting for when the scheduler orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
 
         def sizes_of(decoder: Decoder) -> Sizes:

@@ -12,7 +12,7 @@ class Forecast:
 
     A rollout that ended says less than it seems, since short ones end first: so the mean is of all tokens made, also by
     those that go on, per rollout that ended; to begin with, as if one of half the most tokens had. `full`: memory has
-    run out, and nobody has ended since.
+    run out, and no rollout has ended since.
     """
 
     def __init__(self, prefix: int, most: int) -> None:
@@ -44,7 +44,7 @@ class Forecast:
         return min(self._most, max(round(expected), made + max(1, round(mean / 2))))
 
 
-class Crowd:
+class RunningRows:
     """Rows that run, or are about to, and the tokens that there are for all of them at their fullest moment."""
 
     def __init__(self, made: list[int], lengths: list[int], room: int, page: int) -> None:
@@ -58,7 +58,7 @@ class Crowd:
 
     def admits(self, made: int, length: int, prompt: int) -> bool:
         """Whether one more fits, with so many tokens of a prompt beside; then it belongs to them."""
-        more = Crowd([*self._made, made], [*self._lengths, length], self._room - prompt, self._page)
+        more = RunningRows([*self._made, made], [*self._lengths, length], self._room - prompt, self._page)
         if more.fits:
             self._made, self._lengths, self._room = more._made, more._lengths, more._room
         return more.fits

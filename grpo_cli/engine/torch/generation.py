@@ -1,6 +1,6 @@
 """One call of `generate`: its slots, its prompts in flight, and the three beats that serve waiting sequences.
 
-admit     whom the scheduler chooses enters a free slot; its prompt is prefilled if nobody did it before
+admit     whom the scheduler chooses enters a free slot; its prompt is prefilled unless that was done before
 run       one batched forward pass, one drawn token per running row
 settle    sequences that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from grpo_cli.engine.interfaces import Running, Scheduler
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.kv.prompts import PromptPool
-from grpo_cli.engine.torch.forecast import Crowd, Forecast
-from grpo_cli.engine.torch.queue import Line
+from grpo_cli.engine.torch.forecast import Forecast, RunningRows
+from grpo_cli.engine.torch.queue import WaitingQueue
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.stop import NeverStop, StopStrings
-from grpo_cli.engine.torch.transcripts import Drawn, Transcripts
+from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.interfaces import Meter
 from grpo_cli.model.transfer import send
@@ -40,8 +40,8 @@ BEHIND = {"cuda": 1}
 class Generation:
     """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
 
-    It runs in a `workspace` that was made for them. With `refills`, who waits takes the place of who has ended.
-    `details` are named numbers to go with the cost.
+    It runs in a `workspace` that was made for them. With `refills`, waiting sequences take the slots of those that
+    ended. `details` are named numbers to go with the cost.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Generation:
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._requests, self._sequences = requests, tuple(self.waiting)
         self._transcripts = Transcripts([request.sampling.max_new_tokens for request in requests], eos_token_ids)
-        self._drawn: list[Drawn] = []  # and not looked at yet
+        self._drawn: list[StepTokens] = []  # and not looked at yet
         self._behind = BEHIND.get(self.decoder.device.type, 0)
         self.details: dict[str, float] = {}
         self._eos_ids = frozenset(eos_token_ids)
@@ -81,13 +81,13 @@ class Generation:
         """
         if park_at is None:
             self.kv.set_aside = self.kv.parked
-        line = Line(self.waiting, scheduler, self._rows_that_fit(self.waiting))
+        queue = WaitingQueue(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
-        while not self.halted and (line or self.slots.running or self._drawn):
-            done = self._look(0) if self._admit(line) and not self._behind else []
+        while not self.halted and (queue or self.slots.running or self._drawn):
+            done = self._look(0) if self._admit(queue) and not self._behind else []
             if not done:
                 with self._span("decode"):
-                    done = self._run(line, park_at) if self.slots.running else self._look(0)
+                    done = self._run(queue, park_at) if self.slots.running else self._look(0)
             yield from self._settle(done)
         if self.halted:
             yield from self._settle(self._look(0))
@@ -114,34 +114,34 @@ class Generation:
         expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
         return max(1, min(self.slots.count, int(room / expected)))
 
-    def _admit(self, line: Line) -> bool:
-        """Whether somebody has entered, and drawn a first token."""
+    def _admit(self, queue: WaitingQueue) -> bool:
+        """Whether a sequence has entered, and drawn a first token."""
         free = self.slots.free()
-        if not line or not free or (self.slots.running and not self.refills):
+        if not queue or not free or (self.slots.running and not self.refills):
             return False
-        crowd = None
+        rows_now = None
         if self.sizes.room.budget is not None and self.sizes.rows_grow:
-            crowd = self._crowd()
-            if self.slots.running and (self._forecast.full or not crowd.fits):
+            rows_now = self._running_rows()
+            if self.slots.running and (self._forecast.full or not rows_now.fits):
                 return False
-        entering = line.leave(self._running_views(), free, self._may_begin(crowd))
+        entering = queue.leave(self._running_views(), free, self._may_begin(rows_now))
         if not entering:
             return False
         slots, sequences = zip(*entering, strict=True)
         return self._enter(list(slots), list(sequences))
 
-    def _crowd(self) -> Crowd:
+    def _running_rows(self) -> RunningRows:
         """Those that run, by what is expected of them."""
         running = [(s, self.slots.generated(slot)) for slot, s in enumerate(self.slots.sequences) if s is not None]
         made = [tokens for _, tokens in running]
         lengths = [self._forecast.length(sequence, tokens, sum(made)) for sequence, tokens in running]
         prompts = sum(map(self.prompts.pages_of, {s.request.prompt.id for s, _ in running}))
         room = self.kv.reach() - prompts * self.kv.prompts.tokens
-        return Crowd(made, lengths, room, self.kv.rows.tokens)
+        return RunningRows(made, lengths, room, self.kv.rows.tokens)
 
-    def _may_begin(self, crowd: Crowd | None) -> Callable[[Sequence], bool]:
+    def _may_begin(self, rows_now: RunningRows | None) -> Callable[[Sequence], bool]:
         """Whether there is room for a sequence, where all that were asked about before and may, begin: now, and later
-        too, as far as can be expected (`crowd`; None where nothing bounds them, or rows do not grow)."""
+        too, as far as can be expected (`rows_now`; None where nothing bounds them, or rows do not grow)."""
         opening = set[str]()
         rows = prompts = 0
         in_flight = int(self.slots.made(self.slots.taken()).sum())
@@ -153,7 +153,7 @@ class Generation:
             own = 0 if self._fixed else self.kv.rows.pages_for(sequence.held + 1)
             size = 0 if prompt.id in opening | busy else self.kv.prompts.pages_for(len(prompt.token_ids))
             length = self._forecast.length(sequence, sequence.made, in_flight)
-            if crowd and not crowd.admits(sequence.made, length, size * self.kv.prompts.tokens) and not first:
+            if rows_now and not rows_now.admits(sequence.made, length, size * self.kv.prompts.tokens) and not first:
                 return False
             new = 0 if prompt.id in self.prompts else size
             while not self.kv.has_room(rows + own, prompts + new):
@@ -167,7 +167,7 @@ class Generation:
         return may_begin
 
     def _forget_idle_prompts(self, wanted: Set[str] = frozenset()) -> bool:
-        """Give up the keys of prompts that nobody runs for, but for those that are wanted; False if there are none."""
+        """Give up the keys of prompts without a running row, but for those that are wanted; False if there are none."""
         busy = {s.request.prompt.id for s in self.slots.sequences if s is not None} | wanted
         idle = [name for name in self.prompts.names if name not in busy]
         for name in idle:
@@ -181,7 +181,7 @@ class Generation:
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
         pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
         had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
-        assert had_room, "only those enter for whom there is room"
+        assert had_room, "sequences enter only where there is room"
         self._prefill(sequences, new)
         fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
         parked = sum(s.parked.nbytes for s in sequences if s.parked is not None)
@@ -197,7 +197,7 @@ class Generation:
         return bool(fresh)
 
     def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
-        """Run the prompts that nobody has run yet, those of one padded width together."""
+        """Run the prompts that have not been run yet, those of one padded width together."""
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
             widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)
@@ -219,9 +219,9 @@ class Generation:
         self._prefilled += sum(len(ids) for ids in prompts)
 
     @torch.inference_mode()
-    def _run(self, line: Line, park_at: int | None) -> list[Sequence]:
+    def _run(self, queue: WaitingQueue, park_at: int | None) -> list[Sequence]:
         """One token for every running row; returns who is known to have ended."""
-        if not self._let_grow(line):
+        if not self._let_grow(queue):
             return self._look(0)  # there may be room then
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
@@ -255,23 +255,23 @@ class Generation:
             found += sorted({*ended, *hits}, key=new.index) if hits else ended
         return [self._sequences[index] for index in found]
 
-    def _let_grow(self, line: Line) -> bool:
-        """A page more for every row that is about to need one. Where there is none left, the youngest begins anew later
-        and makes the same tokens again, which are counted; but not as long as somebody may have ended: then False."""
+    def _let_grow(self, queue: WaitingQueue) -> bool:
+        """A page more for every row that is about to need one. Where there is none left, the youngest starts over later
+        and makes the same tokens again, which are counted; but not while a row may have ended: then False."""
         if self._fixed:
             return True
         while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
             if not self._forget_idle_prompts():
                 if self._drawn:
                     return False
-                self._restart(line)
+                self._restart(queue)
         for slot in lacking:
             self.kv.rows.take(slot, 1)
         held = self.slots.held(self.slots.taken()) + self.slots.running + self.prompts.held_keys
         self._most_held = max(self._most_held, held * self.sizes.slots.layout.bytes_per_token + self.kv.parked)
         return True
 
-    def _restart(self, line: Line) -> None:
+    def _restart(self, queue: WaitingQueue) -> None:
         taken = self.slots.taken()
         assert len(taken) > 1, "there is room for one sequence"
         slot = taken[int(np.argmin(self.slots.made(taken)[::-1])) * -1 - 1]
@@ -281,7 +281,7 @@ class Generation:
         self._restarted_tokens += self.slots.generated(slot)
         self.slots.release(slot)
         self._forecast.full = True
-        line.give_back(sequence)
+        queue.give_back(sequence)
 
     def _park(self, slots: Seq[int], hidden: Tensor) -> None:
         if not slots:

@@ -1,6 +1,7 @@
-"""The moments at which a generation holds most, each run once on made-up tokens: for who watches what is allocated.
+"""The moments at which a generation holds most, each run once on made-up tokens, to measure what is allocated.
 
-A decode step and its batch of prompts, and not a whole rollout: what lies there between two of them is known by shapes.
+A decode step and its batch of prompts, and not a whole rollout: what is allocated between two of them is known from
+shapes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
 @dataclass(frozen=True)
 class Course:
     """How memory goes while rollouts are made: the keys that each row holds at the first step and at the fullest ones,
-    the tokens that the arena comes to, and the most with what lies beside it while it grows."""
+    the tokens that the arena comes to, and the most including the second copy while it grows."""
 
     moments: tuple[np.ndarray, ...]
     tokens: int

@@ -1,4 +1,4 @@
-"""Who waits for a slot, and who comes next: whom the scheduler has chosen, once there is room for it."""
+"""The sequences that wait for a slot, and which enters next: the scheduler's choice, once there is room for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
 from grpo_cli.engine.torch.sequence import Sequence
 
 
-class Line:
+class WaitingQueue:
     """The sequences that wait. To the scheduler one that it has chosen is gone, as it would be if it ran.
 
     Where memory is bounded, a choice may have to wait for room: it stays here, before all that are chosen later, and
@@ -52,7 +52,7 @@ class Line:
                 else:
                     self._chosen.append(sequence)
                     asking = True
-        assert entering or running, "who waits for room is not kept from it by others who wait"
+        assert entering or running, "a waiting sequence is not kept from room by others that wait"
         return entering
 
     def give_back(self, sequence: Sequence) -> None:
@@ -63,10 +63,10 @@ class Line:
         """A plan is checked before anything moves."""
         indices, slots = [index for index, _ in plan.admit], [slot for _, slot in plan.admit]
         assert len(set(indices)) == len(indices) and all(index in self._views for index in indices), (
-            "a plan admits who waits, once"
+            "a plan admits waiting sequences, once each"
         )
         assert len(set(slots)) == len(slots) and set(slots) <= set(free), "a plan gives each free slot once"
-        assert indices or not idle, "a scheduler must admit somebody when nothing is running"
+        assert indices or not idle, "a scheduler must admit a request when nothing is running"
 
 
 def _view(sequence: Sequence) -> Waiting:

@@ -13,7 +13,7 @@ from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.types import Request
 
-# While it grows, a block lies there twice: of a budget that is in so few, more than a sixteenth could not be used.
+# While it grows, a block exists twice: of a budget that is in so few, more than a sixteenth could not be used.
 FEW_BLOCKS = 16
 
 
@@ -67,7 +67,7 @@ class Sizes:
     @property
     def rows_grow(self) -> bool:
         """Whether a row takes further pages as it goes on. Where it has its only one from the start, as under eviction,
-        whoever finds room has it to the end."""
+        a row that finds room has it to the end."""
         return self.row_page < self.slots.capacity
 
     def arena(self, fixed: bool) -> KvArena:

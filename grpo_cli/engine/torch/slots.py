@@ -25,10 +25,10 @@ from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import Pieces, Runs, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
-from grpo_cli.engine.torch.transcripts import Drawn
+from grpo_cli.engine.torch.transcripts import StepTokens
 from grpo_cli.model.transfer import Fetched, send
 
-Index = slice | Int[Tensor, "R"]  # slots, as the device is told
+Index = slice | Int[Tensor, "R"]  # slots, as the device gets them
 
 
 class Slots:
@@ -54,7 +54,7 @@ class Slots:
         self._numbers = np.zeros((5, count), dtype=np.int64)
         # Tokens of the prompt; tokens generated, the one that is drawn now included; keys held; prompt keys that are
         # seen in the pool (0 after an eviction of some); most tokens to generate.
-        self._prompt, self._generated, self._held, self._seen, self._limit = self._numbers
+        self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen, self._max_new = self._numbers
         self._sampling = SamplingTable(count, device)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
         self._own: tuple[object, Pieces | Runs] | None = None  # as they were laid out last, and for what
@@ -70,7 +70,7 @@ class Slots:
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """What drawing depends on, besides what it is given."""
+        """What drawing depends on, beyond its arguments."""
         return self._sampling.asked
 
     @property
@@ -81,15 +81,15 @@ class Slots:
         return [slot for slot, sequence in enumerate(self.sequences) if sequence is None]
 
     def generated(self, slot: int) -> int:
-        return int(self._generated[slot])
+        return int(self._num_generated[slot])
 
     def that_made(self, tokens: int) -> list[int]:
         """The running slots that have made so many tokens."""
-        return np.flatnonzero(self._generated[: self.running] == tokens).tolist()
+        return np.flatnonzero(self._num_generated[: self.running] == tokens).tolist()
 
     def at_their_limit(self) -> list[int]:
         """The taken slots that draw no token any more."""
-        return [slot for slot in self.taken() if self._generated[slot] == self._limit[slot]]
+        return [slot for slot in self.taken() if self._num_generated[slot] == self._max_new[slot]]
 
     def claim(self, slots: Seq[int], sequences: Seq[Sequence]) -> None:
         """Give each sequence its slot; nothing of the slot's last tenant is left. A fresh one draws its first token
@@ -113,16 +113,16 @@ class Slots:
 
     def advance(self, running: int) -> None:
         """The first `running` slots have each been fed a token, whose key they hold now, and draw the next one."""
-        self._generated[:running] += 1
-        self._held[:running] += 1
+        self._num_generated[:running] += 1
+        self._num_held[:running] += 1
 
-    def begin(self, slots: Seq[int], logits: Float[Tensor, "R V"]) -> Drawn:
+    def begin(self, slots: Seq[int], logits: Float[Tensor, "R V"]) -> StepTokens:
         """Draw the first token of slots that were claimed."""
         rows = np.array(slots)
         index, uniform = send(self._last.device, rows, self._uniforms[rows, 0])
         return self._drawn(rows, self.draw(index, logits, uniform), ())
 
-    def go_on(self, running: int, tokens: Int[Tensor, "R"], logprobs: Float[Tensor, "R"]) -> Drawn:
+    def go_on(self, running: int, tokens: Int[Tensor, "R"], logprobs: Float[Tensor, "R"]) -> StepTokens:
         """What a turn has drawn for the first slots, which have advanced."""
         kept = self.keeper.prompt_kept(running)
         return self._drawn(np.arange(running), (tokens[:running], logprobs[:running]), kept)
@@ -135,10 +135,10 @@ class Slots:
         self._last[rows] = tokens
         return tokens, logprobs
 
-    def _drawn(self, rows: np.ndarray, drawn: tuple[Tensor, Tensor], prompt_kept: Seq[Tensor]) -> Drawn:
+    def _drawn(self, rows: np.ndarray, drawn: tuple[Tensor, Tensor], prompt_kept: Seq[Tensor]) -> StepTokens:
         sequences = np.array([s.index for row in rows.tolist() if (s := self.sequences[row]) is not None])
         _, made, held, seen, _ = self._numbers[:, rows]
-        return Drawn(sequences, made, held, seen > 0, Fetched(*drawn, *prompt_kept))
+        return StepTokens(sequences, made, held, seen > 0, Fetched(*drawn, *prompt_kept))
 
     def make_room(self, running: int, prompts: PromptPool) -> None:
         """Cut down those of the first `running` slots that have no room for one more key, and count what they hold."""
@@ -146,27 +146,27 @@ class Slots:
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
             entries = self._entries[due.rows].tolist()
             self.keeper.evict(due, requests, entries, self.kv)
-            self._held[due.rows] = due.left
+            self._num_held[due.rows] = due.left
             if due.prompt:
-                self._seen[due.rows] = 0
+                self._num_prompt_seen[due.rows] = 0
         self.keeper.count(self._tally(running), prompts.held_keys)
 
     def _tally(self, running: int) -> Tally:
-        columns = (self._held, self._seen, self._generated, self._prompt)
+        columns = (self._num_held, self._num_prompt_seen, self._num_generated, self._prompt_len)
         return Tally(*(column[:running].copy() for column in columns))
 
     def held(self, slots: Seq[int]) -> int:
         """Keys of their own in all of them."""
-        return int(self._held[list(slots)].sum())
+        return int(self._num_held[list(slots)].sum())
 
     def made(self, slots: Seq[int]) -> np.ndarray:
         """Tokens that each has made."""
-        return self._generated[list(slots)]
+        return self._num_generated[list(slots)]
 
     def lacking(self) -> list[int]:
         """The running slots that have no page for one more key."""
         rows = self.kv.rows
-        return [slot for slot in self.taken() if rows.lacks(slot, min(int(self._held[slot]) + 1, self.capacity))]
+        return [slot for slot in self.taken() if rows.lacks(slot, min(int(self._num_held[slot]) + 1, self.capacity))]
 
     def taken(self) -> list[int]:
         return [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
@@ -176,7 +176,7 @@ class Slots:
         the numbers by which their next tokens are drawn."""
         count = min(self.count, bucket(running)) if self._fixed else running
         own, of_prompts = self._pieces(running, count, prompts)
-        held, page = self._held[:running], self.kv.rows.tokens
+        held, page = self._num_held[:running], self.kv.rows.tokens
         several = own.of_row.shape[1] > 1
         width = (
             page
@@ -185,14 +185,14 @@ class Slots:
         )
         if self._fixed:
             width = min(_power_of_two(width), page)
-        first, made = np.arange(count), self._generated[:count]
+        first, made = np.arange(count), self._num_generated[:count]
         # A slot that stopped when it was full has no room left; what it writes and draws is not read.
-        lengths = np.minimum(self._held[:count], self.capacity - 1)
-        told = [self._prompt[:count] + made - 1, lengths]
-        told.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
+        lengths = np.minimum(self._num_held[:count], self.capacity - 1)
+        to_send = [self._prompt_len[:count] + made - 1, lengths]
+        to_send.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
         if several:
-            told.append(self.kv.rows.pages[first, lengths // page])
-        positions, lengths_there, uniform, *write_to = send(self._last.device, *told)
+            to_send.append(self.kv.rows.pages[first, lengths // page])
+        positions, lengths_there, uniform, *write_to = send(self._last.device, *to_send)
         rows = Rows(
             tokens=self._last[:count],
             positions=positions,
@@ -205,14 +205,14 @@ class Slots:
         return rows, uniform
 
     def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Runs, Pieces | Runs]:
-        """How rows and pages find each other, laid out anew only when that has changed."""
+        """How rows and pages find each other, laid out again only when that has changed."""
         kv, device = self.kv, self._last.device
         own_side, prompt_side = sides(kv.layout.by_token)
         now: object = (kv.rows.version, count)
         if self._own is None or self._own[0] != now:
             most = int(kv.rows.count[:count].max())
             self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device)
-        sees = self._seen[:running] > 0
+        sees = self._num_prompt_seen[:running] > 0
         entries = self._entries[:running].copy()
         now = (kv.prompts.version, count, entries.tobytes(), sees.tobytes())
         if self._of_prompts is None or self._of_prompts[0] != now:
@@ -225,10 +225,10 @@ class Slots:
         """Everything needed to go on with these slots' sequences in others; `last` are the latest tokens of each."""
         return [
             Parked(
-                *self.kv.read(slot, int(self._held[slot])),
+                *self.kv.read(slot, int(self._num_held[slot])),
                 self.generated(slot),
                 token,
-                bool(self._seen[slot]),
+                bool(self._num_prompt_seen[slot]),
                 self.keeper.park(slot),
             )
             for slot, token in zip(slots, last, strict=True)

@@ -1,4 +1,4 @@
-"""Strings after which a rollout ends, besides the model's own tokens for it: `sampling.stop`.
+"""Strings after which a rollout ends, in addition to the model's own tokens for it: `sampling.stop`.
 
 The engine knows tokens only, so it is lent a function that turns them into text, and asks it of the last few tokens of
 each running row after every step. The token that completes a string is the rollout's last: its tokens, their number and

@@ -1,4 +1,4 @@
-"""What has come home of every sequence: its tokens, what they were drawn with, and how many keys it has held.
+"""What is known of every sequence: its tokens, what they were drawn with, and how many keys it has held.
 
 A GPU is a step ahead of what is known here (`generation.py`). A sequence that turns out to have ended is computed once
 more meanwhile, and what that gives is dropped.
@@ -15,7 +15,7 @@ from grpo_cli.model.transfer import Fetched
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepTokens:
     """The tokens that a step has drawn, on their way; entry i of each array is of its row i, as it was then.
 
     What is fetched are tokens, log-probabilities and, where prompt keys can be evicted, how many a slot has left.
@@ -38,7 +38,7 @@ class Transcripts:
         self._made, self._kept = np.zeros((2, len(limits)), dtype=np.int64)
         self._over = np.zeros(len(limits), dtype=bool)
 
-    def note(self, drawn: Drawn) -> tuple[list[int], list[int]]:
+    def note(self, drawn: StepTokens) -> tuple[list[int], list[int]]:
         """Write down what has arrived. Returns the sequences that it is news of, and those of them that end with it."""
         tokens, logprobs, *prompt_kept = drawn.fetched.read()
         new = ~self._over[drawn.sequences]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.batching import Capped, Sampler
-from grpo_cli.engine.gpu.graph import Capture, FixedTurns, Turn, Turned
+from grpo_cli.engine.gpu.graph import Capture, FixedTurns, Turn, TurnOutput
 from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.kv.keeper import keeper_of
@@ -51,7 +51,7 @@ class Workspace:
         kv, keeper = sizes.arena(fixed), keeper_of(sparsity, sizes.slots)
         slots = Slots(sizes.slots, decoder.padding, sizes.max_new_tokens, keeper, kv, fixed)
 
-        def turn(rows: Rows, uniform: Float[Tensor, "R"]) -> Turned:
+        def turn(rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
             hidden = decoder.step(rows, kv, keeper)
             return hidden, *slots.draw(slice(0, len(uniform)), decoder.logits(hidden), uniform)
 
@@ -80,8 +80,8 @@ class Workspace:
         return replace(self, sizes=sizes)
 
 
-class Kept:
-    """At most one workspace, which nobody uses."""
+class KeptWorkspace:
+    """At most one workspace, not in use."""
 
     def __init__(self) -> None:
         self._workspace: Workspace | None = None

@@ -10,7 +10,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 
 class Work:
-    """One call of `generate`: who waits, who runs in which slot, and what it has cost."""
+    """One call of `generate`: what waits, what runs in which slot, and what it has cost."""
 
     def __init__(self, requests: Sequence[Request], slots: int, refills: bool) -> None:
         self.requests = requests
@@ -37,7 +37,7 @@ class Work:
             del self.queue[index]
             self._free.remove(slot)
             self.running[index] = slot, self.steps
-        assert self.running, "a scheduler must admit somebody when nothing is running"
+        assert self.running, "a scheduler must admit a request when nothing is running"
         return [index for index, _ in plan.admit]
 
     def _views(self) -> list[Running]:
@@ -48,7 +48,7 @@ class Work:
         self._row_steps += len(self.running)
 
     def note(self, output: Any) -> None:
-        """Write down what an output brings that its request has not told yet: all, or what is new since the last."""
+        """Write down what an output brings that was not reported yet: all, or what is new since the last."""
         index, made = int(output.request_id), output.outputs[0]
         if index not in self._drawn:
             self._prefilled += len(self.requests[index].prompt.token_ids) - (output.num_cached_tokens or 0)
@@ -67,7 +67,7 @@ class Work:
         return self._rollout(index, finish)
 
     def left_over(self) -> Iterator[Rollout]:
-        """All that has not ended, with what is known of it; nobody runs or waits any more."""
+        """All that has not ended, with what is known of it; nothing runs or waits any more."""
         indices = sorted((*self.running, *self.queue))
         self.running, self.queue = {}, {}
         yield from (self._rollout(index, Finish.PARTIAL) for index in indices)

@@ -97,7 +97,7 @@ class VllmEngine:
     def refuses(
         scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float, max_model_len: int | None
     ) -> Iterator[str]:
-        """What can be told without a model."""
+        """What can be checked without a model."""
         if isinstance(sparsity, Budget):
             yield (
                 f"sparsity={type(sparsity).__name__.lower()} cannot be had with engine=vllm: its cache is in blocks "
@@ -106,7 +106,7 @@ class VllmEngine:
             )
         if scheduler.needs_lengths and predictor.prefix_tokens > 0:
             yield (
-                "engine=vllm shows nobody its hidden states, which predictor=prefix reads; choose predictor=mean or "
+                "engine=vllm does not expose its hidden states, which predictor=prefix reads; choose predictor=mean or "
                 "oracle, or scheduler=fifo"
             )
         if not 0 < memory < 1:
@@ -183,7 +183,7 @@ class VllmEngine:
             max_tokens=sampling.max_new_tokens,
             seed=request.seed % 2**63,  # vLLM keeps it in 64 bits with a sign on a GPU; -1 would be no seed
             stop_token_ids=list(self._eos),
-            ignore_eos=True,  # what ends a completion is said by `stop_token_ids` alone
+            ignore_eos=True,  # only `stop_token_ids` end a completion
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -282,7 +282,7 @@ class VllmEngine:
         self._abort(work)
         with self._answering("does not come to rest"):
             if self._sleeps:
-                self._llm.sleep(level=2)  # weights too: they come anew from the policy
+                self._llm.sleep(level=2)  # weights too: they are copied from the policy again
                 self._asleep, self._stale = True, True
 
     def _build(self, requests: Sequence[Request]) -> None:
@@ -317,8 +317,8 @@ class VllmEngine:
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
     def _share(self, bounded: bool) -> float:
-        """Of the whole GPU, what vLLM is told to take. It refuses to start where so much is not free, also where it is
-        told the cache's size (`bounded`) and takes no notice of it otherwise."""
+        """The share of the whole GPU that vLLM may take. It refuses to start where so much is not free, even if
+        the cache's size is given (`bounded`), when it makes no other use of the share."""
         give_back_cached(self._device)
         others, free, total = held_by_others(self._device)
         most = (free - MARGIN) / total
@@ -333,7 +333,7 @@ class VllmEngine:
         return most if bounded else min(most, self._memory)
 
     def close(self) -> None:
-        """Let vLLM go; whoever asks for rollouts again waits for a new start."""
+        """Shut vLLM down; the next rollouts wait for a new start."""
         if self._llm is not None:
             self._shutdown()  # and is forgotten: it would hold vLLM's memory for as long as this engine lives
             self._llm, self._stale, self._asleep = None, True, False

@@ -72,8 +72,13 @@ def test_gradients_are_what_parameters_hold_after_a_pass():
     assert held[GRADIENTS] == sum(p.numel() * 4 for p in model.parameters())
 
 
-@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3), infinite(kv_budget="200KiB")])
-@pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
+BUDGET = infinite(kv_budget="200KiB")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sparsity"),
+    [(full(), Dense()), (full(), SNAPKV), (micro(slots=5), Dense()), (infinite(slots=3), SNAPKV), (BUDGET, Dense())],
+)
 def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
     """To the byte where no order matters."""
     requests = some_requests(prompts=3, n=4, tokens=30)
@@ -168,9 +173,16 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
 WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS, ids=repr)
-@pytest.mark.parametrize("groups", [[(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]], ids=str)
+SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
+IN_TURN = [
+    (WAYS[0], SEVERAL, "none"),
+    (WAYS[1], LONG, "bfloat16"),
+    (WAYS[2], SEVERAL, "bfloat16"),
+    (WAYS[2], LONG, "none"),
+]
+
+
+@pytest.mark.parametrize(("way", "groups", "autocast"), IN_TURN, ids=str)
 def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any, autocast: str):
     model, batch = small_model(), make_batch(groups)
     rows = tuple(RowShape(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)

@@ -24,15 +24,11 @@ from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rules_of
 from grpo_cli.config.rehearsal import build_rules
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.errors import UserError
+from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
-from grpo_cli.formatting import parse_bytes
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Rules, Task, Tracker
 from grpo_cli.learner.optimizer import check_optimizer
-from grpo_cli.memory import SHARE, expand_segments, part_of_gpu
-from grpo_cli.meter import WallMeter
 from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary
 from grpo_cli.model.load import (
@@ -44,13 +40,17 @@ from grpo_cli.model.load import (
     pad_token_id,
     save_pretrained,
 )
-from grpo_cli.processor import flush_denormals, remarks, why_no_gpu
 from grpo_cli.runs.find import find_checkpoint, never_saved, resolve_run
 from grpo_cli.runs.layout import step_of
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import check_chain, read_record
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import parse_bytes
+from grpo_cli.support.memory import SHARE, expand_segments, part_of_gpu
+from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.processor import flush_denormals, remarks, why_no_gpu
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -152,7 +152,7 @@ def worker_engine(
     them; `told`: where the lengths will stand if the trainer `tells_lengths`."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
     if tells_lengths:
-        parts["predictor"] = {"_target_": "grpo_cli.engine.predict.Told"}
+        parts["predictor"] = {"_target_": "grpo_cli.engine.order.predict.Told"}
     if (budget := parts["sampler"].get("kv_budget")) is not None:
         parts["sampler"] = {**parts["sampler"], "kv_budget": parse_bytes(budget) // kv_share}
     return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)

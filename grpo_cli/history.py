@@ -12,11 +12,12 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
 
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
 PROFILED = -1  # the step of a visit that was made before training
+UNSEEN = 0.5  # the rate that a problem is taken to have before its first visit
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -25,7 +26,7 @@ _ABSENT: Any = object()
 
 
 class Marked(dict[Key, Value]):
-    """A mapping that can still be told as it was when it was last marked: what has changed since is kept beside it.
+    """A mapping that can still be read as it was when last marked: what has changed since is kept beside it.
 
     A run marks at the end of each step what its next checkpoint is to hold, which costs nothing however much there is;
     a copy is made where one is written. Changed are items one at a time only.

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.downsample import choose
 from grpo_cli.interfaces import AdvantageFn, DownsampleRule
+from grpo_cli.rules.downsample import choose
 from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
@@ -60,7 +60,7 @@ def select(
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why the correction rejects it, empty if it does not. With `count_rejected` the
-    rewards of the rejected belong to the group's statistics all the same (they were drawn from the same policy).
+    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]

@@ -17,18 +17,18 @@ from torch import Tensor
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
-from grpo_cli.errors import UserError
-from grpo_cli.examples import examples
 from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
-from grpo_cli.memory import peak_bytes, reserved_bytes
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
-from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.runs import layout
 from grpo_cli.select import Selection, batch_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import peak_bytes, reserved_bytes
+from grpo_cli.tracking.examples import examples
+from grpo_cli.tracking.progress import Progress, Trained, step_metrics
 from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
 
 

@@ -8,12 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
-from grpo_cli.memory import peak_bytes
-from grpo_cli.progress import Progress
 from grpo_cli.runs import layout
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
@@ -22,7 +19,10 @@ from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import peak_bytes
 from grpo_cli.tracking.health import HealthCheck
+from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import Record
 
 

@@ -231,7 +231,7 @@ class Batch:
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:
-        """The response tokens that were drawn: all that a mismatch can be told of."""
+        """The response tokens that were drawn: the only ones with a mismatch."""
         return self.response_mask if self.lags is None else self.response_mask & (self.lags != GIVEN)
 
 

@@ -413,7 +413,7 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # whoever forks must not have threads
     sys.path.insert(0, str(ROOT))
-    from grpo_cli.processor import settle
+    from grpo_cli.support.processor import settle
 
     settle()
     import grpo_cli.cli.start

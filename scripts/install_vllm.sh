@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 ensure_venv dev
 venv=.venv-vllm
-versions="$(sed -n 's/^TESTED_VERSIONS = "\(.*\)"$/\1/p' grpo_cli/engine/vllm_process.py)"
+versions="$(sed -n 's/^TESTED_VERSIONS = "\(.*\)"$/\1/p' grpo_cli/engine/vllm/process.py)"
 if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
     package="vllm$versions"
 elif [[ $(uname -s) == Linux ]]; then
@@ -58,7 +58,7 @@ from grpo_cli.cli.main import main
 main()
 END
 chmod +x "$venv/bin/grpo"
-"$venv/bin/python" -c 'import vllm, grpo_cli.engine.vllm; print("vLLM", vllm.__version__)' 2>/dev/null || {
+"$venv/bin/python" -c 'import vllm, grpo_cli.engine.vllm.engine; print("vLLM", vllm.__version__)' 2>/dev/null || {
     echo "error: vLLM is installed in $venv but cannot be imported: $venv/bin/python -c 'import vllm' says why" >&2
     exit 1
 }

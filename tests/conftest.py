@@ -17,8 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from grpo_cli.processor import settle
 from grpo_cli.runs import layout
+from grpo_cli.support.processor import settle
 
 settle()  # before torch is loaded
 # A shell ignores ctrl-C for what it starts in the background, and nohup hang-ups; tests send both.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli.engine import decoder as decoders
-from grpo_cli.engine import flash
+from grpo_cli.engine.gpu import flash
+from grpo_cli.engine.step import decoder as decoders
 
 
 def forward(

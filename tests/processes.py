@@ -94,7 +94,7 @@ def _server() -> str:
 
 
 def serve(path: str) -> None:
-    from grpo_cli.processor import settle
+    from grpo_cli.support.processor import settle
 
     settle()
     import transformers.models.llama.modeling_llama  # noqa: F401

@@ -15,18 +15,18 @@ from tiny_hf import FAMILIES, _randomise
 from transformers import PreTrainedModel
 
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.stop import NeverStop
-from grpo_cli.engine.vllm import VllmEngine
-from grpo_cli.engine.workspace import Workspace
-from grpo_cli.meter import NullMeter
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.torch.stop import NeverStop
+from grpo_cli.engine.torch.workspace import Workspace
+from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Prompt, Request, Rollout
 
 VOCABULARY, EOS = 24, 1

@@ -13,12 +13,12 @@ import torch
 from small import EOS, VOCABULARY, make_engine, small_model, some_requests
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.forward import PaddingFree
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import AdapterOff, base_of, with_adapters
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
 peft = pytest.importorskip("peft")

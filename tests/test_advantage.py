@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import advantage, downsample
-from grpo_cli.errors import UserError
+from grpo_cli.methods import dr_grpo, lightning_rl, mc_grpo, rloo, xrpo
+from grpo_cli.rules import advantage
 from grpo_cli.select import select
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 GRPO = partial(advantage.grpo, eps=1e-4)
-FUNCTIONS = [GRPO, advantage.dr_grpo, advantage.rloo]
+FUNCTIONS = [GRPO, dr_grpo.dr_grpo, rloo.rloo]
 BOTH = ["kept", "group"]
 
 
@@ -47,11 +48,11 @@ def test_statistics_come_from_where_they_are_asked_for():
     kept, group = torch.tensor([0.0, 4.0]), torch.tensor([0.0, 4.0, 8.0])
     assert advantage.grpo(kept, group, stats_over="kept", eps=0.0).tolist() == close([-2 / 8**0.5, 2 / 8**0.5])
     assert advantage.grpo(kept, group, stats_over="group", eps=0.0).tolist() == close([-1, 0])
-    assert advantage.dr_grpo(kept, group, stats_over="kept").tolist() == close([-2, 2])
-    assert advantage.dr_grpo(kept, group, stats_over="group").tolist() == close([-4, 0])
+    assert dr_grpo.dr_grpo(kept, group, stats_over="kept").tolist() == close([-2, 2])
+    assert dr_grpo.dr_grpo(kept, group, stats_over="group").tolist() == close([-4, 0])
     # left out: the other kept one; then the mean of the other two of the group
-    assert advantage.rloo(kept, group, stats_over="kept").tolist() == close([0 - 4, 4 - 0])
-    assert advantage.rloo(kept, group, stats_over="group").tolist() == close([0 - 6, 4 - 4])
+    assert rloo.rloo(kept, group, stats_over="kept").tolist() == close([0 - 4, 4 - 0])
+    assert rloo.rloo(kept, group, stats_over="group").tolist() == close([0 - 6, 4 - 4])
 
 
 @settings(max_examples=50)
@@ -59,7 +60,7 @@ def test_statistics_come_from_where_they_are_asked_for():
 def test_rloo_subtracts_the_mean_of_the_others(rewards, kept):
     group = torch.tensor(rewards, dtype=torch.float32)
     for reference, stats_over in ((group[:kept], "kept"), (group, "group")):
-        values = advantage.rloo(group[:kept], group, stats_over=stats_over).tolist()
+        values = rloo.rloo(group[:kept], group, stats_over=stats_over).tolist()
         if len(reference) == 1:
             assert values == [0.0]
             continue
@@ -112,7 +113,7 @@ def test_nothing_kept_gives_nothing(function, stats_over):
 
 def test_small_differences_between_large_rewards_survive():
     rewards = torch.tensor([1e8, 1e8 + 1], dtype=torch.float64)
-    assert advantage.dr_grpo(rewards, rewards, stats_over="kept").tolist() == [-0.5, 0.5]
+    assert dr_grpo.dr_grpo(rewards, rewards, stats_over="kept").tolist() == [-0.5, 0.5]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -128,15 +129,15 @@ def test_an_unknown_choice_of_statistics_is_refused(function):
         function(torch.ones(2), torch.ones(2), stats_over="batch")
 
 
-MEDIAN = partial(advantage.median, scale="std", floor=1e-3, stats_over="group")
+MEDIAN = partial(mc_grpo.median, scale="std", floor=1e-3, stats_over="group")
 
 
 def test_the_median_is_subtracted_and_the_spread_divided_by():
     # median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle
     rewards = torch.tensor([0.0, 0.1, 0.2, 0.5, 1.0], dtype=torch.float64)
-    mad = advantage.median(rewards, rewards, scale="mad", floor=1e-3, stats_over="group")
+    mad = mc_grpo.median(rewards, rewards, scale="mad", floor=1e-3, stats_over="group")
     assert mad.tolist() == pytest.approx([-0.9950, -0.4975, 0.0, 1.4925, 3.9801], abs=5e-5)
-    plain = advantage.median(rewards, rewards, scale="none", floor=1e-3, stats_over="group")
+    plain = mc_grpo.median(rewards, rewards, scale="none", floor=1e-3, stats_over="group")
     assert plain.tolist() == pytest.approx([-0.2, -0.1, 0.0, 0.3, 0.8])
 
 
@@ -144,14 +145,14 @@ def test_the_median_is_subtracted_and_the_spread_divided_by():
 def test_three_right_of_nine(scale, rare):
     """The deviation is 1/2; the median distance from the median is 0, which leaves the floor."""
     rewards = torch.tensor([0.0] * 6 + [1.0] * 3, dtype=torch.float64)
-    values = advantage.median(rewards, rewards, scale=scale, floor=1e-3, stats_over="group")
+    values = mc_grpo.median(rewards, rewards, scale=scale, floor=1e-3, stats_over="group")
     assert values.tolist() == pytest.approx([0.0] * 6 + [rare] * 3, rel=1e-4)
 
 
 def test_the_median_is_of_the_group_that_the_kept_were_chosen_from():
     """Without the middle one of 0 1 5, the kept have 0 and 5 alone, and 2.5 in their middle."""
     kept, group = torch.tensor([0.0, 5.0]), torch.tensor([0.0, 1.0, 5.0])
-    plain = partial(advantage.median, scale="none", floor=1e-3)
+    plain = partial(mc_grpo.median, scale="none", floor=1e-3)
     assert plain(kept, group, stats_over="group").tolist() == [-1.0, 4.0]
     assert plain(kept, group, stats_over="kept").tolist() == [-2.5, 2.5]
 
@@ -172,20 +173,20 @@ def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollou
     """Median .2, distances .2 .1 0 .3 .8, of which .2 is in the middle: each over .201."""
     group = group_of([Reward(total) for total in (0.0, 1.0, 0.2, 0.5, 0.1)])
     release = made.advantage("median_release")
-    found = select(group, [""] * 5, 4, downsample.median, release, np.random.default_rng(0), True)
+    found = select(group, [""] * 5, 4, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
     assert found.indices == (0, 1, 3, 4)
     assert found.advantages.tolist() == pytest.approx([-0.995025, 3.980100, 1.492537, -0.497512], abs=1e-5)
     # of 0/1 rewards only the floor is left
     thirds = group_of([Reward(total) for total in (0.0, 1.0, 0.0)])
-    found = select(thirds, [""] * 3, 2, downsample.median, release, np.random.default_rng(0), True)
+    found = select(thirds, [""] * 3, 2, mc_grpo.all_but_the_middle, release, np.random.default_rng(0), True)
     assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
 
 
 def test_a_median_that_cannot_be_had_is_refused():
     with pytest.raises(UserError, match="advantage.scale=iqr is unknown: use mad, std or none"):
-        advantage.median(torch.ones(3), torch.ones(3), scale="iqr", floor=1e-3, stats_over="group")
+        mc_grpo.median(torch.ones(3), torch.ones(3), scale="iqr", floor=1e-3, stats_over="group")
     with pytest.raises(UserError, match="advantage.floor=0.0 must be more than 0"):
-        advantage.median(torch.ones(3), torch.ones(3), scale="mad", floor=0.0, stats_over="group")
+        mc_grpo.median(torch.ones(3), torch.ones(3), scale="mad", floor=0.0, stats_over="group")
 
 
 def group_of(rewards: list[Reward], logprobs: list[tuple[float, ...]] | None = None) -> ScoredGroup:
@@ -207,15 +208,15 @@ def asked(function, group: ScoredGroup, kept: list[int] | None = None, **words) 
     return function(totals[kept], totals, inputs, **words).tolist()
 
 
-NOVELTY = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
+NOVELTY = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=2.5, cap=0.5)
 
 
 def test_a_right_answer_earns_more_the_less_likely_it_was():
     likely = torch.tensor([-0.2, -0.4, -0.9], dtype=torch.float64)
-    bonus = advantage.rarity_bonus(torch.full((3,), 0.8, dtype=torch.float64), likely - likely.mean(), 2.5, 0.5)
+    bonus = xrpo.rarity_bonus(torch.full((3,), 0.8, dtype=torch.float64), likely - likely.mean(), 2.5, 0.5)
     assert bonus.tolist() == pytest.approx([0.0, 0.0, 0.4])
     # without the cap 2.5 (1 - e^-.4); none for an advantage that is not above 0
-    bonus = advantage.rarity_bonus(torch.tensor([0.8, -0.8]), torch.tensor([-0.4, -0.4]), 2.5, 10.0)
+    bonus = xrpo.rarity_bonus(torch.tensor([0.8, -0.8]), torch.tensor([-0.4, -0.4]), 2.5, 10.0)
     assert bonus.tolist() == pytest.approx([0.8242, 0.0], abs=5e-5)
 
 
@@ -226,9 +227,9 @@ def test_novelty_is_grpo_but_for_the_rare_among_the_right():
     plain = advantage.grpo(torch.tensor(group.totals), torch.tensor(group.totals), stats_over="kept", eps=0.0).tolist()
     high = plain[0]
     assert asked(NOVELTY, group) == close([high, 1.5 * high, -high, -high])
-    small = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
+    small = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.1, cap=0.5)
     assert asked(small, group)[1] == pytest.approx(high + 0.1 * (1 - math.exp(-0.4)))
-    none = partial(advantage.novelty, stats_over="kept", eps=0.0, bonus=0.0, cap=0.5)
+    none = partial(xrpo.novelty, stats_over="kept", eps=0.0, bonus=0.0, cap=0.5)
     assert asked(none, group) == plain
 
 
@@ -260,7 +261,7 @@ def test_a_part_counts_by_its_weight_and_not_by_its_scale():
             Reward(0.0, {"right": 0.0}),  # what it does not have is 0
         )
     ]
-    per_part = partial(advantage.per_part, stats_over="kept", eps=0.0)
+    per_part = partial(lightning_rl.per_part, stats_over="kept", eps=0.0)
     high = 3**0.5 / 2
     assert asked(per_part, group_of(rewards), weights={}) == close([2 * high, 0, 0, -2 * high])
     assert asked(per_part, group_of(rewards), weights={"short": 0.5}) == close(
@@ -276,12 +277,12 @@ def test_parts_are_compared_where_it_is_asked_for_and_add_nothing_where_they_are
     """Kept are 0 and 4 of 0 4 8: means 2 and 4, deviations sqrt(8) and 4."""
     weights = {"a": 1.0, "same": 1.0}
     group = group_of([Reward(value + 0.1, {"a": value, "same": 0.1}, weights=weights) for value in (0.0, 4.0, 8.0)])
-    per_part = partial(advantage.per_part, weights={}, eps=0.0)
+    per_part = partial(lightning_rl.per_part, weights={}, eps=0.0)
     assert asked(per_part, group, [0, 1], stats_over="kept") == close([-(0.5**0.5), 0.5**0.5])
     assert asked(per_part, group, [0, 1], stats_over="group") == close([-1.0, 0.0])
 
 
-PER_PART = partial(advantage.per_part, stats_over="kept", eps=0.0)
+PER_PART = partial(lightning_rl.per_part, stats_over="kept", eps=0.0)
 
 
 def test_without_parts_the_total_is_the_only_one():
@@ -348,7 +349,7 @@ def test_each_part_is_whitened_among_the_rewards_that_are_compared(parts, weight
     totals = torch.tensor(group.totals)
     inputs = AdvantageInputs(group, tuple(kept), tuple(baseline))
     for stats_over, compared in (("kept", kept), ("group", baseline)):
-        found = advantage.per_part(
+        found = lightning_rl.per_part(
             totals[kept], totals[baseline], inputs, weights=typed, stats_over=stats_over, eps=0.5
         )
         expected = [0.0] * len(kept)
@@ -365,7 +366,7 @@ def test_each_part_is_whitened_among_the_rewards_that_are_compared(parts, weight
 @pytest.mark.parametrize("weight", ["much", True, float("nan"), None])
 def test_a_weight_is_a_number(weight):
     with pytest.raises(UserError, match=r"advantage.weights.short=.* must be a number"):
-        asked(advantage.per_part, group_of([Reward(0.0)] * 2), weights={"short": weight}, stats_over="kept", eps=0.0)
+        asked(lightning_rl.per_part, group_of([Reward(0.0)] * 2), weights={"short": weight}, stats_over="kept", eps=0.0)
 
 
 @pytest.mark.parametrize(("words", "message"), [({"bonus": -1.0}, "advantage.bonus=-1"), ({"cap": -1.0}, "cap=-1")])

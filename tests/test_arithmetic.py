@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import (
     Arithmetic,
     Sum,

@@ -9,9 +9,9 @@ import pytest
 from made import full, infinite, micro, prefix_head
 from small import contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.eviction import Rkv
-from grpo_cli.engine.generation import BEHIND
-from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.methods.rkv import Rkv
 from grpo_cli.types import EngineStats
 
 RKV: dict[str, Any] = dict(budget=10, buffer=4, window=3, sinks=1, kernel=3, importance=0.3, threshold=0.5)

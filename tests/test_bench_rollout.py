@@ -12,7 +12,7 @@ import arms
 import pytest
 import rollout as bench
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 
 # The embedded model: 3 layers, 2 key-value heads of 24 numbers, keys and values, 4 bytes.
 TINY_BYTES = 2 * 3 * 2 * 24 * 4

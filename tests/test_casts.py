@@ -11,7 +11,7 @@ from made import model as model_settings
 from small import contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.settings import LoraSettings
 
 LORA = LoraSettings(rank=2, alpha=8.0, dropout=0.5, targets=("q_proj", "v_proj", "down_proj"))

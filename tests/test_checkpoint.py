@@ -21,11 +21,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs import files
 from grpo_cli.runs.checkpoint import CheckpointError, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.find import find_checkpoint, resolve_run
 from grpo_cli.runs.summary import write_summary
+from grpo_cli.support.errors import UserError
 
 
 def write_model(folder: Path) -> None:

@@ -20,8 +20,8 @@ from grpo_cli.cli.arguments import all_of_a_named_file
 from grpo_cli.cli.completion import offered as offers
 from grpo_cli.config.choices import groups_of, shipped
 from grpo_cli.config.overrides import overrides, unquoted
-from grpo_cli.errors import UserError
 from grpo_cli.runs.record import read_record
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.status import Status, write_status
 
 OLD_RUN = str(Path(__file__).parent / "old_run")

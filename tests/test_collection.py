@@ -15,7 +15,6 @@ from small import FakeEngine
 from test_train import GRPO, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
-from grpo_cli import downsample
 from grpo_cli.cli.main import app
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs, of_kind
@@ -23,11 +22,12 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.costs import together
-from grpo_cli.errors import UserError
 from grpo_cli.history import History, Solved
 from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, GroupRequest, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
@@ -356,7 +356,7 @@ def longer(collection: Collection) -> Rounds:
 @pytest.mark.parametrize("m", [4, 3])
 def test_a_group_that_is_larger_than_n_is_trained_on_whole_unless_m_is_less(tmp_path: Path, m: int) -> None:
     settings = replace(settings_for(tmp_path, steps=1), m=m)
-    trainer = make_trainer(settings, collector=longer, downsample=downsample.random)
+    trainer = make_trainer(settings, collector=longer, downsample=pods.random)
     trainer.fit()
     assert metrics_of(trainer)[1]["rollouts/trained"] == (12 + 4 + 4 if m == 4 else 3 * 3)
 

@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import FakeEngine
 
-from grpo_cli.collect import ci
+from grpo_cli.collect.apportion import hand_out, in_proportion
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.counts import hand_out, in_proportion
-from grpo_cli.collect.dars import missing
 from grpo_cli.collect.epochs import Epochs
-from grpo_cli.collect.mixed import mixed_gains
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config.instantiate import function
-from grpo_cli.errors import UserError
 from grpo_cli.history import History, Visit
+from grpo_cli.methods import xrpo as ci
+from grpo_cli.methods.dars import missing
+from grpo_cli.methods.trace import mixed_gains
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 Solves = Callable[[Request], bool]

@@ -22,12 +22,12 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.learner import logprobs
 from grpo_cli.learner.learner import Learner
-from grpo_cli.meter import NullMeter
 from grpo_cli.model import compiling
 from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
 
 
 class Counting:

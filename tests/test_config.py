@@ -21,8 +21,8 @@ from grpo_cli.config.choices import choices, config_dir, groups_of, parts_of, sh
 from grpo_cli.config.compose import parse, parse_eval
 from grpo_cli.config.instantiate import RECIPE
 from grpo_cli.config.overrides import overrides_of_run, overrides_to_resume
-from grpo_cli.errors import UserError
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
 
 CONF = config_dir()
 GROUP_FILES = sorted(CONF.glob("*/[!_]*.yaml"))

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from grpo_cli import correction
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.instantiate import make
-from grpo_cli.correction import Correct
-from grpo_cli.errors import UserError
 from grpo_cli.interfaces import Correction
 from grpo_cli.learner.batch import takes_advantages
+from grpo_cli.methods import f_tis
+from grpo_cli.rules import correction
+from grpo_cli.rules.correction import Correct
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals, Verdict
 
 
@@ -399,7 +400,9 @@ def test_values_that_mean_nothing_are_refused_by_name(words, message):
 )
 def test_words_that_mean_nothing_are_answered_with_those_that_do(word, message):
     with pytest.raises(UserError, match=message):
-        make("correction", {"_target_": "grpo_cli.correction.Correct", **asdict(made.correction()), word: "x"}, {})
+        make(
+            "correction", {"_target_": "grpo_cli.rules.correction.Correct", **asdict(made.correction()), word: "x"}, {}
+        )
 
 
 def test_all_faults_are_told_at_once():
@@ -425,7 +428,7 @@ def test_a_rollout_without_an_advantage_and_far_from_the_policy_weighs_nothing_a
     mask = torch.ones(4, 8, dtype=torch.bool)
     part = PRESETS["ftis"]
     verdict = part(torch.zeros(4, 8), log_ratio, mask, torch.tensor([1.0, -1.0, -1.0, 0.5]))
-    assert correction.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
+    assert f_tis.kl_of_rows(log_ratio).tolist() == pytest.approx([80, 10, 80, 0], rel=1e-5, abs=1e-6)
     assert [bool(row.any()) for row in verdict.weights] == [True, True, False, True]
     assert verdict.mask.all() and verdict.metrics["mismatch/gated"] == 0.25
     assert (verdict.metrics["mismatch/rejected"], verdict.metrics["mismatch/masked_tokens"]) == (0.25, 0.25)
@@ -447,14 +450,14 @@ def test_without_a_gate_ftis_is_tis():
 
 @pytest.mark.parametrize(("xi", "kl"), [(0.5, 0.15343), (1.0, 0.0), (2.0, 0.38629)])
 def test_the_distance_of_a_token_is_never_negative_and_0_where_nothing_differs(xi: float, kl: float):
-    assert float(correction.kl_of_rows(torch.tensor([[math.log(xi)]]))) == pytest.approx(kl, abs=5e-6)
+    assert float(f_tis.kl_of_rows(torch.tensor([[math.log(xi)]]))) == pytest.approx(kl, abs=5e-6)
 
 
 def test_the_distance_is_that_of_the_policy_to_the_sampler_on_average_over_the_sampler():
     g = torch.Generator().manual_seed(0)
     policy, sampler = (torch.randn(50, generator=g).log_softmax(0) for _ in range(2))
     expected = float((policy.exp() * (policy - sampler)).sum())
-    of_tokens = correction.kl_of_rows((policy - sampler)[:, None])
+    of_tokens = f_tis.kl_of_rows((policy - sampler)[:, None])
     assert float(sampler.exp() @ of_tokens) == pytest.approx(expected, rel=1e-4)
 
 
@@ -474,7 +477,7 @@ def test_a_policy_that_is_no_number_is_not_taken_for_a_far_one():
     ],
 )
 def test_values_of_ftis_that_mean_nothing_are_refused_by_name(words, message):
-    part = object.__new__(correction.Gated)
+    part = object.__new__(f_tis.Gated)
     for name, value in (asdict(PRESETS["ftis"]) | words).items():
         object.__setattr__(part, name, value)
     with pytest.raises(UserError) as refused:

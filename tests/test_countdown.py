@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.countdown import Countdown, CountdownProblem, NotAnExpression, draw_problem, evaluate, uses_allowed
 from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout

@@ -15,12 +15,12 @@ from test_seams import Spy
 from test_train import NO_EXAM, Recorder, make_trainer, settings_for
 
 from grpo_cli.config.instantiate import function
-from grpo_cli.credit import PromptGdro
-from grpo_cli.errors import UserError
 from grpo_cli.history import History, Visit
 from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.methods.gdro import PromptGdro
 from grpo_cli.select import Selection, row_weights
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Finish, GroupRequest, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 # Of ten bins whose scores are 1 - p for p = .05, .15, ... .95

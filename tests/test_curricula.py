@@ -21,8 +21,8 @@ from grpo_cli.collect.candidates import CandidateOrder
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import make
-from grpo_cli.errors import UserError
 from grpo_cli.history import PROFILED, History, Visit
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt
 
 RULES = ("epochs", "dps", "target")
@@ -502,7 +502,7 @@ def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded() -> N
     for changed, said in (
         (words, "curriculum.decay=1.5 must be from 0 to 1"),
         (words, "curriculum.prior=0.0 must be more than 0"),
-        ({"pol": 3}, "curriculum.pol: grpo_cli.collect.dps.DynamicsPredictive takes no pol; did you mean pool?"),
+        ({"pol": 3}, "curriculum.pol: grpo_cli.methods.dps.DynamicsPredictive takes no pol; did you mean pool?"),
         ({"pool": 2.5}, "curriculum.pool=2.5 must be a whole number"),
     ):
         with pytest.raises(UserError) as told:

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import downsample
-from grpo_cli.errors import UserError
+from grpo_cli.methods import mc_grpo, pods
+from grpo_cli.rules import downsample
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
-CHOOSING_RULES = [downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile]
+CHOOSING_RULES = [pods.maxvar, pods.maxreward, pods.random, pods.percentile]
 
 
 def scored(rewards: list[float]) -> ScoredGroup:
@@ -51,7 +52,7 @@ reward_lists = st.one_of(
 @given(rewards=reward_lists, data=st.data())
 def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
-    kept = downsample.max_variance_indices(np.array(rewards), keep, stream(data.draw(st.integers(0, 3)))).tolist()
+    kept = pods.max_variance_indices(np.array(rewards), keep, stream(data.draw(st.integers(0, 3)))).tolist()
     assert len(set(kept)) == keep
     assert np.var([rewards[i] for i in kept]) == pytest.approx(best_variance(rewards, keep), rel=1e-9, abs=1e-12)
     chosen, ordered = sorted(rewards[i] for i in kept), sorted(rewards)
@@ -70,7 +71,7 @@ def test_maxvar_reaches_the_brute_force_variance_with_the_ends_only(rewards, dat
     ],
 )
 def test_maxvar_on_groups_worked_out_by_hand(rewards, keep, expected):
-    kept = downsample.checked(downsample.maxvar, scored(rewards), keep, stream())
+    kept = downsample.checked(pods.maxvar, scored(rewards), keep, stream())
     assert sorted(kept.totals) == expected
 
 
@@ -81,7 +82,7 @@ def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros
         return
     keep = data.draw(st.integers(2, ones + zeros))
     rewards = np.array([1.0] * ones + [0.0] * zeros)
-    kept_ones = rewards[downsample.max_variance_indices(rewards, keep, stream())].sum()
+    kept_ones = rewards[pods.max_variance_indices(rewards, keep, stream())].sum()
     least, most = keep - min(zeros, keep), min(ones, keep)
     assert kept_ones in {np.clip(keep // 2, least, most), np.clip((keep + 1) // 2, least, most)}
 
@@ -96,8 +97,8 @@ def test_maxvar_of_binary_rewards_is_half_and_half_as_far_as_they_go(ones, zeros
 def test_the_best_variance_scales_with_the_rewards_and_ignores_their_offset(rewards, scale, offset, data):
     keep = data.draw(st.integers(2, len(rewards)))
     plain, moved = np.array(rewards, dtype=float), scale * np.array(rewards, dtype=float) + offset
-    variance = np.var(plain[downsample.max_variance_indices(plain, keep, stream())])
-    variance_moved = np.var(moved[downsample.max_variance_indices(moved, keep, stream())])
+    variance = np.var(plain[pods.max_variance_indices(plain, keep, stream())])
+    variance_moved = np.var(moved[pods.max_variance_indices(moved, keep, stream())])
     assert variance_moved == pytest.approx(scale**2 * variance, rel=1e-9, abs=1e-12)
 
 
@@ -105,7 +106,7 @@ def test_maxvar_survives_a_large_offset():
     """Sums of squares of rewards near 1e9 lose everything below 1e2: the differences here are 1."""
     small = np.array([0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 4.0])
     for keep in range(2, 8):
-        kept = small[downsample.max_variance_indices(small + 1e9, keep, stream())]
+        kept = small[pods.max_variance_indices(small + 1e9, keep, stream())]
         assert np.var(kept) == pytest.approx(best_variance(small.tolist(), keep))
 
 
@@ -114,7 +115,7 @@ def test_maxvar_survives_a_large_offset():
 def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
     group = scored(rewards)
-    most = np.var(downsample.checked(downsample.maxvar, group, keep, stream()).totals)
+    most = np.var(downsample.checked(pods.maxvar, group, keep, stream()).totals)
     for rule in CHOOSING_RULES:
         assert np.var(downsample.checked(rule, group, keep, stream()).totals) <= most + 1e-9
 
@@ -124,7 +125,7 @@ def test_no_rule_keeps_more_variance_than_maxvar(rewards, data):
 def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, data):
     keep = data.draw(st.integers(2, len(rewards)))
     shuffled = data.draw(st.permutations(rewards))
-    for rule in (downsample.maxvar, downsample.maxreward, downsample.percentile):
+    for rule in (pods.maxvar, pods.maxreward, pods.percentile):
         kept = downsample.checked(rule, scored(rewards), keep, stream(1)).totals
         kept_shuffled = downsample.checked(rule, scored(shuffled), keep, stream(2)).totals
         assert sorted(kept) == sorted(kept_shuffled)
@@ -134,7 +135,7 @@ def test_the_rewards_kept_do_not_depend_on_the_order_of_the_samples(rewards, dat
 @given(rewards=reward_lists, data=st.data())
 def test_maxreward_leaves_nothing_better_behind(rewards, data):
     keep = data.draw(st.integers(1, len(rewards) - 1))
-    kept = downsample.max_reward_indices(np.array(rewards), keep, stream())
+    kept = pods.max_reward_indices(np.array(rewards), keep, stream())
     left = np.delete(rewards, kept)
     assert len(set(kept.tolist())) == keep
     assert min(rewards[i] for i in kept) >= left.max()
@@ -153,7 +154,7 @@ def test_maxreward_leaves_nothing_better_behind(rewards, data):
 )
 def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles(size, keep, expected):
     rewards = stream(5).permutation(size).astype(float)  # reward = rank
-    kept = downsample.percentile_indices(rewards, keep, stream())
+    kept = pods.percentile_indices(rewards, keep, stream())
     assert rewards[kept].tolist() == expected
 
 
@@ -161,7 +162,7 @@ def test_percentile_takes_order_statistics_at_evenly_spaced_quantiles(size, keep
 @settings(max_examples=60)
 def test_percentile_never_takes_one_twice(size, data):
     keep = data.draw(st.integers(1, size))
-    kept = downsample.percentile_indices(np.zeros(size), keep, stream())
+    kept = pods.percentile_indices(np.zeros(size), keep, stream())
     assert len(set(kept.tolist())) == keep
 
 
@@ -178,7 +179,7 @@ def test_rollouts_of_equal_reward_are_kept_equally_often(rule, rewards):
     for _ in range(runs):
         counts[samples(downsample.checked(rule, group, keep, rng))] += 1
     expected = np.full(10, runs * keep / 10)
-    if rule is downsample.maxreward and 0.0 in rewards:
+    if rule is pods.maxreward and 0.0 in rewards:
         expected = np.array(rewards) * runs * keep / 5
         assert (counts[expected == 0] == 0).all()
     some = expected > 0
@@ -190,7 +191,7 @@ def test_a_draw_among_ties_is_uniform_over_subsets():
     candidates = np.array([True, False, True, True, True, False])
     rng, counts = stream(3), {}
     for _ in range(3000):
-        drawn = tuple(np.flatnonzero(downsample._draw(candidates, 2, rng)).tolist())
+        drawn = tuple(np.flatnonzero(pods._draw(candidates, 2, rng)).tolist())
         counts[drawn] = counts.get(drawn, 0) + 1
     assert set(counts) == set(itertools.combinations([0, 2, 3, 4], 2))
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 27.9  # 0.99996 quantile, 5 degrees
@@ -199,7 +200,7 @@ def test_a_draw_among_ties_is_uniform_over_subsets():
 def test_ends_that_meet_in_one_value_draw_from_its_ties_once():
     """Two from below and two from above 0 5 5 5 9: both borders are 5, and two of the three fives are drawn."""
     rewards = np.array([5.0, 9.0, 5.0, 0.0, 5.0])
-    kept = {tuple(downsample._take_ends(rewards, np.sort(rewards), 2, 2, stream(s)).tolist()) for s in range(40)}
+    kept = {tuple(pods._take_ends(rewards, np.sort(rewards), 2, 2, stream(s)).tolist()) for s in range(40)}
     assert kept == {(0, 1, 2, 3), (0, 1, 3, 4), (1, 2, 3, 4)}
 
 
@@ -207,7 +208,7 @@ def test_ends_that_meet_in_one_value_draw_from_its_ties_once():
 def test_a_draw_has_exactly_the_size_asked_for(count):
     candidates = np.arange(2000) % 2 == 0
     for seed in range(20):
-        drawn = downsample._draw(candidates, count, stream(seed))
+        drawn = pods._draw(candidates, count, stream(seed))
         assert drawn.sum() == count and not (drawn & ~candidates).any()
 
 
@@ -240,7 +241,7 @@ def test_all_refuses_to_choose_and_says_what_can():
 
 def test_maxvar_of_a_single_rollout_is_refused():
     with pytest.raises(UserError, match="m=1 cannot be chosen by downsample=maxvar"):
-        downsample.maxvar(scored([1.0, 0.0, 0.5]), 1, stream())
+        pods.maxvar(scored([1.0, 0.0, 0.5]), 1, stream())
 
 
 def my_rule(group, keep, rng, answer):
@@ -281,7 +282,7 @@ def test_a_rule_may_answer_with_an_array():
     ],
 )
 def test_median_leaves_out_one_in_the_middle(rewards, left):
-    kept = downsample.checked(downsample.median, scored(rewards), len(rewards) - 1, stream())
+    kept = downsample.checked(mc_grpo.all_but_the_middle, scored(rewards), len(rewards) - 1, stream())
     if left is not None:
         assert sorted(kept.totals) == left
         return
@@ -292,11 +293,11 @@ def test_median_leaves_out_one_in_the_middle(rewards, left):
 def test_median_draws_which_of_the_equal_ones_in_the_middle_is_left_out():
     group, gone = scored([1.0, 0.0, 1.0, 1.0, 0.0]), []
     for seed in range(300):
-        kept = downsample.checked(downsample.median, group, 4, stream(seed))
+        kept = downsample.checked(mc_grpo.all_but_the_middle, group, 4, stream(seed))
         gone += list({0, 1, 2, 3, 4} - set(samples(kept)))
     assert set(gone) == {0, 2, 3} and min(gone.count(place) for place in (0, 2, 3)) > 60
 
 
 def test_median_leaves_out_one_and_no_more():
     with pytest.raises(UserError, match="downsample=median leaves out one of n=9 rollouts, so m must be 8"):
-        downsample.checked(downsample.median, scored([0.0, 1.0] * 4 + [1.0]), 4, stream())
+        downsample.checked(mc_grpo.all_but_the_middle, scored([0.0, 1.0] * 4 + [1.0]), 4, stream())

@@ -21,16 +21,16 @@ from grpo_cli.cli.main import app
 from grpo_cli.cli.mistakes import unusable
 from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import MOST_SAMPLES, check
-from grpo_cli.downsample import choose
-from grpo_cli.engine.cluster.ray_cluster import check_gpus
-from grpo_cli.errors import UserError, own_code
+from grpo_cli.engine.ray.ray_cluster import check_gpus
 from grpo_cli.report.read import read_run
+from grpo_cli.rules.downsample import choose
 from grpo_cli.runs.checkpoint import _save_state
 from grpo_cli.runs.find import completed_steps, never_saved
 from grpo_cli.runs.ledger import Block, as_written, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.runs.summary import read_object
+from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tracking import jsonl
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import GroupRequest, Record, Round
@@ -163,7 +163,9 @@ def test_a_reward_whose_own_methods_fail_is_told(tmp_path: Path, monkeypatch: py
         raise Mute
 
     kind = type("Odd", (Fraction,), {method: fails})
-    monkeypatch.setattr("grpo_cli.tasks.own._find", lambda name: lambda reply: kind(2**60))  # is repeated to who reads
+    monkeypatch.setattr(
+        "grpo_cli.tasks.own_reward._find", lambda name: lambda reply: kind(2**60)
+    )  # is repeated to who reads
     (tmp_path / "p.jsonl").write_text("\n".join(f'{{"question": "q{i}", "answer": "4"}}' for i in range(6)))
     task = task_of("jsonl", TOKENIZER, path=str(tmp_path / "p.jsonl"), reward="mine:odd")
     with pytest.raises(UserError, match=r"task\.reward=mine:odd"):

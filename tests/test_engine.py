@@ -11,17 +11,17 @@ from made import fptas, full, infinite, micro, prefix_head
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
-from grpo_cli.engine import generation
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.engine import _sum
+from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.padding import TILE, round_up
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import KvShape
-from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.engine.kv.padding import TILE, round_up
+from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.torch import generation
+from grpo_cli.engine.torch.engine import _sum
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 SAMPLERS = [micro(slots=1), micro(slots=5), infinite(slots=1), infinite(slots=3), infinite(slots=7), infinite(slots=99)]

@@ -17,9 +17,9 @@ from small import VOCABULARY, small_model
 from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.logprobs import PLAIN, Entropy, _Chosen, _few_rows, _log_softmax
-from grpo_cli.meter import NullMeter
-from grpo_cli.progress import Progress, Trained, step_metrics
 from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.tracking.progress import Progress, Trained, step_metrics
 from grpo_cli.types import Batch, EngineStats
 
 FORWARDS = {

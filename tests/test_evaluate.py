@@ -17,7 +17,7 @@ from words import task_of
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.engine.interfaces import Predictor
-from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.order.schedule import Lpt
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer

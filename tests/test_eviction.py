@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
 from torch import Tensor
 
-from grpo_cli.engine import eviction
-from grpo_cli.engine.eviction import Budget, Candidates, H2o, Rkv, SnapKv, Streaming, redundancy
-from grpo_cli.errors import UserError
+from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.methods import rkv as r_kv
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv, redundancy
+from grpo_cli.methods.snapkv import SnapKv
+from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.support.errors import UserError
 
 LAYERS, ROWS, HEADS, GROUP, COUNT, DIM = 2, 3, 2, 2, 13, 4
 SCALE = DIM**-0.5
@@ -55,7 +59,7 @@ def test_snapkv_is_what_a_loop_over_heads_finds(kernel: int, window: int) -> Non
 def test_redundancy_is_what_a_loop_over_heads_finds(threshold: float, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = candidates().keys
     for at_once in (1, 2 * COUNT**2, 10**9):  # in parts of one head, of two, and all in one
-        monkeypatch.setitem(eviction.SIMILARITIES_AT_ONCE, "cpu", at_once)
+        monkeypatch.setitem(r_kv.SIMILARITIES_AT_ONCE, "cpu", at_once)
         found = redundancy(keys.flatten(0, 2), threshold).view(keys.shape[:-1])
         by_head(found, lambda *at: slow_redundancy(keys[at], threshold))
 

@@ -18,11 +18,11 @@ from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.rehearsal import rehearsed_rules
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import curriculum_of, pick_device, set_up
 from grpo_cli.history import History
-from grpo_cli.memory import expand_segments
 from grpo_cli.profile.advice import out_of_memory
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
 from grpo_cli.types import GroupRequest, Round
 
@@ -172,18 +172,18 @@ def test_a_function_of_one_s_own_needs_no_partial_in_its_yaml(user_module):
     [
         (
             {"advantage": GRPO | {"stat_over": "kept"}},
-            "advantage.stat_over: grpo_cli.advantage.grpo takes no stat_over",
+            "advantage.stat_over: grpo_cli.rules.advantage.grpo takes no stat_over",
         ),
         ({"advantage": GRPO | {"stat_over": "kept"}}, "did you mean stats_over?"),
         (
-            {"advantage": {"_target_": "grpo_cli.advantage.grpo"}},
+            {"advantage": {"_target_": "grpo_cli.rules.advantage.grpo"}},
             "cannot be called as advantage(kept_rewards, group_rewards)",
         ),
         ({"loss": LOSS | {"aggregation": "mean"}}, "loss.aggregation=mean is unknown"),
         ({"downsample": {"_target_": "nowhere.rule"}}, "No module named 'nowhere'"),
         (
-            {"downsample": {"_target_": "grpo_cli.downsample.maxvarr"}},
-            "downsample._target_=grpo_cli.downsample.maxvarr",
+            {"downsample": {"_target_": "grpo_cli.rules.downsample.maxvarr"}},
+            "downsample._target_=grpo_cli.rules.downsample.maxvarr",
         ),
         ({"downsample": {"_target_": "user_rules.too_few"}}, "returned 1 of them: return exactly 2"),
         (

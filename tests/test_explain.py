@@ -155,7 +155,7 @@ def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     choice = said("explain", "sampler=infinite")
     assert choice.startswith("sampler=infinite: Continuous sampling: a fixed number of slots, each refilled as soon")
     assert "\n  sampler.slots=null      How many rollouts are decoded at a time, at most;" in choice
-    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.sampler.Infinite." in choice
+    assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.batching.Infinite." in choice
     assert "Named by: sampler.kv_budget" in said("explain", "predictor=prefix")
     assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
 

@@ -16,13 +16,16 @@ from small import contents, make_engine, small_model, some_requests
 from test_graph import Again, served
 from torch import Tensor
 
-from grpo_cli.engine import cache, flash
-from grpo_cli.engine.attention import Rows, StepAttention
-from grpo_cli.engine.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import H2o, Rkv
-from grpo_cli.engine.keeper import KeepAll
-from grpo_cli.engine.pieces import PromptPages, sides
+from grpo_cli.engine.gpu import flash
+from grpo_cli.engine.kv import cache
+from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
+from grpo_cli.engine.kv.keeper import KeepAll
+from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.kv.tiles import PromptPages, sides
+from grpo_cli.engine.step.attention import StepAttention
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
 
 CPU, DIM = torch.device("cpu"), 8
 
@@ -107,7 +110,10 @@ def test_rollouts_are_the_same(family: str, sampler: Any, monkeypatch: pytest.Mo
     model, requests = small_model(family), some_requests(prompts=4, n=4, tokens=40)
     expected = tokens(make_engine(model, sampler=sampler).generate(requests))
     calls = operation.force(monkeypatch)
-    with patch.multiple(cache, PAGE_BYTES=1, PAGE_TOKENS=16), patch("grpo_cli.engine.decoder.least_page", lambda _: 1):
+    with (
+        patch.multiple(cache, PAGE_BYTES=1, PAGE_TOKENS=16),
+        patch("grpo_cli.engine.step.decoder.least_page", lambda _: 1),
+    ):
         engine = make_engine(model, sampler=sampler)
         assert tokens(engine.generate(requests)) == expected and calls
 

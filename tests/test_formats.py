@@ -9,7 +9,7 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.types import Reward
 

@@ -16,17 +16,20 @@ from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Dense, H2o, Rkv, Streaming
-from grpo_cli.engine.graph import WORTH_CAPTURING, FixedTurns, Turned
-from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.pieces import own_pieces
-from grpo_cli.engine.schedule import Fifo, Lpt
-from grpo_cli.engine.workspace import Workspace
-from grpo_cli.errors import UserError
+from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns, Turned
+from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.kv.tiles import own_pieces
+from grpo_cli.engine.order.schedule import Fifo, Lpt
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.torch.workspace import Workspace
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
+from grpo_cli.support.errors import UserError
 
 
 class Again:

@@ -16,11 +16,11 @@ from words import task_of
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.requests import group_rollouts, requests_for
-from grpo_cli.errors import UserError
 from grpo_cli.evaluate import evaluate
 from grpo_cli.interfaces import Task
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
 from grpo_cli.types import Prompt, Request, Reward, Rollout

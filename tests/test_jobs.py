@@ -19,7 +19,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.job import View
 from grpo_cli.sweep.pool import Pool

@@ -15,8 +15,8 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import task_of
 
-from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting

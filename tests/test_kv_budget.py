@@ -18,21 +18,23 @@ from made import fptas, full, infinite, mean_length, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
 from test_engine import Backwards, Forgetful
 
-from grpo_cli.engine import cache
-from grpo_cli.engine.cache import KvArena, KvLayout, Region
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Dense, Rkv, Streaming
-from grpo_cli.engine.generation import BEHIND
+from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.padding import round_up
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import KvShape
-from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
-from grpo_cli.engine.sequence import Parked
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import parse_bytes
+from grpo_cli.engine.kv import cache
+from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.kv.padding import round_up
+from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.engine.torch.sequence import Parked
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.profile.forced_lengths import lognormal
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import Request
 
 CPU = torch.device("cpu")

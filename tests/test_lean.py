@@ -15,7 +15,7 @@ from small import VOCABULARY, small_model
 from torch import Tensor
 
 from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.model import lean
+from grpo_cli.model import mlp_recompute as lean
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.profile.allocations import ACTIVATIONS, Allocations

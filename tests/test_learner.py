@@ -11,10 +11,10 @@ import pytest
 import torch
 from small import small_model
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.learner import Learner
-from grpo_cli.meter import NullMeter
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, LossOutput, Totals
 
 

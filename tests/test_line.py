@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from grpo_cli.engine.forecast import Crowd
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.line import Line
-from grpo_cli.engine.sequence import Sequence as Rollout
+from grpo_cli.engine.torch.forecast import Crowd
+from grpo_cli.engine.torch.queue import Line
+from grpo_cli.engine.torch.sequence import Sequence as Rollout
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cli import loss
 from grpo_cli.config.choices import choices
-from grpo_cli.errors import UserError
+from grpo_cli.rules import loss
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals
 
 LOSSES = choices("loss")

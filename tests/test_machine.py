@@ -22,13 +22,16 @@ from small import contents, make_engine, require_bits, small_model, some_request
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.engine.block import _silu
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, Streaming
-from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.kv.eviction import Budget, Dense
+from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.step.block import _silu
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.load import load_model
-from grpo_cli.processor import strict_branch
+from grpo_cli.support.processor import strict_branch
 from grpo_cli.types import Request
 
 THREADS = (1, 2, 3, 8, 16)
@@ -157,7 +160,7 @@ PROCESSORS = {
 }
 PROGRAM = """
 import os, sys
-from grpo_cli.processor import settle
+from grpo_cli.support.processor import settle
 settle()
 import torch
 import test_machine

@@ -13,7 +13,7 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import GSM8K, rollout_of, task_of
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks import math_judge
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.math_judge import MathJudge

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from grpo_cli.interfaces import Meter
-from grpo_cli.memory import give_back_freed, peak_bytes, resident_bytes
-from grpo_cli.meter import NullMeter, WallMeter
 from grpo_cli.metrics import describe
+from grpo_cli.support.memory import give_back_freed, peak_bytes, resident_bytes
+from grpo_cli.support.meter import NullMeter, WallMeter
 
 
 class Clock:
@@ -186,7 +186,7 @@ def test_memory_that_was_freed_between_what_is_held_goes_back() -> None:
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
     # `ru_maxrss` of a child starts at its parent's peak; the past bug of whoever measures a sweep from its launcher.
     block = torch.ones(2**29, dtype=torch.uint8)
-    program = "import grpo_cli.memory as m; print(m.peak_bytes())"
+    program = "import grpo_cli.support.memory as m; print(m.peak_bytes())"
     peak = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
     assert 2**24 < peak < peak_bytes() - len(block) // 4
 

@@ -12,13 +12,13 @@ import torch
 from test_resume import WORDS, rows
 from typer.testing import CliRunner
 
-from grpo_cli import memory
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import build, tried_rules
-from grpo_cli.formatting import parse_bytes
 from grpo_cli.profile import micro_batch
+from grpo_cli.support import memory
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import parse_bytes
 
 AUTO = (*WORDS, "n=16", "train.micro_batch_tokens=auto")
 LITTLE = 10 * 2**20  # takes the weights, the optimizer and a few rows

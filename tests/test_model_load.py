@@ -39,7 +39,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.checks import check_supported, check_vocabulary, supported_architectures
@@ -54,6 +53,7 @@ from grpo_cli.model.load import (
 from grpo_cli.model.packed import causal
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import final_answer
 from grpo_cli.types import Prompt
 

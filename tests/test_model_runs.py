@@ -20,9 +20,9 @@ from grpo_cli.cli.arguments import checkpoint_overrides
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import build
 from grpo_cli.model.adapters import AdapterOff
+from grpo_cli.support.errors import UserError
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.
 COMMON = ("n=8", "seed=1", "train.prompts=2", "train.checkpoint_every=1", "train.keep_checkpoints=9")

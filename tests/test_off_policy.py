@@ -24,17 +24,17 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.rehearsal import rehearsed_rules
-from grpo_cli.credit import fresh
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import build
 from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.meter import NullMeter
+from grpo_cli.methods.april import fresh
 from grpo_cli.metrics import describe, reuse_metrics
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.health import HealthCheck
 from grpo_cli.types import (
     GIVEN,

@@ -16,10 +16,10 @@ from test_off_policy import aged, given_then_old
 from test_seams import Counted, Spy, close, quiet, said_by
 from test_train import Recorder, make_trainer, settings_for
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.old_policy import AveragedPolicy, OldPolicy, average_bytes, old_policy, pass_before
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Span
 
 

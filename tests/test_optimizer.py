@@ -12,9 +12,9 @@ from small import small_model
 from test_adapters import settings as with_lora
 from test_learner import make_batch, make_learner
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.optimizer import load_state, make_optimizer
 from grpo_cli.model.adapters import with_adapters
+from grpo_cli.support.errors import UserError
 
 OFFLOAD = pytest.mark.parametrize("offload", [False, True])
 

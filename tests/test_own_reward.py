@@ -12,8 +12,8 @@ import pytest
 from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
-from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.judges import RESERVED
 from grpo_cli.types import Finish, Reward

@@ -21,25 +21,25 @@ from test_stop import cut, stopping
 from test_stop import engine as reading_engine
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.collect.dps import DynamicsPredictive
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.partial import Partial
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.resuming import begun, first_seed, from_plain, joined, rest_of, to_plain
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.cluster.engine import RayEngine
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.generation import BEHIND
-from grpo_cli.engine.sample import uniforms
-from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
-from grpo_cli.errors import UserError
+from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.ray.engine import RayEngine
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.sample import uniforms
+from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collection, Collector, Rounds
+from grpo_cli.methods.april import Partial
+from grpo_cli.methods.dps import DynamicsPredictive
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
     EngineStats,
     Finish,

@@ -17,15 +17,15 @@ from small import VOCABULARY, small_model
 from tiny_hf import FAMILIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
-from grpo_cli.meter import NullMeter
 from grpo_cli.model import packed
 from grpo_cli.model.packed import Tree
 from grpo_cli.model.varlen import Flash, Spans
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
 
 MODEL = made.model("")

@@ -20,13 +20,13 @@ import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
 
-from grpo_cli import downsample
 from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.learner.batch import collate, micro_batches, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.rules import downsample
 from grpo_cli.select import Selection, select
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
@@ -157,10 +157,10 @@ def test_pods_trains_on_a_quarter_chosen_by_variance_and_the_command_line_has_th
     for name in (name for name in EXPERIMENTS if name.startswith("pods_")):
         run = composed(f"experiment={name}")
         assert (run.n, run.m) == (64, 16)
-        assert run.parts["downsample"]["_target_"] == "grpo_cli.downsample.maxvar"
+        assert run.parts["downsample"]["_target_"] == "grpo_cli.methods.pods.maxvar"
         assert run.parts["advantage"]["stats_over"] == "kept"
     changed = composed("experiment=pods_arithmetic", "downsample=random", "train.prompts=3")
-    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.downsample.random", 3)
+    assert (changed.parts["downsample"]["_target_"], changed.train.prompts) == ("grpo_cli.methods.pods.random", 3)
 
 
 # A rule of one's own, in a real run

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
 from grpo_cli.config.precision import decided, decided_model
-from grpo_cli.processor import fast_in_bfloat16
 from grpo_cli.runs.record import read_record
+from grpo_cli.support.processor import fast_in_bfloat16
 
 LORA, NONE = made.lora(rank=4), made.lora(rank=0)
 SHORT = ("model=hf", "model.path=tiny", "logger=jsonl", "device=cpu", "n=2", "train.prompts=1", "eval.every=0")

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import mean_length, prefix_head
 
-from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
-from grpo_cli.engine.predict import NoPredictor, Oracle, PrefixHead
-from grpo_cli.errors import UserError
+from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.order.predict import NoPredictor, Oracle, PrefixHead
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 

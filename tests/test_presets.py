@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.read import read
-from grpo_cli.errors import UserError
 from grpo_cli.model.checks import check_supported
 from grpo_cli.model.load import eos_token_ids, load_tokenizer, model_config
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 
 # Parameters in millions, embeddings counted once where they are tied: the sizes of the published safetensors files.
 PUBLISHED = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli import processor
-from grpo_cli.errors import UserError
+from grpo_cli.support import processor
+from grpo_cli.support.errors import UserError
 
 SKYLAKE = "fpu sse4_2 avx avx2 avx512f avx512dq avx512cd avx512bw avx512vl"
 

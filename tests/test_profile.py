@@ -20,18 +20,18 @@ from small import contents, make_engine, small_model, some_requests
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.engine.cache import KvArena
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.lengths import TraceRow
-from grpo_cli.errors import UserError
-from grpo_cli.memory import PhasePeaks, ResidentPeak, is_out_of_memory
-from grpo_cli.meter import WallMeter, spans_around
+from grpo_cli.engine.kv.cache import KvArena
+from grpo_cli.engine.order.lengths import TraceRow
+from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.profile import compare
 from grpo_cli.profile.command import _never_all_equal
 from grpo_cli.profile.findings import SCHEMA, read
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, lognormal
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import PhasePeaks, ResidentPeak, is_out_of_memory
+from grpo_cli.support.meter import WallMeter, spans_around
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 SMALL = ["train.prompts=1", "n=4", "sampling.max_new_tokens=8", "eval.problems=2", "eval.k=1", "logger=jsonl"]
@@ -326,7 +326,7 @@ import resource
 from pathlib import Path
 from small import VOCABULARY, make_engine, small_model, some_requests
 from made import full
-from grpo_cli.engine.eviction import Streaming
+from grpo_cli.engine.kv.eviction import Streaming
 
 sparsity = Streaming(budget=49_000, buffer=999, window=2, sinks=1, per_head=True, protect_prompt=True)
 parts = dict(sampler=full(on_oom="halve"), sparsity=sparsity, eos_token_ids=range(VOCABULARY))

@@ -18,15 +18,16 @@ from test_curricula import curriculum, ids
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.collect.profile import MOST_PROFILED, bad_sizes, read_history, size_for
+from grpo_cli.collect.profile import MOST_PROFILED, read_history
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.config.instantiate import rules_of
-from grpo_cli.errors import UserError
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Bench
+from grpo_cli.methods.sgpo import bad_sizes, size_for
 from grpo_cli.settings import SampleSettings, SplitExamSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Reward, Rollout
 
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"

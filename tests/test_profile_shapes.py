@@ -12,12 +12,13 @@ from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, small_model, some_requests
 from test_passes import make_batch
 
-from grpo_cli.engine.eviction import Dense, SnapKv
-from grpo_cli.engine.fullest import course
-from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.engine.torch.peak import course
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
+from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.profile.advice import of_fit

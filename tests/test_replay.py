@@ -21,21 +21,22 @@ from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
 
 from grpo_cli.collect.equal import equal
-from grpo_cli.collect.foreign import RunFolder
-from grpo_cli.collect.replay import GroupStore, NoReplay
+from grpo_cli.collect.replay import NoReplay
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
-from grpo_cli.errors import UserError
-from grpo_cli.examples import examples
 from grpo_cli.experiment import collection_size, replay_of, set_up
 from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
 from grpo_cli.learner.batch import collate, corrected, verdict_on
+from grpo_cli.methods.dots import GroupStore
+from grpo_cli.methods.sapo import RunFolder
 from grpo_cli.metrics import describe, replay_metrics, reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import Selection
 from grpo_cli.settings import RecordSettings, Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.tracking.examples import examples
 from grpo_cli.types import FOREIGN, GIVEN, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 SAMPLING = Sampling.plain(8)

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.errors import UserError
 from grpo_cli.report.compare import compare, estimate, student_95
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
 from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
 from grpo_cli.report.tables import arm_table, as_json, footnotes
 from grpo_cli.runs.lock import sole_use
+from grpo_cli.support.errors import UserError
 
 
 def rows_of(accuracies: Mapping[int, float], steps: int, seconds_per_step: float = 1.0) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from test_report import launched, leave
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.errors import UserError
 from grpo_cli.report.make import make
+from grpo_cli.support.errors import UserError
 
 HOSTILE = "<script>alert(1)</script><img src=http://example.org/x> [red]$a_b$ \x1b[31m"
 

@@ -14,9 +14,9 @@ from processes import Forked
 from safetensors.torch import load_file
 
 from grpo_cli.config.compose import settings_of
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import build
 from grpo_cli.runs.checkpoint import load_state
+from grpo_cli.support.errors import UserError
 
 WORDS = [
     "logger=jsonl",
@@ -85,7 +85,7 @@ def test_altered_records_are_refused_unless_they_are_accepted(tmp_path: Path) ->
 # so that it cannot end before.
 HELD = """
 import pathlib, time
-from grpo_cli.advantage import grpo
+from grpo_cli.rules.advantage import grpo
 
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 
@@ -100,7 +100,7 @@ FEW = "task.train_problems=12"
 # The same in the middle of the third step's rollouts, as somebody is to take a slot that has fallen free.
 HALFWAY = """
 import pathlib, time
-from grpo_cli.engine.schedule import Fifo
+from grpo_cli.engine.order.schedule import Fifo
 
 saved = pathlib.Path("outputs/train/killed/checkpoints/step_000002/COMPLETE")
 

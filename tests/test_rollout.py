@@ -11,8 +11,8 @@ from small import contents, make_engine, small_model
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all, seed_of
-from grpo_cli.errors import UserError
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Reward, Rollout
 
 PROMPTS = [Prompt("a", (5, 6, 7), "x"), Prompt("b", (8, 9), "y")]

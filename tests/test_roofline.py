@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from made import full, infinite
 
-from grpo_cli.engine.eviction import Dense
+from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.profile.estimate import Passes, StepShape
 from grpo_cli.profile.roofline import KNOWN, Floor, ModelSizes, Rates, fast_when_planned, floors, published

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.sample import SamplingTable, inverse, truncate, uniforms
+from grpo_cli.engine.step.sample import SamplingTable, inverse, truncate, uniforms
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_logits_of_less_than_float32_are_drawn_from_a_few_rows_at_a_time(monkeyp
     drawing = table(*[words[row % 6] for row in range(80)])
     rows, uniform = torch.arange(79, 9, -1), torch.from_numpy(uniforms([5], 70)[0])
     expected = drawing.draw(logits.float(), uniform, rows)
-    monkeypatch.setattr("grpo_cli.engine.sample._AT_ONCE", 8 * 600 + 599)
+    monkeypatch.setattr("grpo_cli.engine.step.sample._AT_ONCE", 8 * 600 + 599)
     seen: list[int] = []
     whole = SamplingTable._draw
     monkeypatch.setattr(SamplingTable, "_draw", lambda self, x, u, r: (seen.append(len(x)), whole(self, x, u, r))[1])

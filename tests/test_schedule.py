@@ -13,7 +13,7 @@ from made import fptas
 from schedules import Simulation, simulate, synthetic_trace
 
 from grpo_cli.engine.interfaces import Running, Waiting
-from grpo_cli.engine.makespan import (
+from grpo_cli.engine.order.makespan import (
     assign,
     even_split,
     lower_bound,
@@ -24,8 +24,8 @@ from grpo_cli.engine.makespan import (
     resplit,
     trimmed_programme,
 )
-from grpo_cli.engine.schedule import Fifo, Lpt, Sjf, planned_steps
-from grpo_cli.errors import UserError
+from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf, planned_steps
+from grpo_cli.support.errors import UserError
 
 SCHEDULERS = [Fifo, Sjf, Lpt, fptas, lambda: fptas(refill="lpt")]
 small_instances = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(1, 4))

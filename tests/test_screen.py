@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_cli.formatting import legible
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.formatting import legible
 
 WRITES = """
 import sys
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
 console = terminal.console()
 for line in range({lines}):
     console.print(line)
@@ -38,7 +38,7 @@ def test_a_program_goes_on_and_ends_well_without_a_reader(lines: int) -> None:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_screen_that_is_closed_from_the_start_costs_nothing(closed: str, tmp_path: Path) -> None:
     """What is opened next would be printed into, and what is printed was a traceback."""
-    program = "from grpo_cli.tracking.terminal import outlive_the_reader as o; o()"
+    program = "from grpo_cli.support.terminal import outlive_the_reader as o; o()"
     written = (
         f"file = open({str(tmp_path / 'next')!r}, 'w'); print(1); print(2, file=sys.stderr); assert file.fileno() > 2"
     )

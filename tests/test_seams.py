@@ -15,8 +15,9 @@ import torch
 from small import FakeEngine, make_engine, small_model
 from test_train import GRPO, SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample
-from grpo_cli.correction import Correct
+from grpo_cli.methods import pods
+from grpo_cli.rules import downsample
+from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.settings import EvalSettings, RunSettings, Sampling
 from grpo_cli.types import Batch, LossOutput, Prompt, Request, Reward, Rollout, ScoredGroup, Totals, Verdict
@@ -65,7 +66,7 @@ def test_the_old_policy_is_the_learner_until_it_moves_and_then_what_it_was(
     spy, model = Spy(), small_model()
     before = copy.deepcopy(model)
     settings = quiet(settings_for(tmp_path, steps=1, epochs=2, minibatches=2), m=m)
-    rule = downsample.maxvar if m == 2 else downsample.all_rollouts
+    rule = pods.maxvar if m == 2 else downsample.all_rollouts
     make_trainer(settings, model=model, loss=spy, correction=correction, downsample=rule).fit()
     assert [batch.policy_logprobs is None for batch in spy.batches] == [True, False, False, False]
     for batch, learner in zip(spy.batches[1:], spy.logprobs[1:], strict=True):
@@ -324,10 +325,10 @@ def test_a_resumed_run_has_the_random_states_and_the_engine_s_that_were_saved(tm
 
 def test_what_a_run_counts_goes_on_and_adds_up(tmp_path: Path) -> None:
     recorder, settings = Recorder(), quiet(settings_for(tmp_path, steps=2, epochs=2, minibatches=3), m=2)
-    make_trainer(settings, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    make_trainer(settings, downsample=pods.maxvar, trackers=(recorder,)).fit()
     longer = replace(settings, train=replace(settings.train, steps=3))
     checkpoint = find_checkpoint(tmp_path).path
-    summary = make_trainer(longer, checkpoint=checkpoint, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    summary = make_trainer(longer, checkpoint=checkpoint, downsample=pods.maxvar, trackers=(recorder,)).fit()
     assert (summary["updates"], summary["generated_rollouts"], summary["trained_rollouts"]) == (3 * 6, 3 * 12, 3 * 6)
     rows = [record.metrics for record in recorder.records[1:]]
     made = [row["tokens/generated"] for row in rows]

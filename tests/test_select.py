@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_cli import advantage, downsample
-from grpo_cli.examples import examples
+from grpo_cli.methods import dr_grpo, lightning_rl, pods
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
 from grpo_cli.settings import Sampling
+from grpo_cli.tracking.examples import examples
 from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
-GRPO = partial(advantage.dr_grpo, stats_over="kept")
+GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
 
 
 def group(*rewards: float) -> ScoredGroup:
@@ -30,7 +30,7 @@ def group(*rewards: float) -> ScoredGroup:
 def chosen(rewards: tuple[float, ...], rejected: tuple[int, ...], keep: int, count_rejected: bool = True) -> Selection:
     why = ["veto" if i in rejected else "" for i in range(len(rewards))]
     rng = np.random.default_rng(0)
-    return select(group(*rewards), why, keep, downsample.maxvar, GRPO, rng, count_rejected)
+    return select(group(*rewards), why, keep, pods.maxvar, GRPO, rng, count_rejected)
 
 
 def test_a_rejected_rollout_is_never_chosen() -> None:
@@ -51,9 +51,9 @@ def test_without_down_sampling_the_rejected_count_or_not() -> None:
 
 @pytest.mark.parametrize("count_rejected", [True, False])
 def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
-    over_group = partial(advantage.dr_grpo, stats_over="group")
+    over_group = partial(dr_grpo.dr_grpo, stats_over="group")
     rewards, why = (0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
-    selection = select(group(*rewards), why, 2, downsample.maxvar, over_group, np.random.default_rng(0), count_rejected)
+    selection = select(group(*rewards), why, 2, pods.maxvar, over_group, np.random.default_rng(0), count_rejected)
     mean = 3.0 if count_rejected else 1.0
     assert selection.advantages.tolist() == [0.0 - mean, 2.0 - mean]
 
@@ -61,10 +61,10 @@ def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
 @pytest.mark.parametrize(("count_rejected", "expected"), [(True, [-0.734847, -0.244949]), (False, [-1.0, 1.0])])
 def test_so_do_those_of_each_part_of_the_reward(count_rejected: bool, expected: list[float]) -> None:
     """Of 0 1 2 and the rejected 9 the mean is 3 and the deviation sqrt(50 / 3); without the 9 both are 1."""
-    parts = partial(advantage.per_part, weights={}, stats_over="group", eps=0.0)
+    parts = partial(lightning_rl.per_part, weights={}, stats_over="group", eps=0.0)
     scored, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
     scored = replace(scored, rewards=tuple(Reward(r.total, {"a": r.total}, weights={"a": 1.0}) for r in scored.rewards))
-    selection = select(scored, why, 2, downsample.maxvar, parts, np.random.default_rng(0), count_rejected)
+    selection = select(scored, why, 2, pods.maxvar, parts, np.random.default_rng(0), count_rejected)
     assert selection.indices == (0, 2) and selection.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
@@ -122,6 +122,6 @@ def test_an_advantage_with_a_parameter_for_them_is_told_of_the_group_and_its_rol
 
     asked, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
     rule, rng = partial(curious, factor=2.0), np.random.default_rng(0)
-    selection = select(asked, why, 2, downsample.maxvar, rule, rng, count_rejected)
+    selection = select(asked, why, 2, pods.maxvar, rule, rng, count_rejected)
     assert selection.advantages.tolist() == [0.0, 4.0]
     assert told == [AdvantageInputs(asked, (0, 2), (0, 1, 2, 3) if count_rejected else (0, 1, 2))]

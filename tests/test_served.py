@@ -12,15 +12,15 @@ import torch
 from made import infinite
 from small import small_model, some_requests, vllm_engine
 
-import grpo_cli.engine.vllm as engine_module
-from grpo_cli.engine.admission import Work
-from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.served import Served
-from grpo_cli.engine.vllm import VllmEngine
-from grpo_cli.engine.vllm_process import guest
-from grpo_cli.errors import UserError
+import grpo_cli.engine.vllm.engine as engine_module
+from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.vllm.admission import Work
+from grpo_cli.engine.vllm.engine import VllmEngine
+from grpo_cli.engine.vllm.process import guest
+from grpo_cli.engine.vllm.served import Served
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 

@@ -11,9 +11,9 @@ from made import fptas, infinite, micro
 from schedules import DISTRIBUTIONS, SCHEDULERS, compare, disturb, main, predict_trace, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.lengths import TraceRow, kendall_tau
-from grpo_cli.engine.predict import Oracle
-from grpo_cli.engine.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.order.lengths import TraceRow, kendall_tau
+from grpo_cli.engine.order.predict import Oracle
+from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
 
 
 def test_a_request_holds_its_slot_for_one_step_less_than_it_has_tokens():

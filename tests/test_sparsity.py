@@ -18,9 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_cli.cli import arguments
 from grpo_cli.config import instantiate as making
 from grpo_cli.config.choices import choices, config_dir
-from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
-from grpo_cli.engine.keeper import Keeper, Tally
-from grpo_cli.engine.schedule import Lpt
+from grpo_cli.engine.kv.eviction import Budget, Dense
+from grpo_cli.engine.kv.keeper import Keeper, Tally
+from grpo_cli.engine.order.schedule import Lpt
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.snapkv import SnapKv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.types import Request, Rollout
 
 HEADS, LAYERS = 2, 2  # of small_model, key-value heads

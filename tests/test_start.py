@@ -20,8 +20,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
-from grpo_cli.errors import UserError
 from grpo_cli.runs import lock, record
+from grpo_cli.support.errors import UserError
 
 SMALL = ("logger=jsonl", "n=2", "train.prompts=2", "train.steps=2", "eval.every=0", "sampling.max_new_tokens=4")
 OLD = Path(__file__).parent / "old_run"
@@ -128,10 +128,10 @@ def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path
     assert "changed since this run was started: task=arithmetic is countdown\n" in result.stderr
     assert "changed since this run was started: loss=grpo is dapo\n" in result.stderr
     assert "_target_" not in result.stderr
-    Path("mine.py").write_text("from grpo_cli.downsample import *\n")
+    Path("mine.py").write_text("from grpo_cli.rules.downsample import *\n")
     result = grpo("train", "resume=R", "train.steps=3", "downsample._target_=mine.maxvar")
     assert result.exit_code == 0, result.output
-    assert "downsample._target_=grpo_cli.downsample.maxvar is mine.maxvar\n" in result.stderr
+    assert "downsample._target_=grpo_cli.methods.pods.maxvar is mine.maxvar\n" in result.stderr
 
 
 @pytest.fixture(scope="module")

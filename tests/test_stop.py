@@ -9,8 +9,8 @@ import pytest
 from made import infinite, micro, prefix_head
 from small import contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.engine import TorchEngine
-from grpo_cli.engine.schedule import Fifo, Sjf
+from grpo_cli.engine.order.schedule import Fifo, Sjf
+from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.types import Finish, Request, Rollout
 
 LETTERS = "_.abcdefghijklmnopqrstuvw"

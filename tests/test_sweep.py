@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import hydra_run
 from grpo_cli.cli import main as cli
-from grpo_cli.errors import UserError
 from grpo_cli.metrics import METRICS
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, gpus_listed, places, visible_gpus
 from grpo_cli.sweep.status import Job, locked
@@ -44,7 +44,7 @@ SMALL = [
 # The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
 HELD = """
 import itertools, pathlib, time
-from grpo_cli.advantage import grpo
+from grpo_cli.rules.advantage import grpo
 
 calls = itertools.count(1)
 
@@ -457,7 +457,7 @@ def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyP
     import torch
 
     from grpo_cli.experiment import pick_device
-    from grpo_cli.memory import CONTEXT
+    from grpo_cli.support.memory import CONTEXT
 
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -14,9 +14,9 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import choice_of, choices, shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rules_of
-from grpo_cli.errors import UserError
 from grpo_cli.experiment import build, collection_size
 from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
 
 

@@ -22,17 +22,17 @@ from bank import group_of, problems
 from made import full, infinite, micro
 from small import FakeEngine, make_engine, small_model
 
-from grpo_cli import credit, downsample
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss
-from grpo_cli.correction import Correct
-from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
 from grpo_cli.learner.learner import learning_rate
-from grpo_cli.meter import NullMeter
+from grpo_cli.methods import pods
+from grpo_cli.methods.gdro import PromptGdro
+from grpo_cli.rules import credit, downsample
+from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.stop import SIGNALS, Stop
@@ -42,6 +42,8 @@ from grpo_cli.settings import (
     RunSettings,
     Sampling,
 )
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Batch, EngineStats, LossOutput, Prompt, Record, Reward, Rollout, Totals
@@ -283,7 +285,7 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
 
     recorder = Recorder()
     settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1, tokens=False))
-    make_trainer(settings, loss=watched, downsample=downsample.maxvar, trackers=(recorder,)).fit()
+    make_trainer(settings, loss=watched, downsample=pods.maxvar, trackers=(recorder,)).fit()
     assert sum(seen) == 6
     record = recorder.records[1]
     assert (record.metrics["rollouts/generated"], record.metrics["rollouts/trained"]) == (12, 6)
@@ -295,7 +297,7 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
 
 def test_with_m_equal_to_n_every_rule_is_plain_grpo(tmp_path: Path) -> None:
     plain = final_weights(settings_for(tmp_path / "plain", steps=2))
-    for rule in (downsample.maxvar, downsample.maxreward, downsample.random, downsample.percentile):
+    for rule in (pods.maxvar, pods.maxreward, pods.random, pods.percentile):
         assert same(plain, final_weights(settings_for(tmp_path / rule.__name__, steps=2), downsample=rule))
 
 
@@ -323,7 +325,7 @@ def test_rejected_rollouts_are_not_trained_on_and_say_why(tmp_path: Path, m: int
     model, recorder = small_model(), Recorder()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
     settings = replace(settings_for(tmp_path, steps=1), m=m, record=RecordSettings(rollouts=-1, tokens=False))
-    rule = downsample.maxvar if m == 2 else downsample.all_rollouts
+    rule = pods.maxvar if m == 2 else downsample.all_rollouts
     parts: dict[str, Any] = dict(engine=engine, correction=SPARSE_RL, downsample=rule, trackers=(recorder,))
     make_trainer(settings, model=model, **parts).fit()
     record = recorder.records[1]
@@ -586,12 +588,12 @@ def calls(action: Callable[[], Any]) -> int:
 def test_the_end_of_a_step_takes_no_longer_the_more_problems_were_visited(tmp_path: Path) -> None:
     def calls_after(count: int) -> int:
         rule = made.part("credit", "gdro")
-        gdro = credit.PromptGdro(**{name: value for name, value in rule.items() if name != "_target_"})
+        weights = PromptGdro(**{name: value for name, value in rule.items() if name != "_target_"})
         seen = [group_of(prompt, 1, 2) for prompt in problems(count)]
-        trainer = make_trainer(settings_for(tmp_path / str(count)), credit=gdro)
+        trainer = make_trainer(settings_for(tmp_path / str(count)), credit=weights)
         history = trainer._parts.history
         history.observe(0, seen)
-        gdro.load_state_dict(gdro.state_dict() | {"bin_of": {group.prompt.id: 0 for group in seen}})
+        weights.load_state_dict(weights.state_dict() | {"bin_of": {group.prompt.id: 0 for group in seen}})
         trainer._finish(Record(1, {}))
         history.observe(1, seen[:2])
 

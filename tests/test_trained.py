@@ -19,8 +19,8 @@ from test_off_policy import aged
 from test_seams import Spy, quiet
 from test_train import SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
 
-from grpo_cli import downsample
-from grpo_cli.credit import fresh
+from grpo_cli.methods import pods
+from grpo_cli.methods.april import fresh
 from grpo_cli.select import NOT_CHOSEN, Selection, settled
 from grpo_cli.settings import RecordSettings
 from grpo_cli.types import Batch, Prompt, Record, Reward, Rollout, Span
@@ -91,7 +91,7 @@ def test_a_rollout_without_credit_is_not_kept_and_of_one_with_some_only_that_cou
 @pytest.mark.parametrize("m", [4, 2])
 def test_a_vetoed_rollout_counts_nowhere(tmp_path: Path, m: int) -> None:
     """With m = n it is in the batch, for the divisors."""
-    record, spy = ran(tmp_path, m=m, correction=SPARSE_RL, downsample=downsample.maxvar)
+    record, spy = ran(tmp_path, m=m, correction=SPARSE_RL, downsample=pods.maxvar)
     assert len(spy.batches[0]) == 3 * m
     trained = [row for row in record.examples if row.kept]
     assert told(record) == of_the_loss(spy) == (3 * min(m, 3), sum(row.length for row in trained))

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from grpo_cli.cli.arguments import after_those_of_the_run, checkpoint_overrides
 from grpo_cli.cli.main import app
 from grpo_cli.config.compose import model_of
-from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.record import RunRecord, read_record, write_record
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.resume import Sweep, started_with
 from grpo_cli.sweep.status import Job
 
@@ -88,8 +88,8 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("++zzz._target_=os.mkdir", "zzz._target_"),
         ("++={logger: {_target_: os.mkdir}}", "_target_"),
         ("logger._target_=grpo_cli.config.instantiate.hydra.utils.get_object", "logger._target_"),
-        ("logger._target_=grpo_cli.engine.cluster.parcel.from_skeleton", "logger._target_"),
-        ("logger._target_=grpo_cli.loss.Grpo", "logger._target_"),
+        ("logger._target_=grpo_cli.engine.ray.parcel.from_skeleton", "logger._target_"),
+        ("logger._target_=grpo_cli.rules.loss.Grpo", "logger._target_"),
         ("downsample._target_=mine_and_trusted.shutil.copyfile", "downsample._target_"),
         ("downsample._target_=mine_and_trusted.copyfile", "downsample._target_"),
         ("downsample._target_=mine_and_trusted.wipe", "downsample._target_"),
@@ -151,7 +151,7 @@ def test_a_package_that_has_the_run_in_it_came_with_the_run(here: Path) -> None:
         "task._target_=mine_and_trusted.Sums",
         "task.reward=mine_and_trusted:score",
         "task.reward=numbers",
-        "advantage._target_=grpo_cli.advantage.rloo",
+        "advantage._target_=grpo_cli.methods.rloo.rloo",
         "m=${n}",
         "task.weights={correct: 1.0, short: 0.1}",
         "engine.options={compile: true, max_num_batched_tokens: 4096}",

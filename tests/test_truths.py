@@ -18,11 +18,13 @@ import torch
 from small import small_model
 from typer.testing import CliRunner
 
-from grpo_cli import downsample, loss, metrics, select
+from grpo_cli import metrics, select
 from grpo_cli.cli.main import app
 from grpo_cli.collect.requests import group_rollouts
 from grpo_cli.config.choices import choices
 from grpo_cli.learner import batch, logprobs
+from grpo_cli.methods import pods
+from grpo_cli.rules import downsample, loss
 from grpo_cli.settings import Sampling
 from grpo_cli.types import AdvantageInputs, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Verdict
 
@@ -87,7 +89,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
         [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],
     ),
     "select": (
-        lambda group, why: select.select(group, why, 2, downsample.maxvar, GRPO, RNG, True),
+        lambda group, why: select.select(group, why, 2, pods.maxvar, GRPO, RNG, True),
         [a_group(), ["", "veto", "", ""]],
     ),
     "batch.rows_of": (batch.rows_of, [a_batch(), torch.tensor([0, 2])]),

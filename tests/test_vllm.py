@@ -22,13 +22,13 @@ from made import full, infinite, micro
 from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
-import grpo_cli.engine.vllm as engine_module
+import grpo_cli.engine.vllm.engine as engine_module
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun, joined, rest_of
-from grpo_cli.engine.vllm import VllmEngine
-from grpo_cli.errors import UserError
+from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.model.load import load_model, load_tokenizer
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.arithmetic import Arithmetic
 from grpo_cli.types import Finish, Prompt, Request, Rollout
 
@@ -314,7 +314,7 @@ def test_norms_of_keys_forbid_larger_heads():
 
 # Trains through vLLM for nine steps, with an evaluation after the eighth; in the tenth, vLLM fails among the rollouts.
 RUN = """
-import grpo_cli.engine.vllm as engine
+import grpo_cli.engine.vllm.engine as engine
 from grpo_cli.cli.main import main
 
 calls, build = [0], engine.VllmEngine._update

@@ -16,12 +16,12 @@ from test_machine import same_rollouts
 from test_profile_shapes import fake_model, plan, work_of
 from torch import nn
 
-from grpo_cli.engine import decoder as decoders
-from grpo_cli.engine.block import norm_of
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Dense
-from grpo_cli.engine.invariance import invariance_of
-from grpo_cli.engine.weights import Copies, Product, can_pack
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.step import decoder as decoders
+from grpo_cli.engine.step.block import norm_of
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from grpo_cli.engine.step.weights import Copies, Product, can_pack
 from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
 from grpo_cli.profile.estimate import Estimator
 from grpo_cli.profile.shapes import EngineShape, ShapeModel

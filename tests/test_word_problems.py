@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_hf import make_tokenizer
 from words import rollout_of
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.tasks.word_problems import Story, WordProblems, draw_story
 from grpo_cli.types import Finish

@@ -81,7 +81,7 @@ def test_a_worker_that_goes_while_it_waits_is_nobodys_fault(script: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("import nothing_of_that_name", "exit code 1"), ("print('{\"died\": \"no library\"}')", "no library")],
+    [("import nothing_of_that_name", "exit code 1"), ('print(\'{"died": "no library"}\')', "no library")],
 )
 def test_a_script_that_does_not_start_is_no_questions_fault(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "worker.py").write_text(text)

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 

@@ -18,7 +18,7 @@ from grpo_cli.cli.help import Row, say, say_rows
 from grpo_cli.config.choices import choices, config_dir, defaults_of
 from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by
-from grpo_cli.errors import UserError, closest
+from grpo_cli.support.errors import UserError, closest
 
 COMMANDS = ("train", "eval", "profile")
 

@@ -14,8 +14,8 @@ import yaml
 from grpo_cli.cli.mistakes import explained
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
-from grpo_cli.errors import UserError
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.errors import UserError
 
 HELP = {"--help", "-h"}
 SWEEP = {"-m", "--multirun"}

@@ -17,7 +17,7 @@ import typer
 
 from grpo_cli.cli.arguments import sorted_out
 from grpo_cli.cli.mistakes import explained, fail, refusals, unusable
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

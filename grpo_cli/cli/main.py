@@ -27,10 +27,10 @@ from grpo_cli.cli.arguments import (
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import named, refusals
-from grpo_cli.errors import UserError
-from grpo_cli.processor import settle
 from grpo_cli.runs.layout import PROFILE, SAMPLES
-from grpo_cli.tracking.terminal import console, outlive_the_reader
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.processor import settle
+from grpo_cli.support.terminal import console, outlive_the_reader
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -352,7 +352,7 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        from grpo_cli.memory import is_out_of_memory
+        from grpo_cli.support.memory import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from grpo_cli.errors import UserError, closest
-from grpo_cli.formatting import legible
+from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.formatting import legible
 
 
 @contextmanager

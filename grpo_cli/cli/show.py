@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from grpo_cli.errors import UserError, closest
-from grpo_cli.formatting import plain
 from grpo_cli.report.read import jobs_of
 from grpo_cli.report.rollouts import Recorded, Recording, by_prompt, extremes, facts, read_recording, visible
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.formatting import plain
 
 MOST_NAMED = 8  # prompts, in a message
 

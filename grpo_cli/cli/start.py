@@ -15,10 +15,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_cli.config.decided import as_decided
+from grpo_cli.config.auto import as_decided
 from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume, is_ours
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain, shown
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
@@ -26,6 +24,8 @@ from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.runs.summary import failure_noted, read_object
 from grpo_cli.settings import EvalRunSettings, RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain, shown
 
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 

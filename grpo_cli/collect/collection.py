@@ -13,10 +13,10 @@ import numpy as np
 from grpo_cli.collect.requests import score_all, seed_of
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.engine.costs import together
-from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
 MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end
@@ -225,9 +225,9 @@ class StepCollection:
         of = {_key(request): rollout for request, rollout in zip(asked, partial, strict=True)}
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
-            # Engines of one's own may not know how to stop, which they need not as long as nobody asks for it.
+            # An engine of one's own need not know how to stop as long as it is not asked to.
             for rest in engine.generate(asked) if goal is None else engine.generate(asked, goal):
-                assert rest.finish is not Finish.PARTIAL or goal, "an engine stops nothing unless it is told to"
+                assert rest.finish is not Finish.PARTIAL or goal, "an engine stops nothing unless it is asked to"
                 rollout = joined(of[_key(rest.request)], rest, self._version)
                 self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start

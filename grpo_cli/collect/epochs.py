@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.requests import check_ids, seed_of
-from grpo_cli.errors import UserError
 from grpo_cli.history import of_kind
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
 
 

@@ -10,10 +10,10 @@ from math import ceil
 from typing import Any
 
 from grpo_cli.collect.collection import StepCollection
-from grpo_cli.errors import own_code
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import own_code
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 
 # The most rollouts of a made-up group, and enough of a made-up step: larger ones would teach nothing more, and take

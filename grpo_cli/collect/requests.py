@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_cli.errors import UserError
 from grpo_cli.interfaces import BatchTask, Task
 from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
 
 

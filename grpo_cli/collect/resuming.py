@@ -1,8 +1,9 @@
 """Partial rollouts: the request that goes on where one was stopped, and the two made one rollout again.
 
 An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
-hash of `seed + t * golden ratio` (`engine/sample.py`), so with the seed moved on by k of these the torch engine draws
-the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not decoded.
+hash of `seed + t * golden ratio` (`engine/step/sample.py`), so with the seed moved on by k of these the torch engine
+draws the very tokens that it would have drawn, and log-probabilities agree to rounding: the first k are read, not
+decoded.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         token_ids=partial.token_ids + rest.token_ids,
         sampler_logprobs=partial.sampler_logprobs + rest.sampler_logprobs,
         finish=rest.finish,
-        # What was read as prompt is held all the same: nothing that evicts goes on with partial rollouts.
+        # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, len(rest)),
     )

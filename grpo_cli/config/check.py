@@ -11,8 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_cli.config.choices import choice_of
-from grpo_cli.errors import UserError, closest, gathered, refuse
-from grpo_cli.formatting import parse_bytes, shown
 from grpo_cli.settings import (
     EvalRunSettings,
     EvalSettings,
@@ -25,6 +23,8 @@ from grpo_cli.settings import (
     Sampling,
     TrainSettings,
 )
+from grpo_cli.support.errors import UserError, closest, gathered, refuse
+from grpo_cli.support.formatting import parse_bytes, shown
 
 _SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("auto", "float32", "bfloat16")

@@ -15,9 +15,9 @@ from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.config.precision import decided, decided_model
 from grpo_cli.config.read import missing, read
 from grpo_cli.config.recipe import fill
-from grpo_cli.errors import UserError, refuse
-from grpo_cli.processor import fast_in_bfloat16
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.processor import fast_in_bfloat16
 
 Settings = TypeVar("Settings")
 

@@ -21,11 +21,11 @@ from hydra.errors import InstantiationException
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.overrides import RENAMED
 from grpo_cli.config.read import read_kwargs
+from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.predict import NoPredictor
-from grpo_cli.engine.sampler import Sampler
-from grpo_cli.errors import UserError, closest, gathered, own_code, refuse, whosever
+from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Correction, Loss, Rules
+from grpo_cli.support.errors import UserError, closest, gathered, own_code, refuse, whosever
 from grpo_cli.types import Batch, LossOutput, Totals
 
 RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)

@@ -10,13 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli.config.choices import parts_of, shipped
+from grpo_cli.config.choices import choices, parts_of, shipped
 from grpo_cli.config.read import read
 from grpo_cli.config.trust import resolving, taken, without_resolvers
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 
 # Keys that old run folders, and people, know by another name.
 RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
@@ -82,10 +82,19 @@ def overrides(values: Mapping[str, Any]) -> list[str]:
 
 
 def renamed(word: str) -> str:
-    """An override by the key that it has now."""
+    """An override by the key that it has now, and where it names a part of ours, by the place that part has now."""
     key, equals, value = word.partition("=")
-    plus = key[: len(key) - len(key.lstrip("+"))]
-    return plus + RENAMED.get(key.lstrip("+"), key.lstrip("+")) + equals + value
+    bare = key.lstrip("+")
+    if _is_our_target(bare, value):
+        value = _moved(bare.partition(".")[0], value)
+    return key[: len(key) - len(bare)] + RENAMED.get(bare, bare) + equals + value
+
+
+def _moved(group: str, target: str) -> str:
+    """The `_target_` among the group's choices that ends in the same name; the same one where there is none."""
+    name = "." + target.rpartition(".")[2]
+    targets = (str(shipped(group, choice).get("_target_")) for choice in choices(group))
+    return next((found for found in targets if found.endswith(name)), target)
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:

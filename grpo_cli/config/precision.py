@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from grpo_cli.config.decided import AUTO, OPEN, Settings, as_begun
-from grpo_cli.processor import fast_in_bfloat16
+from grpo_cli.config.auto import AUTO, OPEN, Settings, as_begun
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.processor import fast_in_bfloat16
 
 KEYS = OPEN["model"]
 

@@ -12,8 +12,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from grpo_cli.errors import closest
-from grpo_cli.formatting import is_a, shown
+from grpo_cli.support.errors import closest
+from grpo_cli.support.formatting import is_a, shown
 
 T = TypeVar("T")
 

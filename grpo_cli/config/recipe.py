@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.config.auto import AUTO, begun
 from grpo_cli.config.choices import shipped
-from grpo_cli.config.decided import AUTO, begun
 
 # The group whose recipe says a setting, and by which word.
 _SAID_BY = {

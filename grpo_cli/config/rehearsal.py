@@ -12,13 +12,13 @@ import torch
 
 from grpo_cli.collect.rehearsal import MOST_REHEARSED, rehearsed
 from grpo_cli.config.instantiate import rules_of
-from grpo_cli.downsample import choose
-from grpo_cli.errors import UserError
 from grpo_cli.history import History
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
+from grpo_cli.rules.downsample import choose
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import RunSettings, Sampling
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import (
     AdvantageInputs,
     Batch,

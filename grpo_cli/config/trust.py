@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
-from grpo_cli.errors import own_code, refuse
-from grpo_cli.formatting import plain
+from grpo_cli.support.errors import own_code, refuse
+from grpo_cli.support.formatting import plain
 
 TARGET, REWARD = "_target_", "task.reward"
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -275,7 +275,7 @@ def _is_a_part(group: str, found: Any) -> bool:
     if not inspect.isclass(found):
         return False
     if group == "sparsity":
-        from grpo_cli.engine.eviction import Budget, Dense
+        from grpo_cli.engine.kv.eviction import Budget, Dense
 
         return issubclass(found, Budget | Dense)
     return all(callable(getattr(found, asked, None)) for asked in _methods_of(group))
@@ -299,7 +299,7 @@ def _methods_of(group: str) -> list[str]:
     """What a part of the group is asked, as methods."""
     from grpo_cli import interfaces  # which loads torch
     from grpo_cli.engine import interfaces as of_engines
-    from grpo_cli.engine.sampler import Sampler
+    from grpo_cli.engine.batching import Sampler
 
     protocols: dict[str, Any] = {
         "task": interfaces.Task,

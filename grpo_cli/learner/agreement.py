@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.interfaces import LossFn
 from grpo_cli.learner.batch import to_device
 from grpo_cli.learner.forward import Forward, prompt_groups, row_shapes
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals
 
 # What rounding may make of the difference between the two, in means of log-probabilities and in relative gradients.

@@ -116,7 +116,7 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch of the host's there: by way of pinned memory, so that nobody waits."""
+    """A batch of the host's there: by way of pinned memory, so that nothing waits."""
     if device.type == "cpu":
         return batch
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}

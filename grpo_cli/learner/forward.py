@@ -13,18 +13,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.learner.batch import micro_batch_rows, micro_batches
 from grpo_cli.learner.logprobs import PLAIN, ByRow, Entropy, chosen_logprobs, logprobs_at, token_logprobs
 from grpo_cli.model.anatomy import place_of
-from grpo_cli.model.crossing import send
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
+from grpo_cli.model.transfer import send
 from grpo_cli.settings import TrainSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch
 
 
 class RowShape(NamedTuple):
-    """All of a row that its shape in a forward depends on: its tokens, and with whom it has its prompt in common."""
+    """All of a row that its shape in a forward depends on: its tokens, and which rows share its prompt."""
 
     prompt: int
     completion: int
@@ -48,7 +48,7 @@ class Forward(Protocol):
 
 @runtime_checkable
 class ShapeOnly(Forward, Protocol):
-    """What a forward would take, told from lengths alone. It is a value, so that this need be found out once."""
+    """What a forward would take, from lengths alone. It is a value, so that it is computed once."""
 
     def __hash__(self) -> int: ...
 

@@ -21,10 +21,10 @@ from grpo_cli.learner.forward import Forward, make_forward, make_padded
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.memory import give_back_freed
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.model.crossing import fetched
+from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.support.memory import give_back_freed
 from grpo_cli.types import Batch
 
 

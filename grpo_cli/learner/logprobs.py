@@ -3,7 +3,7 @@
 The backward pass makes each softmax anyway, and measures its entropy (`Entropy`) on the way.
 
 Only the positions that predict a response token reach the head, `chunk` of them at a time; in the backward pass each
-chunk's logits are made again, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
+chunk's logits are recomputed, and become their own gradient in place. Peak memory is `chunk * V` numbers of the head's
 precision in place of several times `B * T * V`, forward and backward, and a few rows in float32 (compiled: none).
 """
 
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.model.anatomy import head, place_of
 from grpo_cli.model.compiling import Compiler
-from grpo_cli.model.crossing import send
-from grpo_cli.model.lean import last_states
+from grpo_cli.model.mlp_recompute import last_states
+from grpo_cli.model.transfer import send
 
 _AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that are in float32 at one time; a GPU wants few large calls
 

@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.history import of_kind
 from grpo_cli.learner.learner import Learner
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch
 
-ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is too far behind, and begins anew
+ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is too far behind, and starts over
 _GROUP = "correction.prox"
 
 
@@ -101,7 +101,7 @@ class SamplerPolicy:
         if given:
             raise UserError(
                 f"correction.prox=drawn takes the sampler for the old policy, but {given} tokens of the step were "
-                "given, which nobody drew; use correction.prox=now"
+                "given and not drawn; use correction.prox=now"
             )
         return batch.sampler_logprobs
 

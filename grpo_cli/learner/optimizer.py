@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.settings import OptimSettings
+from grpo_cli.support.errors import UserError
 
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:

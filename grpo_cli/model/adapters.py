@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError, closest
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.support.errors import UserError, closest
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -44,7 +44,7 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         return _with_saved(model, settings.adapter, settings.lora)
     if settings.lora.rank == 0:
         return model
-    from torch import nn  # only here: whoever asks what a folder holds need not wait for it
+    from torch import nn  # only here: listing what a folder holds should not wait for it
 
     peft = _peft()
     lora = settings.lora

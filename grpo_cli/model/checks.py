@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_cli.errors import UserError
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 
 _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -45,7 +45,7 @@ def _supported(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse pipes and devices among the files: whoever reads them may wait for ever."""
+    """Refuse pipes and devices among the files: reading them may block for ever."""
     for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise UserError(f"model folder {folder}: {file.name} is no regular file; put a copy of what it holds there")

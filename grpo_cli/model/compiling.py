@@ -1,4 +1,4 @@
-"""torch.compile where it can be had: what cannot be compiled runs as it was, which is said once."""
+"""torch.compile where it is available: what cannot be compiled runs uncompiled, which is logged once."""
 
 from __future__ import annotations
 

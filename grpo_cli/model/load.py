@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.checks import (
@@ -39,6 +38,7 @@ from grpo_cli.model.checks import (
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import recompute_layers
 from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = "tiny"
@@ -50,7 +50,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
     """The model of `model.path` on `device`, in eval mode, its attention without dropout in either mode.
 
     With `random_init` only the config is read and the weights come from torch's global generator. With
-    `gradient_checkpointing` layers recompute their activations, in train mode only: whoever updates the weights turns
+    `gradient_checkpointing` layers recompute their activations, in train mode only: the learner turns
     that on for as long.
 
     With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
@@ -98,7 +98,7 @@ def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
 
 def model_config(settings: ModelSettings) -> PreTrainedConfig:
     """The shape of the model, no weights: from `model.architecture` where it is given and `model.path` is no folder
-    here, so that nothing has to be had from the hub; else from config.json.
+    here, so that nothing has to come from the hub; else from config.json.
 
     Raises UserError for numbers that make no config, and as `load_model` does.
     """
@@ -119,7 +119,7 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights; for random weights of a preset's shape, which have none, that of the
+    """The tokenizer saved with the weights; for random weights of a preset's shape, which have none, that of the
     embedded model (a token per byte).
 
     Raises UserError when there is none.
@@ -279,7 +279,7 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Whatever goes wrong while a foreign file is read is said in one line, with what to do about it.
+    """Whatever goes wrong while a foreign file is read becomes an error of one line, with what to do about it.
 
     Every kind of error is caught because the readers raise every kind: a misshapen tokenizer.json alone gives KeyError,
     TypeError or AttributeError, depending on where it first surprises its parser.
@@ -298,7 +298,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
             ) from error
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
         if isinstance(source, Path):
-            raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it anew") from error
+            raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it again") from error
         raise UserError(
             f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
@@ -316,7 +316,7 @@ def _is_gated(error: BaseException | None) -> bool:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """The bars of transformers would tear the live view; whoever had them on has them back afterwards."""
+    """The bars of transformers would tear the live view; they are restored afterwards."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

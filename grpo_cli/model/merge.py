@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.load import load_model, load_tokenizer, model_config, save_pretrained
 from grpo_cli.runs.checkpoint import find_checkpoint
 from grpo_cli.settings import LoraSettings, ModelSettings
+from grpo_cli.support.errors import UserError
 
 
 def merge(place: Path, target: Path, base: str | None, dtype: str) -> Path:
     """Write the merged model of a run's newest checkpoint, or of one checkpoint, to `target`; returns the checkpoint.
 
-    The base is the one that lies beside the adapters or that they name. Adapters that were trained on 4-bit or 8-bit
+    The base is the one saved with the adapters or named by them. Adapters that were trained on 4-bit or 8-bit
     weights are merged into the unquantised ones, and the result rounds differently from what was trained.
 
     Raises UserError when there are no adapters, when `target` is there and no empty folder, and when the base is not

@@ -1,6 +1,6 @@
 """Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its completions.
 
-The model's own layers do the work; only its attention is told where sequences begin and end, so that each token sees
+The model's own layers do the work; only its attention knows where sequences begin and end, so that each token sees
 exactly what it would see in a row of its own. Gradients of a prompt add up over its completions by themselves.
 """
 
@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from grpo_cli.model.anatomy import backbone
-from grpo_cli.model.crossing import send
-from grpo_cli.model.lean import last_states
+from grpo_cli.model.mlp_recompute import last_states
+from grpo_cli.model.transfer import send
 from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
 
 _NAME = "grpo_packed"

@@ -19,7 +19,7 @@ Hooks = Callable[[], AbstractContextManager[Any]]  # what saved tensors go throu
 
 
 def recompute_layers(model: Any, offload: bool) -> None:
-    """In train mode only: whoever updates the weights turns that on for as long. `offload` moves the inputs to pinned
+    """In train mode only, which the learner turns on for its updates. `offload` moves the inputs to pinned
     memory and back beside the computation: layers x tokens x hidden numbers, and no number is another for it."""
     # the second name is what releases of transformers without the first call it
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.model.crossing import send
+from grpo_cli.model.transfer import send
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.support.errors import UserError
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name, one after the other, without gradient; adapters are added to what they adapt.
 
-    Weights without adapters are the model's own tensors, so that nothing is copied before somebody reads it; a merged
+    Weights without adapters are the model's own tensors, so that nothing is copied before it is read; a merged
     one exists only while it is the current one. Tied weights come under each of their names. Raises UserError for an
-    adapted layer whose own weights are packed (quantised): a sum with those is not to be had.
+    adapted layer whose own weights are packed (quantised): they cannot be summed.
     """
     inner = unwrapped(model)
     adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 
 from grpo_cli import experiment
 from grpo_cli.config.rehearsal import build_rules
-from grpo_cli.engine.sampler import Sampler
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import gib
-from grpo_cli.memory import held_by_others
-from grpo_cli.meter import spans_around
+from grpo_cli.engine.batching import Sampler
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS, Prediction, total
@@ -18,6 +14,10 @@ from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import KV, Sizes
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import held_by_others
+from grpo_cli.support.meter import spans_around
 
 _ROLLOUTS = ("prefill", "decode")
 TOKENS = "train.micro_batch_tokens"

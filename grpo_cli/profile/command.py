@@ -16,11 +16,8 @@ import torch
 from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.rehearsal import build_rules
-from grpo_cli.engine.lengths import read_trace
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import gib, parse_bytes
+from grpo_cli.engine.order.lengths import read_trace
 from grpo_cli.interfaces import AdvantageFn, Rules
-from grpo_cli.memory import is_out_of_memory
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, roofline
 from grpo_cli.profile.findings import Findings, metrics, versions, write
@@ -38,6 +35,9 @@ from grpo_cli.profile.micro_batch import decided
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib, parse_bytes
+from grpo_cli.support.memory import is_out_of_memory
 from grpo_cli.types import AdvantageInputs, Record
 
 Say = Callable[[str], None]

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.table import Table
 
-from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import KINDS
 from grpo_cli.profile.findings import read
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.formatting import gib
 
 # Okabe and Ito's colours, which the colour-blind tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#8C6D31", "#BBBBBB")

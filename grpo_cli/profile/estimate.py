@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_cli.engine.sampler import DEFAULT_SLOTS
+from grpo_cli.engine.batching import DEFAULT_SLOTS
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload

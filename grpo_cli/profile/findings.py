@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
 from grpo_cli.profile.roofline import Floor, Rates
 from grpo_cli.profile.shapes import Sizes
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import PROFILE as FILE
+from grpo_cli.support.errors import UserError
 
 SCHEMA = 1
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_cli.collect.resuming import first_seed
 from grpo_cli.engine.costs import together
-from grpo_cli.engine.lengths import TraceRow
+from grpo_cli.engine.order.lengths import TraceRow
 from grpo_cli.interfaces import Engine
 from grpo_cli.profile.shapes import Workload
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout

@@ -13,19 +13,19 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, make
-from grpo_cli.engine.sampler import Sampler
+from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import collection_size, is_ours
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.memory import resident_bytes
 from grpo_cli.model.load import TINY, load_model, load_tokenizer
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
 from grpo_cli.profile.shapes import NF4_BITS, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import ModelSettings, RunSettings
+from grpo_cli.support.memory import resident_bytes
 
 
 def shapes_of(model: ModelSettings) -> ShapeModel:

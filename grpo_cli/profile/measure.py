@@ -19,15 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts
-from grpo_cli.memory import AllocatedPeak, PhasePeaks, ResidentPeak
-from grpo_cli.meter import WallMeter
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.profile.estimate import EXACT, KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHTS
 from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.profile.shapes import KV, Sizes, Workload
-from grpo_cli.progress import Progress
 from grpo_cli.settings import ProfileSettings, RunSettings
 from grpo_cli.step import Step
+from grpo_cli.support.memory import AllocatedPeak, PhasePeaks, ResidentPeak
+from grpo_cli.support.meter import WallMeter
+from grpo_cli.tracking.progress import Progress
 
 # The phases that a step consists of, in its order, none inside another; `eval` stands beside the step. The first two
 # are those of engine=ray.

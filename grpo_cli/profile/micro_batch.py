@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import torch
 
-from grpo_cli.config.decided import AUTO, as_begun
-from grpo_cli.engine.sampler import Sampler
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import gib
+from grpo_cli.config.auto import AUTO, as_begun
+from grpo_cli.engine.batching import Sampler
 from grpo_cli.interfaces import Rules
-from grpo_cli.memory import free_bytes
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice
 from grpo_cli.profile.estimate import Estimator, StepShape, most_tokens, with_tokens
 from grpo_cli.profile.from_settings import estimator_of, process_alone, shapes_of, step_of
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import free_bytes
 
 _SHARE = 0.9  # of what is free: predictions are to be within a tenth of what a run then takes
 

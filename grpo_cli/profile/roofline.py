@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_cli.engine.sampler import DEFAULT_SLOTS, LEAST_AT_ONCE, Sampler
+from grpo_cli.engine.batching import DEFAULT_SLOTS, LEAST_AT_ONCE, Sampler
 from grpo_cli.learner.forward import RowShape, ShapeOnly
-from grpo_cli.meter import WallMeter
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.profile.estimate import StepShape, parts_of, rows_of
 from grpo_cli.profile.shapes import ShapeModel, Workload
+from grpo_cli.support.meter import WallMeter
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

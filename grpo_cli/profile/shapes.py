@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.eviction import Budget, Dense, watches
-from grpo_cli.engine.fullest import fullest_moments, parked_bytes
-from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.sampler import Capped, Sampler
-from grpo_cli.engine.sizes import Sizes as EngineSizes
-from grpo_cli.engine.stop import NeverStop
-from grpo_cli.engine.workspace import Workspace
+from grpo_cli.engine.batching import Capped, Sampler
+from grpo_cli.engine.kv.eviction import Budget, Dense, watches
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.torch.peak import fullest_moments, parked_bytes
+from grpo_cli.engine.torch.sizes import Sizes as EngineSizes
+from grpo_cli.engine.torch.stop import NeverStop
+from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.learner.forward import RowShape, ShapeOnly
-from grpo_cli.meter import NullMeter
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Prompt, Request
 
 Sizes = Mapping[str, int]  # bytes by kind

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from grpo_cli.formatting import gib
 from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
 from grpo_cli.profile.findings import Findings, times_floor, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured, Phase
+from grpo_cli.support.formatting import gib
 
 
 def show(findings: Findings, console: Console) -> None:

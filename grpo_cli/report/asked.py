@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.formatting import plain
 from grpo_cli.runs.record import read_record
+from grpo_cli.support.formatting import plain
 
 Setting = str | int | float | bool | None
 

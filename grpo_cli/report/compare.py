@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from grpo_cli.errors import UserError
 from grpo_cli.report.asked import Asked, Setting, shown
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
 from grpo_cli.runs.layout import RUN
+from grpo_cli.support.errors import UserError
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from grpo_cli import __version__
-from grpo_cli.formatting import plain
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
 from grpo_cli.report.rollouts import Recording, extremes, facts, visible
 from grpo_cli.report.tables import SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_table
+from grpo_cli.support.formatting import plain
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from grpo_cli.errors import UserError
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
@@ -20,7 +19,8 @@ from grpo_cli.report.tables import as_json
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.record import has_record
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
+from grpo_cli.support.errors import UserError
 
 NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
 

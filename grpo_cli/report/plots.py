@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from grpo_cli.formatting import short, size
 from grpo_cli.report.compare import Arm, Comparison
 from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve, spoken
+from grpo_cli.support.formatting import short, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,13 +17,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import duration, plain
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import content
 from grpo_cli.runs.lock import is_held
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import duration, plain
 
 # Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
 PHASES = ("rollout", "reward", "logprobs", "update")

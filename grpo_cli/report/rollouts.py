@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.formatting import plain
 from grpo_cli.runs import layout
+from grpo_cli.support.formatting import plain
 
 RECORDS = (layout.ROLLOUTS, layout.SAMPLES)
 

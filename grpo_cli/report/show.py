@@ -12,7 +12,7 @@ from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.tables import MEANS, SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_lines
-from grpo_cli.tracking import terminal
+from grpo_cli.support import terminal
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
 

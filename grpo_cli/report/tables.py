@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_cli.formatting import duration, short, size, sparkline
 from grpo_cli.report.asked import Setting, shown
 from grpo_cli.report.compare import Arm, Comparison, Estimate
 from grpo_cli.report.curves import spoken
 from grpo_cli.report.read import Run
+from grpo_cli.support.formatting import duration, short, size, sparkline
 
 NOTHING = "–"
 SAID = "said of it"

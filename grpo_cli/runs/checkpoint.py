@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, sha256, sync_file, sync_folder, unfinished, write_atomically
 from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import (
@@ -41,6 +40,7 @@ from grpo_cli.runs.layout import (
     step_folder,
     step_of,
 )
+from grpo_cli.support.errors import UserError
 
 
 class CheckpointError(UserError):

@@ -19,9 +19,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import regular, sync_file, written_atomically
 from grpo_cli.runs.layout import LEDGER
+from grpo_cli.support.errors import UserError
 
 _PIECE = 2**20  # bytes of a file that are read at once
 
@@ -103,7 +103,7 @@ def _pieces(file: BinaryIO, count: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Found:
+class Remains:
     """A file of a run that goes on: what of it stays, and what is wrong with that. `intact`: it is the beginning."""
 
     ledger: Ledger
@@ -111,12 +111,12 @@ class Found:
     problems: Sequence[str] = ()
 
 
-def look(path: Path, last: int, blocks: Sequence[Block] | None, every_step: bool) -> Found:
+def look(path: Path, last: int, blocks: Sequence[Block] | None, every_step: bool) -> Remains:
     """A file of a run that goes on after step `last`. Only where nothing is known of what was written, or where that is
     not what is there, its rows are read: none may be damaged, and with `every_step` each step has to have one."""
     intact = as_written(path, blocks) if blocks is not None else None
     if intact is not None:
-        return Found(intact)
+        return Remains(intact)
     problems = [] if blocks is None else [f"{path.name} is not as it was when the checkpoint was saved"]
     lost = {block.step for block in blocks or () if not block.lines}
     ledger, seen = Ledger(last), []
@@ -133,10 +133,10 @@ def look(path: Path, last: int, blocks: Sequence[Block] | None, every_step: bool
         wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
         problems.append(f"{path.name} {wrong}")
     ledger.lost = sorted(lost)
-    return Found(ledger, False, problems)
+    return Remains(ledger, False, problems)
 
 
-def cut(path: Path, found: Found) -> None:
+def cut(path: Path, found: Remains) -> None:
     """Leave of a file what was found: rows of later steps go, and a last line that was cut short."""
     if not path.exists() or path.stat().st_size == found.ledger.size:
         return

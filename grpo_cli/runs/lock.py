@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain
 from grpo_cli.runs.files import content, json_line, regular
 from grpo_cli.runs.layout import LOCK
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 
 POLL_SECONDS = 0.5
 _MOST_BYTES = 4096

@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import content, json_line, sha256, write_atomically
 from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
+from grpo_cli.support.errors import UserError
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
 _CHECKSUM = "sha256"

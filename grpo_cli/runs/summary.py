@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.runs.layout import METRICS, SUMMARY
+from grpo_cli.support.errors import UserError
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from grpo_cli.formatting import duration
+from grpo_cli.support import terminal as screen
+from grpo_cli.support.formatting import duration
 from grpo_cli.sweep.status import Job, Status, last_record
-from grpo_cli.tracking import terminal as screen
 
 STYLES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red", "skipped": "yellow"}
 # Which jobs are shown where there are more than lines: those that one can do something about come first.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpo_cli
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 
 
 def visible_gpus() -> list[str]:

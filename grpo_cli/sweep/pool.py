@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.job import POLL_SECONDS, RunningJob, View, handled, start
 from grpo_cli.sweep.status import Job, Status, runner, write_status
 

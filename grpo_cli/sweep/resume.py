@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 
 from grpo_cli.config.overrides import overrides, renamed, unquoted
 from grpo_cli.config.trust import not_taken, taken
-from grpo_cli.errors import UserError
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
 from grpo_cli.runs.summary import read_object
+from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.status import Job, Status
 
 RESUME = "resume=sweep"

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, regular, write_atomically
 from grpo_cli.runs.lock import NO_LOCKS_HERE, is_held
 from grpo_cli.runs.summary import read_object
+from grpo_cli.support.errors import UserError
 
 TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from grpo_cli.errors import refuse
+from grpo_cli.support.errors import refuse
 from grpo_cli.tasks.generated import GeneratedTask, count_problems
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
 from grpo_cli.types import Prompt, Reward, Rollout

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from random import Random
 from typing import ClassVar, Generic, TypeVar
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.judges import GRADINGS, Completion, Judge, Numbers, weighing
 from grpo_cli.tasks.math_judge import MathJudge, limit_problems
-from grpo_cli.tasks.own import OwnReward
+from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.rows import read_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
 
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS
 from grpo_cli.tasks.problems import Problem

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_cli.errors import UserError, refuse
+from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.workers import DoesNotStart, Workers

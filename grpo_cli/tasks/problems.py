@@ -9,7 +9,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import MadePrompts, Prompting
 from grpo_cli.tasks.rows import Row, where
 from grpo_cli.types import Prompt

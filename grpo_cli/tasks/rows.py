@@ -12,9 +12,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_cli.errors import UserError
-from grpo_cli.formatting import plain
 from grpo_cli.runs.files import regular
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
 
 HUB = "hub:"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

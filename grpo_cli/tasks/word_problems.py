@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 
-from grpo_cli.errors import refuse
+from grpo_cli.support.errors import refuse
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import GeneratedTask, count_problems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer

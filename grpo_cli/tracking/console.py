@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_cli.formatting import duration, plain, short, size, sparkline
-from grpo_cli.tracking import terminal as screen
+from grpo_cli.support import terminal as screen
+from grpo_cli.support.formatting import duration, plain, short, size, sparkline
 from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints

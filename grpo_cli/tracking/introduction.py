@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from grpo_cli.formatting import gib
-from grpo_cli.memory import SHARE, held_by_others
-from grpo_cli.processor import why_no_gpu
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.formatting import gib
+from grpo_cli.support.memory import SHARE, held_by_others
+from grpo_cli.support.processor import why_no_gpu
 
 MOST_LR = 5e-5  # of all weights of a pretrained model: more than any recipe that is cited in conf/model
 # What PyTorch says where there is nothing to mend: a build without CUDA, no driver, no GPU or none that may be seen.

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs.files import json_line, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import Ledger, cut, load_ledgers, look, save_ledgers
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Example, Record
 
 Say = Callable[[str], None]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from grpo_cli.errors import UserError
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import content, json_line, write_atomically
+from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record

@@ -34,8 +34,8 @@ from grpo_cli.config.compose import parse, parse_profile
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.precision import decided
 from grpo_cli.interfaces import Engine
-from grpo_cli.processor import CPUINFO, flush_denormals, settle
 from grpo_cli.settings import RunSettings
+from grpo_cli.support.processor import CPUINFO, flush_denormals, settle
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a processor multiplies bfloat16 with, and what it has for wider rows.

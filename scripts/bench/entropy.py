@@ -29,8 +29,8 @@ from torch import Tensor
 from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.learner import learner as learning
 from grpo_cli.learner import logprobs
-from grpo_cli.meter import NullMeter
 from grpo_cli.model.load import load_model
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
 
 COLUMNS = {

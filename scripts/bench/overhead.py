@@ -41,15 +41,15 @@ from common import Check, Figures, bench_parser, clocked, finish, in_turns, medi
 
 from grpo_cli import experiment
 from grpo_cli.config.rehearsal import build_rules
-from grpo_cli.downsample import max_reward_indices, max_variance_indices, percentile_indices
 from grpo_cli.interfaces import Meter
-from grpo_cli.meter import NullMeter
+from grpo_cli.methods.pods import max_reward_indices, max_variance_indices, percentile_indices
 from grpo_cli.metrics import METRICS
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
 from grpo_cli.profile.measure import Probe
-from grpo_cli.progress import Progress
 from grpo_cli.runs.record import RunRecord, write_record
 from grpo_cli.step import Step
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.tracking.progress import Progress
 
 # `grpo train -m` whose jobs are started as ever, but do nothing: their Python is `true`.
 SWEEP = """

@@ -58,10 +58,10 @@ from common import (
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
-from grpo_cli.engine.cluster.crew import Crew
-from grpo_cli.engine.cluster.dealing import Deal
-from grpo_cli.engine.cluster.messages import Answer, Done, News, Order, Place, Snapshot
-from grpo_cli.engine.cluster.worker import rollout_of
+from grpo_cli.engine.ray.crew import Crew
+from grpo_cli.engine.ray.dealing import Deal
+from grpo_cli.engine.ray.messages import Answer, Done, News, Order, Place, Snapshot
+from grpo_cli.engine.ray.worker import rollout_of
 from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request

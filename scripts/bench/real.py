@@ -41,9 +41,9 @@ from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, fini
 from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured, training
 
-from grpo_cli.engine.padding import Padding
-from grpo_cli.meter import WallMeter
-from grpo_cli.processor import flush_denormals
+from grpo_cli.engine.kv.padding import Padding
+from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.processor import flush_denormals
 
 PRECISIONS = {
     "float32": ("model.dtype=float32", "model.autocast=none"),

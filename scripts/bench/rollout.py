@@ -53,7 +53,7 @@ from arms import ARMS, POLICIES, SHAPES, WARM_UP_TOKENS, Case, Ran, make_work
 from common import Figures, bench_parser, clocked, finish, in_a_process, over, parsed, show
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.memory import peak_bytes
+from grpo_cli.support.memory import peak_bytes
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"

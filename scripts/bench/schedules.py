@@ -26,10 +26,10 @@ from common import Figures, finish, parsed, parser, positive, settings_of, show
 
 from grpo_cli.config.instantiate import make
 from grpo_cli.engine.interfaces import Plan, Running, Scheduler, Waiting
-from grpo_cli.engine.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
-from grpo_cli.engine.makespan import lower_bound
-from grpo_cli.engine.schedule import Fifo
-from grpo_cli.errors import UserError
+from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.order.makespan import lower_bound
+from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.support.errors import UserError
 
 # The last is the same plan with the other refill rule.
 SCHEDULERS = {

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.learner.learner import Learner
-from grpo_cli.meter import NullMeter
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
 
 ARMS = {

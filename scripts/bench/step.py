@@ -43,12 +43,12 @@ from common import (
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.rehearsal import build_rules
 from grpo_cli.experiment import parts_of, set_up
-from grpo_cli.memory import peak_bytes
-from grpo_cli.meter import WallMeter
 from grpo_cli.model.load import load_tokenizer
-from grpo_cli.processor import flush_denormals
-from grpo_cli.progress import Progress
 from grpo_cli.step import Step
+from grpo_cli.support.memory import peak_bytes
+from grpo_cli.support.meter import WallMeter
+from grpo_cli.support.processor import flush_denormals
+from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import Finish, Request, Rollout
 
 RATE = 1e-9

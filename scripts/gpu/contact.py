@@ -23,8 +23,8 @@ import torch
 
 from grpo_cli import experiment
 from grpo_cli.config.compose import settings_of
-from grpo_cli.processor import settle
 from grpo_cli.runs.layout import METRICS
+from grpo_cli.support.processor import settle
 
 BASE = ("train.steps=2", "train.prompts=4", "n=8", "m=8", "eval.every=0", "sampling.max_new_tokens=24", "logger=jsonl")
 PRECISIONS = {

@@ -30,9 +30,9 @@ from common import Check, clocked, document, finish, parsed, parser, positive, s
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
-from grpo_cli.engine.padding import round_up
+from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.experiment import set_up
-from grpo_cli.memory import peak_bytes
+from grpo_cli.support.memory import peak_bytes
 
 # By n: prompts of a call of `generate`, and calls.
 SIZES = {16: (4, 2), 64: (1, 2), 256: (1, 2)}

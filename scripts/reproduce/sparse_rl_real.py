@@ -36,7 +36,7 @@ from study import Run
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
-from grpo_cli.engine.padding import round_up
+from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.logprobs import token_logprobs
 

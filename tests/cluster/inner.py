@@ -14,10 +14,10 @@ import made
 from small import make_engine
 
 from grpo_cli.config.instantiate import ready
-from grpo_cli.engine.cluster.ray_cluster import fetch
-from grpo_cli.engine.predict import NoPredictor, Told
-from grpo_cli.errors import UserError
+from grpo_cli.engine.order.predict import NoPredictor, Told
+from grpo_cli.engine.ray.ray_cluster import fetch
 from grpo_cli.interfaces import Meter
+from grpo_cli.support.errors import UserError
 
 
 def _prefix() -> Any:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from grpo_cli.engine.cluster.crew import Crew
-from grpo_cli.engine.cluster.dealing import Deal, Portion
-from grpo_cli.engine.cluster.messages import Answer, Done, Failed, Lost, News, Order, Place, Snapshot
+from grpo_cli.engine.ray.crew import Crew
+from grpo_cli.engine.ray.dealing import Deal, Portion
+from grpo_cli.engine.ray.messages import Answer, Done, Failed, Lost, News, Order, Place, Snapshot
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request
 

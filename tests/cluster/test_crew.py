@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MadeUpCluster, place_of, requests_of, served
 
-from grpo_cli.engine.cluster.crew import Crew
-from grpo_cli.engine.cluster.messages import Failed
-from grpo_cli.errors import UserError
+from grpo_cli.engine.ray.crew import Crew
+from grpo_cli.engine.ray.messages import Failed
+from grpo_cli.support.errors import UserError
 
 
 def indices(found) -> list[int]:
@@ -138,7 +138,7 @@ def test_who_stops_asking_leaves_nothing_at_work():
     requests = requests_of(8, 8)
     from made_up import order_of
 
-    from grpo_cli.engine.cluster.dealing import Deal
+    from grpo_cli.engine.ray.dealing import Deal
 
     serving = found.crew.serve(Deal(requests, None, 2, False), lambda portion: order_of(portion, requests))
     next(serving)

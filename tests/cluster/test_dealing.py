@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import MadeUpCluster, requests_of, served
 
-from grpo_cli.engine.cluster.dealing import Deal, Portion
+from grpo_cli.engine.ray.dealing import Deal, Portion
 
 EQUAL = {0: 1.0, 1: 1.0}
 

@@ -22,14 +22,14 @@ if importlib.util.find_spec("ray") is None:  # not imported: what it asks the en
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 from grpo_cli.config.instantiate import ready  # noqa: E402
-from grpo_cli.engine.cluster import crew as crews  # noqa: E402
-from grpo_cli.engine.cluster import engine as engines  # noqa: E402
-from grpo_cli.engine.cluster import ray_cluster  # noqa: E402
-from grpo_cli.engine.cluster.engine import RayEngine  # noqa: E402
-from grpo_cli.engine.predict import MeanLength, NoPredictor  # noqa: E402
-from grpo_cli.errors import UserError  # noqa: E402
+from grpo_cli.engine.order.predict import MeanLength, NoPredictor  # noqa: E402
+from grpo_cli.engine.ray import crew as crews  # noqa: E402
+from grpo_cli.engine.ray import engine as engines  # noqa: E402
+from grpo_cli.engine.ray import ray_cluster  # noqa: E402
+from grpo_cli.engine.ray.engine import RayEngine  # noqa: E402
 from grpo_cli.model.adapters import with_adapters  # noqa: E402
 from grpo_cli.settings import LoraSettings  # noqa: E402
+from grpo_cli.support.errors import UserError  # noqa: E402
 
 LORA = LoraSettings(2, 4.0, 0.0, ("q_proj", "down_proj"))
 REQUESTS = some_requests(prompts=6, n=4)

@@ -16,9 +16,9 @@ from small import small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
-from grpo_cli.engine.cluster.engine import RayEngine, _threads
-from grpo_cli.engine.cluster.parcel import from_skeleton, skeleton
-from grpo_cli.engine.cluster.ray_cluster import (
+from grpo_cli.engine.ray.engine import RayEngine, _threads
+from grpo_cli.engine.ray.parcel import from_skeleton, skeleton
+from grpo_cli.engine.ray.ray_cluster import (
     Needs,
     _check_room,
     _own_paths,
@@ -27,7 +27,7 @@ from grpo_cli.engine.cluster.ray_cluster import (
     check_public,
     require_ray,
 )
-from grpo_cli.errors import UserError
+from grpo_cli.support.errors import UserError
 
 
 def refusal(**changed: Any) -> str:

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_cli.engine.block import EAGER
-from grpo_cli.engine.compiled import Functions
-from grpo_cli.engine.decoder import Decoder
+from grpo_cli.engine.gpu.compiled import Functions
+from grpo_cli.engine.step.block import EAGER
+from grpo_cli.engine.step.decoder import Decoder
 
 CUDA = torch.device("cuda")
 ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "equal", "bincount", "is_nonzero")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from fake_cuda import Watched, gpu, model_of
 
-from grpo_cli.engine.attention import Rows
-from grpo_cli.engine.cache import KvArena, Region
-from grpo_cli.engine.decoder import Decoder
-from grpo_cli.engine.keeper import KeepAll
-from grpo_cli.engine.pieces import PromptPages, sides
+from grpo_cli.engine.kv.cache import KvArena, Region
+from grpo_cli.engine.kv.keeper import KeepAll
+from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.engine.kv.tiles import PromptPages, sides
+from grpo_cli.engine.step.decoder import Decoder
 
 ROWS, PROMPTS = 64, 4
 

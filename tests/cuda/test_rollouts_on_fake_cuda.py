@@ -20,11 +20,15 @@ from fake_cuda import CUDA, Watched, gpu, model_of
 from made import full, infinite
 from small import make_generation, some_requests
 
-from grpo_cli.engine.eviction import Budget, Dense, H2o, Rkv, SnapKv, Streaming
-from grpo_cli.engine.generation import Generation
-from grpo_cli.engine.graph import FixedTurns, Turned
-from grpo_cli.engine.schedule import Fifo
-from grpo_cli.engine.stop import StopStrings
+from grpo_cli.engine.gpu.graph import FixedTurns, Turned
+from grpo_cli.engine.kv.eviction import Budget, Dense
+from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.torch.stop import StopStrings
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.snapkv import SnapKv
+from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.profile.shapes import _unmoved
 from grpo_cli.types import EngineStats, Request

@@ -15,10 +15,10 @@ from test_rollouts_on_fake_cuda import SMALL, adapted
 from grpo_cli.learner.learner import Learner
 from grpo_cli.learner.logprobs import PLAIN, _Chosen, chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
-from grpo_cli.meter import NullMeter
 from grpo_cli.model import varlen
 from grpo_cli.model.packed import Layout, Tree, allow_packing, packed_hidden
 from grpo_cli.settings import Sampling
+from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, Totals
 
 

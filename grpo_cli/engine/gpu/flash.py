@@ -1,0 +1,133 @@
+"""Attention of one decode step by PyTorch's own FlashAttention: no scores in memory, and every row pays for its length.
+
+Pages are sequences of two calls, one over prompts' pages, of which the rows that share one are the queries, and one
+over rows' own. What a row heard from several pages is joined by their log-sum-exps, in float32. Lengths stay on the
+device, so that a step's shape depends on the number of rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_cli.engine.kv.cache import KvArena
+from grpo_cli.engine.kv.rows import Rows, Watch
+from grpo_cli.engine.kv.tiles import Runs
+
+# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's questions; which of them are each row's, and where a row has
+# none [R, K].
+Part = tuple[Tensor, Tensor, Tensor, Tensor]
+Join = Callable[[Sequence[Part]], Tensor]
+
+# Its public name (`torch.nn.attention.varlen`) takes no lengths before PyTorch 2.12.
+OPERATION = "_flash_attention_forward"
+
+
+def reason_against(device: torch.device, dtype: torch.dtype, dim: int) -> str:
+    """Why steps cannot attend by it: nothing, where they can."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it multiplies in 16 bits, and rollouts are made in {str(dtype).removeprefix('torch.')}"
+    if dim % 8 or dim > 256:
+        return f"its heads have a multiple of 8 and at most 256 numbers, and the model's have {dim}"
+    operation = getattr(torch.ops.aten, OPERATION, None)
+    known = () if operation is None else (argument.name for argument in operation.default._schema.arguments)
+    if torch.version.hip or "seqused_k" not in known or not torch.backends.cuda.is_flash_attention_available():
+        return f"PyTorch {torch.__version__} has none that takes lengths"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"it needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    return ""
+
+
+def least_page(group: int) -> int:
+    """Tokens of a page that are worth asking for, with so many queries per key-value head.
+
+    A question is copied out and its answer written and read again: 2 * group / tokens of the bytes of the page's keys
+    and values, here 1/16 at most. Of each row half a page is empty, so that more would cost rows. 128 keys are what the
+    kernels read at a time.
+    """
+    return max(128, 32 * group)
+
+
+def _forward(*operands: Any, **words: Any) -> Sequence[Tensor]:
+    return torch.ops.aten._flash_attention_forward(*operands, **words)
+
+
+def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
+    """What each row heard, weighted by how much of its softmax it is.
+
+    Of a sequence without keys the operation says that its log-sum-exp is +inf, and what no query asked is left as
+    memory was: neither counts. A row that heard nothing answers 0.
+    """
+    sums = [logsumexp.t()[at].masked_fill(missing[..., None], -torch.inf) for _, logsumexp, at, missing in parts]
+    level = torch.cat(sums, dim=1).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    heard = torch.cat([out[at] for out, _, at, _ in parts], dim=1)
+    share = (level - level.amax(1, keepdim=True).clamp(min=torch.finfo(level.dtype).min)).exp()
+    share = (share / share.sum(1, keepdim=True).clamp(min=torch.finfo(level.dtype).tiny))[..., None]
+    return (torch.where(share > 0, heard, 0.0) * share).sum(1).to(heard.dtype).flatten(1)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Prompts' pages or rows' own: how they are asked, and of each how many keys count."""
+
+    runs: Runs
+    used: Int[Tensor, "N"]
+    keys: list[Tensor]
+    values: list[Tensor]
+    tokens: int  # of a page
+    at: Int[Tensor, "R K"]
+    missing: Bool[Tensor, "R K"]
+
+    @classmethod
+    def of(cls, runs: Runs, used: Tensor, kv: KvArena, prompts: bool, rows: int) -> _Call:
+        """`rows` below those of `runs` ask nothing."""
+        nobody = len(runs.asks)
+        of_row = F.pad(runs.of_row, (0, 0, 0, rows), value=nobody) if rows else runs.of_row
+        tokens = (kv.prompts if prompts else kv.rows).tokens
+        return cls(runs, used, *kv.by_token(prompts), tokens, of_row.clamp(max=nobody - 1), of_row >= nobody)
+
+    def __call__(self, layer: int, q: Float[Tensor, "R HG D"], scale: float) -> Part:
+        runs = self.runs
+        asked = q[: len(self.used)] if runs.in_order else q.index_select(0, runs.asks)
+        keys, values, sizes = self.keys[layer], self.values[layer], (runs.most, self.tokens)
+        out, logsumexp, *_ = _forward(
+            *(asked, keys, values, runs.starts, runs.keys, *sizes, 0.0, False, False), scale=scale, seqused_k=self.used
+        )
+        return out, logsumexp, self.at, self.missing
+
+
+class FlashAttention:
+    """As `StepAttention`, for pages that lie `by_token`. It answers `rows_to` rows, those beyond `rows` with 0; whoever
+    watches gets no weights."""
+
+    def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch, rows_to: int, joined: Join) -> None:
+        own, prompt = rows.own, rows.prompt
+        assert isinstance(own, Runs) and isinstance(prompt, Runs), "pages are as FlashAttention reads them"
+        self._kv, self._watch, self._scale, self._join = kv, watch, scale, joined
+        self._count, tokens = rows.tokens.shape[0], kv.rows.tokens
+        self._write_at = rows.write_to * tokens + rows.lengths.remainder(tokens)
+        used = (rows.lengths + 1).index_select(0, own.asks).sub_(own.first).clamp_(0, tokens).int()
+        more = rows_to - self._count
+        self._calls = [_Call.of(own, used, kv, False, more)]
+        if prompt.of_row.shape[1]:
+            assert prompt.held is not None, "a prompt's page has a length"
+            self._calls.insert(0, _Call.of(prompt, prompt.held, kv, True, more))
+        if any(len(call.runs.asks) == 1 for call in self._calls):
+            self._join = join  # compiled, a size of 1 would be another function
+        watch.prepare(rows)
+
+    def __call__(
+        self, layer: int, q: Float[Tensor, "R HG D"], k: Float[Tensor, "R H D"], v: Float[Tensor, "R H D"]
+    ) -> Float[Tensor, "R HGD"]:
+        count = self._count
+        self._kv.write_tokens(layer, self._write_at, k[:count], v[:count])
+        self._watch.see(layer, q[:count], None)
+        return self._join([call(layer, q, self._scale) for call in self._calls])

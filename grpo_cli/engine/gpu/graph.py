@@ -1,0 +1,117 @@
+"""Turns of fixed shape, so that a GPU can replay each as one CUDA graph in place of some hundred launches.
+
+A turn is a decode step and what is drawn after it. Slots are rows, running or not, and what else a shape depends on
+(slot keys looked at, rows per prompt) is rounded up to a power of two, so that few shapes occur. The same turn without
+a capture is the reference: padding changes no bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.kv.rows import Rows
+from grpo_cli.support.memory import tensors_of
+
+# A shape is captured when it comes up for this many-th time: capturing costs several steps.
+WORTH_CAPTURING = 4
+
+
+# Of each row: its last hidden state [R, H], the token drawn after it and that one's log-probability.
+TurnOutput = tuple[Tensor, Tensor, Tensor]
+# One turn of these rows, by these numbers in [0, 1).
+Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
+# Runs the function until its kernels are loaded, and returns what repeats it from the same addresses to the same ones.
+Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
+
+
+class FixedTurns:
+    """Runs turns of fixed shape through `turn`, and captures the shapes that come up often.
+
+    What is captured holds the addresses of its workspace; `state` says what it depends on besides what a turn is given.
+    Capturing runs a turn that is then run once more, within `repeated`, which undoes what may be done once only.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        capture: Capture,
+        repeated: Callable[[], AbstractContextManager[None]],
+        state: Callable[[], Hashable],
+    ) -> None:
+        self._turn, self._capture, self._repeated, self._state = turn, capture, repeated, state
+        self._seen: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, tuple[tuple[Rows, Tensor], Callable[[], TurnOutput]]] = {}
+
+    @property
+    def captured(self) -> int:
+        """How many shapes have been captured."""
+        return len(self._captured)
+
+    def __call__(self, rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
+        """`rows` are slots of the workspace (`Slots` with `fixed`)."""
+        ways = tuple(way for pieces in (rows.own, rows.prompt) for way in (pieces.whole, pieces.in_order))
+        given = tensors_of((rows, uniform))
+        shape = (rows.width, self._state(), ways, tuple(tensor.shape for tensor in given))
+        if shape in self._captured:
+            own, replay = self._captured[shape]
+            torch._foreach_copy_(tensors_of(own), given)
+            return replay()
+        self._seen[shape] += 1
+        if self._seen[shape] < WORTH_CAPTURING:
+            return self._turn(rows, uniform)
+        own = _copied((rows, uniform))
+        with self._repeated():
+            replay = self._capture(lambda: self._turn(*own))
+        self._captured[shape] = own, replay
+        # Not what was given once more: the tokens to be fed have been drawn over by the capture.
+        return replay()
+
+
+def _copied(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{f.name: _copied(getattr(value, f.name)) for f in fields(value)})
+
+
+class CudaGraphs:
+    """Records the kernels that a function launches; its results lie at one address, overwritten by every replay.
+
+    All graphs of one object have their intermediate results in one pool of memory, which is as large as the largest
+    needs and not as all do. So a replay may overwrite what another graph returned: read it before.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            # Libraries allocate and choose kernels in their first calls, which must not be recorded. A turn may be
+            # repeated: it writes the same keys to the same places.
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile: what they ask of the device is no part of this.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> TurnOutput:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,141 @@
+"""Which KV entries a slot holds, and so how many it must have room for: all of them, or as many as a budget allows.
+
+A policy is a subclass of `Budget` with a `score`: how good a reason each key has to stay. The rest is the same for all,
+and `keeper.py` acts on it. Keys lie after rotation, at their true positions, and are not rotated again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.support.errors import UserError
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The keys that an eviction chooses from, in the order of their positions, for L layers, R rows and H heads.
+
+    `queries` are those of the last `window` steps, G per key-value head, in any order (all of them see every older
+    key); `received` is the attention that each key was paid so far. Each is None unless the policy needs it.
+    """
+
+    keys: Float[Tensor, "L R H T D"]
+    window: int
+    scale: float  # of a query's product with a key
+    queries: Float[Tensor, "L R H G W D"] | None = None
+    received: Float[Tensor, "L R H T"] | None = None
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Told of every eviction. For tests and studies."""
+
+    def evicted(self, requests: Sequence[int], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
+        """`kept` counts over the candidates: `prompt` keys of the prompt, and then the response keys that were held."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every key is kept until the rollout ends."""
+
+    def capacity(self, max_new_tokens: int, longest: int) -> int:
+        """Keys a slot must have room for, if the longest prompt and response together have `longest` tokens.
+
+        The last token is never fed back, so it needs no key.
+        """
+        return max(1, max_new_tokens - 1)
+
+
+@dataclass(frozen=True)
+class Budget(ABC):
+    """At most `budget` keys, and `buffer` more between two evictions, for each rollout, layer and key-value head.
+
+    budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
+    buffer          steps between two evictions: they happen when budget + buffer keys are held, by each rollout's own
+                    count. A slot has room for so many (rounded up to the tile of `cache.py`) and never for more.
+    window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
+    sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
+    protect_prompt  true: the prompt's keys stay, once for all its rollouts, and the budget is the response's. false (as
+                    published): they count and can be evicted like any other. They are read where they lie, once for all
+                    rollouts, until a rollout's first eviction moves those it keeps into its slot.
+    per_head        whether each key-value head keeps keys of its own (R-KV), or all heads of a layer the same ones, by
+                    the sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each
+                    layer always chooses for itself).
+
+    Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
+    """
+
+    budget: int
+    buffer: int
+    window: int
+    sinks: int
+    protect_prompt: bool
+    per_head: bool
+
+    needs_queries: ClassVar[bool] = False
+    needs_received: ClassVar[bool] = False
+    observer: ClassVar[Observer | None] = None
+
+    def __post_init__(self) -> None:
+        problems = self._problems()
+        if problems:
+            raise UserError("\n".join(problems))
+
+    def _problems(self) -> list[str]:
+        least = {"budget": 1, "buffer": 1, "window": 1, "sinks": 0}
+        problems = [
+            f"sparsity.{name}={getattr(self, name)} must be a whole number of at least {low}"
+            for name, low in least.items()
+            if type(getattr(self, name)) is not int or getattr(self, name) < low
+        ]
+        problems += [
+            f"sparsity.{name}={getattr(self, name)} must be true or false"
+            for name in ("protect_prompt", "per_head")
+            if type(getattr(self, name)) is not bool
+        ]
+        if not problems and self.budget < self.window + self.sinks:
+            problems.append(
+                f"sparsity.budget={self.budget} holds less than sparsity.window={self.window} and "
+                f"sparsity.sinks={self.sinks}, which always stay: the least is {self.window + self.sinks}"
+            )
+        return problems
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+        """How good a reason each candidate outside the window has to stay."""
+
+    def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
+        """The places of those that stay, ascending. Of equal scores, the older key stays."""
+        scores = self.score(candidates)
+        if not self.per_head:
+            scores = scores.sum(2, keepdim=True)
+        if self.sinks:
+            first = torch.arange(scores.shape[-1], device=scores.device) < sinks[:, None]
+            scores = scores.masked_fill(first[:, None], torch.inf)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.budget - self.window]
+        best = best.sort(dim=-1).values
+        layers, rows, heads, count = candidates.keys.shape[:4]
+        latest = torch.arange(count - self.window, count, device=best.device)
+        kept = torch.cat([best, latest.expand(*best.shape[:-1], -1)], dim=-1)
+        return kept.expand(layers, rows, heads, -1)
+
+    def capacity(self, max_new_tokens: int, longest: int) -> int:
+        """As `Dense.capacity`; where nothing can be evicted, no more than dense rollouts need."""
+        dense = Dense().capacity(max_new_tokens, longest)
+        room = self.budget + self.buffer
+        if self.protect_prompt:
+            return min(dense, room)
+        never = longest - 1 <= room or max_new_tokens - 1 <= self.window
+        return dense if never else room
+
+
+def watches(sparsity: Dense | Budget) -> bool:
+    """Whether it has to see what every step attends to."""
+    return isinstance(sparsity, Budget) and sparsity.needs_received

@@ -1,0 +1,36 @@
+"""The rows of one decode step: which keys each reads, where it writes, and who watches what they attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.engine.kv.tiles import Pieces, Runs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the rows of a decode step read, and where they write."""
+
+    tokens: Int[Tensor, "R"]
+    positions: Int[Tensor, "R"]
+    lengths: Int[Tensor, "R"]  # keys of their own before this step
+    write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
+    width: int  # keys of a row's page to look at: all, or where each has one only, what covers the longest
+    own: Pieces | Runs
+    prompt: Pieces | Runs
+
+
+@runtime_checkable
+class Watch(Protocol):
+    """Sees what every layer of a step asks, and what it attends to."""
+
+    def prepare(self, rows: Rows) -> None:
+        """A step begins."""
+
+    def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
+        """`weights` are over the prompts' keys (none when no row sees any) and then the rows' own; None where steps
+        keep them to themselves (`flash.py`)."""

@@ -1,0 +1,190 @@
+"""Pages as what a decode step multiplies: which rows ask each, and where each row finds its own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_cli.engine.kv.padding import round_up
+from grpo_cli.model.transfer import send
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pages that are looked at, N of them, each by up to C rows; a piece is what a page answers to one row.
+
+    `rows` are those that ask (row 0 where fewer than C do; those answers are not read), `of_row` the pieces of each row
+    in the order of its keys (N * C: none there), `cell` the place of each piece in `of_row` flattened. `first` is the
+    number of the page's first key; of a prompt's page `held` is how many keys it has. `whole`: each row has K pieces.
+    `in_order`: it has one, and they are 0, 1, 2, ..., so that nothing has to be moved.
+    """
+
+    rows: Int[Tensor, "N C"]
+    of_row: Int[Tensor, "R K"]
+    cell: Int[Tensor, "NC"]
+    first: Int[Tensor, "N"]
+    held: Int[Tensor, "N"] | None
+    whole: bool
+    in_order: bool
+
+
+def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
+    """Of rows by their own pages of `tokens` tokens, [R, K] with -1 where there is none.
+
+    >>> found = own_pieces(np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"))
+    >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
+    ([[0], [1], [0]], [[0, 2], [1, 3]], [0, 2, 1], [0, 0, 16])
+    """
+    (rows, levels), has = pages.shape, pages >= 0
+    count = int(pages.max()) + 1
+    cell = np.zeros(count, dtype=np.int64)
+    cell[pages[has]] = np.flatnonzero(has)
+    of_row = np.where(has, pages, count)
+    in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
+    asking, by_row, cells, first = _on(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
+    return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
+
+
+@dataclass(frozen=True)
+class PromptPages:
+    """Where prompts lie: pages of each entry, [E, K] with -1 where there is none, of `count` that are looked at; tokens
+    of each entry, and of a page."""
+
+    pages: np.ndarray
+    count: int
+    lengths: np.ndarray
+    tokens: int
+
+
+def prompt_pieces(
+    entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, multiple: int, fixed: int | None, device: torch.device
+) -> Pieces:
+    """Of rows by the pages of the prompt entry that each belongs to, if it `sees` it.
+
+    C is a multiple of `multiple` (see `padding.py`). With `fixed`, so many rows are laid out, those beyond `entries`
+    seeing nothing, in a shape that seldom changes (see `graph.py`).
+
+    >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
+    >>> found = prompt_pieces(np.array([1, 0, 1]), np.ones(3, bool), pages, 4, None, torch.device("cpu"))
+    >>> found.rows.tolist(), found.of_row.tolist(), found.held.tolist(), found.in_order
+    ([[1, 0, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]], [[4, 12], [0, 8], [5, 12]], [16, 9, 4], False)
+    """
+    counts = np.bincount(entries, minlength=len(prompts.pages))
+    columns = round_up(int(counts.max()), multiple)
+    levels = prompts.pages.shape[1]
+    if fixed is None:
+        levels = int((prompts.pages[entries[sees]] >= 0).sum(1).max(initial=0))
+    else:
+        columns = 1 << (columns - 1).bit_length()
+    order = np.argsort(entries, kind="stable")
+    column = np.empty_like(entries)
+    column[order] = np.arange(len(entries)) - (np.cumsum(counts) - counts)[entries[order]]
+    asking = np.zeros((len(prompts.pages), columns), dtype=np.int64)
+    asking[entries, column] = np.arange(len(entries))
+    rows, first, held = (
+        np.zeros((prompts.count, columns), dtype=np.int64),
+        *np.zeros((2, prompts.count), dtype=np.int64),
+    )
+    entry, level = np.nonzero(prompts.pages >= 0)
+    page = prompts.pages[entry, level]
+    rows[page], first[page] = asking[entry], level * prompts.tokens
+    held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
+    nothing = prompts.count * columns
+    of_row = np.full((len(entries) if fixed is None else fixed, levels), nothing)
+    mine = prompts.pages[entries][:, :levels]
+    of_row[: len(entries)] = np.where((mine >= 0) & sees[:, None], mine * columns + column[:, None], nothing)
+    cell = np.zeros(nothing + 1, dtype=np.int64)
+    cell[of_row.ravel()] = np.arange(of_row.size)
+    whole = fixed is None and bool((of_row < nothing).all())  # what is laid out for good has to fit others too
+    in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
+    asked, by_row, cells, firsts, helds = _on(device, rows, of_row, cell[:-1], first, held)
+    return Pieces(asked, by_row, cells, firsts, helds, whole, in_order)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Pages that are looked at, N of them, as sequences of one FlashAttention call: a question is a row that asks one.
+
+    The questions of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (what is
+    beyond the last of `starts` asks nothing), and its keys begin at token `keys[n]`. `of_row` are the questions of each
+    row in the order of its keys (A: none there). The rest is as in `Pieces`.
+    """
+
+    asks: Int[Tensor, "A"]
+    first: Int[Tensor, "N"]
+    starts: Int[Tensor, "N+1"]
+    keys: Int[Tensor, "N+1"]
+    of_row: Int[Tensor, "R K"]
+    held: Int[Tensor, "N"] | None
+    most: int
+    whole: bool
+    in_order: bool
+
+
+# The first key of a page without an owner: no row is so long, so none of it is read.
+NOBODYS = 2**40
+
+
+def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
+    """As `own_pieces`.
+
+    >>> found = own_runs(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu"))
+    >>> found.asks.tolist(), found.of_row.tolist(), found.first.tolist()[:2], found.keys.tolist()
+    ([0, 1, 0, 0], [[0, 3], [1, 4]], [0, 0], [0, 16, 32, 48, 64])
+    """
+    (rows, levels), has = pages.shape, pages >= 0
+    count = int(pages.max()) + 1
+    cell = np.full(count, -1)
+    cell[pages[has]] = np.flatnonzero(has)
+    first = np.where(cell >= 0, cell % levels * tokens, NOBODYS)
+    each, in_order = np.arange(count + 1), levels == 1 and pages[:, 0].tolist() == list(range(rows))
+    of_row, asks = np.where(has, pages, count), np.maximum(cell, 0) // levels
+    asked, firsts, starts, keys, by_row = _on(device, asks, first, each, each * tokens, of_row)
+    return Runs(asked, firsts, starts.int(), keys.int(), by_row, None, 1, bool(has.all()), in_order)
+
+
+def prompt_runs(
+    entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, _: int, fixed: int | None, device: torch.device
+) -> Runs:
+    """As `prompt_pieces`, of no multiple. With `fixed`, the shape depends on nothing but that and `prompts`.
+
+    >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
+    >>> found = prompt_runs(np.array([1, 0, 1]), np.ones(3, bool), pages, 1, None, torch.device("cpu"))
+    >>> found.asks.tolist(), found.starts.tolist(), found.of_row.tolist(), found.held.tolist()
+    ([1, 0, 2, 1], [0, 1, 3, 4], [[1, 4], [0, 3], [2, 4]], [16, 9, 4])
+    """
+    mine = np.where(sees[:, None], prompts.pages[entries], -1)
+    if fixed is None:
+        mine = mine[:, : int((mine >= 0).sum(1).max(initial=0))]
+    row, level = np.nonzero(mine >= 0)
+    order = np.argsort(mine[row, level], kind="stable")
+    row, level = row[order], level[order]
+    rows, questions = (len(entries), len(row)) if fixed is None else (fixed, fixed * mine.shape[1])
+    asks, of_row = np.zeros(questions, dtype=np.int64), np.full((rows, mine.shape[1]), questions)
+    asks[: len(row)], of_row[row, level] = row, np.arange(len(row))
+    counts = np.bincount(mine[row, level], minlength=prompts.count)
+    starts = np.append(0, np.cumsum(counts))
+    first, held = np.zeros((2, prompts.count), dtype=np.int64)
+    entry, level = np.nonzero(prompts.pages >= 0)
+    page = prompts.pages[entry, level]
+    first[page] = level * prompts.tokens
+    held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
+    keys = np.arange(prompts.count + 1) * prompts.tokens
+    # Of one question a page FlashAttention takes it that every page is asked.
+    most, whole = max(2, fixed or int(counts.max(initial=0))), fixed is None and bool((of_row < questions).all())
+    asked, firsts, begin, at, by_row, helds = _on(device, asks, first, starts, keys, of_row, held)
+    return Runs(asked, firsts, begin.int(), at.int(), by_row, helds.int(), most, whole, False)
+
+
+def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., Pieces | Runs]]:
+    """How rows' own pages and prompts' are laid out for a step, by how their tokens lie (`cache.KvLayout`)."""
+    return (own_runs, prompt_runs) if by_token else (own_pieces, prompt_pieces)
+
+
+def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
+    return send(device, *tables)

@@ -1,0 +1,346 @@
+"""How long will a rollout be? Guesses that schedulers plan with; a wrong one costs time and changes no token.
+
+What is predicted is how long a slot stays busy, so a rollout cut off at its limit counts with the length it was cut off
+at: it is an observation like any other here, and no prediction exceeds the limit.
+
+Every predictor remembers what it answered, and `learn` first measures those answers against what came, then learns.
+`state` is plain values and tensors, and `load_state` takes it back, so that a resumed run plans as the first one did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.types import Request, Rollout
+
+
+class _Answers:
+    """What was answered for the `generate` in progress. Each answer is judged once."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, int, int], float] = {}
+
+    def remember(self, requests: Sequence[Request], answers: Sequence[float] | None) -> None:
+        self._answers = dict(zip(map(key_of, requests), answers or (), strict=answers is not None))
+
+    def judge(self, finished: Sequence[Rollout], prefix_tokens: int) -> dict[str, float]:
+        """Metrics of the answers for `finished`; empty when there were none."""
+        judged = [
+            (self._answers[key_of(rollout.request)], len(rollout) - prefix_tokens)
+            for rollout in finished
+            if key_of(rollout.request) in self._answers
+        ]
+        self._answers = {}
+        if not judged:
+            return {}
+        predicted, true = zip(*judged, strict=True)
+        return {
+            "predictor/kendall_tau": kendall_tau(predicted, true),
+            "predictor/mean_absolute_error": float(np.mean(np.abs(np.subtract(predicted, true)))),
+        }
+
+
+def key_of(request: Request) -> tuple[str, int, int]:
+    """What a request is remembered by: an evaluation asks for a greedy sample beside others of the same number."""
+    return request.prompt.id, request.sample, request.seed
+
+
+def _check_kind(state: Mapping[str, Any], kind: str) -> None:
+    if state.get("kind") != kind:
+        raise UserError(
+            f"the checkpoint holds what predictor={state.get('kind')} has learnt, but this run has predictor={kind}; "
+            f"resume with predictor={state.get('kind')}, or start a new run"
+        )
+
+
+class NoPredictor:
+    """No idea, ever."""
+
+    prefix_tokens = 0
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        return None
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "none"}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _check_kind(state, "none")
+
+
+class MeanLength:
+    """The mean length so far: of the prompt if it was seen before, else of all prompts; no idea before the first.
+
+    All samples of a prompt get one prediction, so it can order prompts but not the samples of one. A prompt counts as
+    seen while it is among the `max_prompts` seen last.
+    """
+
+    prefix_tokens = 0
+
+    def __init__(self, *, decay: float, max_prompts: int) -> None:
+        self._means = LengthMeans(decay, max_prompts)
+        self._answers = _Answers()
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        means = [(self._means.mean(request.prompt.id), request.sampling.max_new_tokens) for request in requests]
+        known = [min(mean, float(limit)) for mean, limit in means if mean is not None]
+        answers = known if len(known) == len(requests) else None  # all of them, or nothing was seen of any prompt
+        self._answers.remember(requests, answers)
+        return answers
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        metrics = self._answers.judge(finished, self.prefix_tokens)
+        self._means.add((rollout.request.prompt.id, len(rollout)) for rollout in finished)
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "mean", **self._means.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _check_kind(state, "mean")
+        self._means.load_state(state)
+
+
+class Told:
+    """Repeats given lengths: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
+    predictor, which learns. `told` is by `key_of`."""
+
+    prefix_tokens = 0
+
+    def __init__(self, told: Mapping[tuple[str, int, int], float]) -> None:
+        self._told = told
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        known = [self._told.get(key_of(request)) for request in requests]
+        lengths = [length for length in known if length is not None]
+        return lengths if len(lengths) == len(known) else None
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to put back."""
+
+
+class Oracle:
+    """Replays known lengths: what the best possible predictor would say. For studies.
+
+    `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
+    (`record.rollouts=-1`), or a mapping from (prompt id, sample). A prompt that comes for the k-th time gets the
+    lengths of its k-th recorded step; those of a mapping hold for every time. Held-out requests, and such of which no
+    prompt was recorded, get no prediction. Raises UserError if only some of the requests were recorded.
+    """
+
+    prefix_tokens = 0
+
+    def __init__(self, lengths: Mapping[tuple[str, int], int] | str | Path) -> None:
+        self._source = "the given lengths" if isinstance(lengths, Mapping) else str(lengths)
+        self._forever = isinstance(lengths, Mapping)
+        rows = (
+            [TraceRow(0, prompt_id, sample, length) for (prompt_id, sample), length in lengths.items()]
+            if isinstance(lengths, Mapping)
+            else read_trace(lengths)
+        )
+        by_step: dict[str, dict[int, dict[int, int]]] = {}
+        for row in rows:
+            by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
+        self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
+        self._replayed: Counter[str] = Counter()
+        self._answers = _Answers()
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        answers = None
+        if any(request.prompt.id in self._recorded and not request.held_out for request in requests):
+            answers = [float(self._length(request)) for request in requests]
+        self._answers.remember(requests, answers)
+        return answers
+
+    def _length(self, request: Request) -> int:
+        name = request.prompt.id
+        times = 0 if self._forever else self._replayed[name]
+        recorded = self._recorded.get(name, [])
+        if times >= len(recorded) or request.sample not in recorded[times]:
+            raise UserError(
+                f"predictor.lengths: {self._source} does not say how long sample {request.sample} of prompt {name} was "
+                f"the {times + 1}. time that it came (recorded: {len(recorded)} times). Record an earlier run of the "
+                "same seed, n and steps with record.rollouts=-1, or choose another predictor"
+            )
+        return recorded[times][request.sample]
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        metrics = self._answers.judge(finished, self.prefix_tokens)
+        self._replayed.update({r.request.prompt.id for r in finished} & self._recorded.keys())
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "oracle", "replayed": dict(self._replayed)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _check_kind(state, "oracle")
+        self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
+
+
+class PrefixHead:
+    """From the policy's own hidden state after the first `prefix_tokens` tokens to the length that remains after them.
+
+    Infinite Sampling conditions its prediction on the first tokens too, but (in the code that is public) by a separate
+    BERT over their text. Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so
+    far and the temperature predicts log(1 + remaining). It is refitted after each `generate` on the last `replay`
+    rollouts, with the shrinkage that minimises the generalised cross-validation error: when the features say nothing it
+    falls back to the mean. No idea before `min_rollouts` rollouts. Rollouts that end within the prefix teach nothing.
+
+    A fit costs some 20 milliseconds whatever the model's width, as at most `WIDTH` directions of the hidden state are
+    used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.
+    """
+
+    WIDTH = 256
+    SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
+
+    def __init__(self, *, prefix_tokens: int, min_rollouts: int, replay: int, decay: float, max_prompts: int) -> None:
+        problems = []
+        if prefix_tokens < 1:
+            problems.append(
+                f"predictor.prefix_tokens={prefix_tokens} must be at least 1: before its first token, all samples of a "
+                "prompt look alike (predictor=mean says as much)"
+            )
+        if not 2 <= min_rollouts <= replay:
+            problems.append(
+                f"predictor.min_rollouts={min_rollouts} must be from 2 to predictor.replay={replay}, the most rollouts "
+                "that are kept to learn from"
+            )
+        refuse(problems)
+        self.prefix_tokens = prefix_tokens
+        self._min_rollouts = min_rollouts
+        self._replay = replay
+        self._means = LengthMeans(decay, max_prompts)
+        self._answers = _Answers()
+        self._features: Float[np.ndarray, "N F"] | None = None
+        self._targets: Float[np.ndarray, "N"] = np.zeros(0)
+        self._head: _Head | None = None
+
+    def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
+        answers = None
+        if self._head is not None and hidden is not None:
+            remaining = np.expm1(self._head(self._describe(requests, hidden)))
+            limits = [request.sampling.max_new_tokens - self.prefix_tokens for request in requests]
+            answers = np.clip(remaining, 1.0, np.maximum(limits, 1)).tolist()
+        self._answers.remember(requests, answers)
+        return answers
+
+    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
+        """`hidden` has one row per rollout of `finished`, the one that `predict` saw."""
+        metrics = self._answers.judge(finished, self.prefix_tokens)
+        longer = [i for i, rollout in enumerate(finished) if len(rollout) > self.prefix_tokens]
+        if hidden is not None and longer:
+            seen = self._describe([finished[i].request for i in longer], hidden[longer])
+            remaining = np.array([len(finished[i]) - self.prefix_tokens for i in longer], dtype=np.float64)
+            kept = seen if self._features is None else np.concatenate([self._features, seen])
+            self._features = kept[-self._replay :]
+            self._targets = np.concatenate([self._targets, np.log1p(remaining)])[-self._replay :]
+            self._fit()
+        self._means.add((rollout.request.prompt.id, len(rollout)) for rollout in finished)
+        return metrics
+
+    def _describe(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"]) -> Float[np.ndarray, "R F"]:
+        """The features of each request: hidden state, log of prompt length and mean length, temperature."""
+        states = np.nan_to_num(hidden.detach().to("cpu", torch.float64).numpy(), posinf=0.0, neginf=0.0)
+        if states.shape[1] > self.WIDTH:
+            # Drawn in float64 from a fixed seed, so every run and every resumed run has the same directions.
+            directions = np.random.default_rng(0).standard_normal((states.shape[1], self.WIDTH))
+            states = states @ directions / states.shape[1] ** 0.5
+        plain = []
+        for request in requests:
+            mean = self._means.mean(request.prompt.id)
+            plain.append(
+                (
+                    np.log1p(len(request.prompt.token_ids)),
+                    np.log1p(mean if mean is not None else 0.0),
+                    float(self._means.seen(request.prompt.id)),
+                    request.sampling.temperature,
+                )
+            )
+        features = np.concatenate([states, np.array(plain)], axis=1).astype(np.float32)
+        if self._features is not None and features.shape[1] != self._features.shape[1]:
+            raise UserError(
+                "the checkpoint's length predictor has learnt from a model of another width; resume with that model, "
+                "or start a new run"
+            )
+        return features
+
+    def _fit(self) -> None:
+        assert self._features is not None, "there is nothing to fit before something was learnt"
+        if len(self._targets) >= self._min_rollouts:
+            self._head = fit_ridge(self._features.astype(np.float64), self._targets, self.SHRINKAGES)
+
+    def state(self) -> dict[str, Any]:
+        features = np.zeros((0, 0), dtype=np.float32) if self._features is None else self._features
+        return {
+            "kind": "prefix",
+            "means": self._means.state(),
+            "features": torch.from_numpy(features.copy()),
+            "targets": torch.from_numpy(self._targets.copy()),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _check_kind(state, "prefix")
+        self._means.load_state(state["means"])
+        self._features, self._head = None, None
+        self._targets = state["targets"].numpy().copy()
+        if len(self._targets):
+            self._features = state["features"].numpy().copy()
+            self._fit()
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A linear function of standardised features."""
+
+    centre: Float[np.ndarray, "F"]
+    scale: Float[np.ndarray, "F"]
+    weights: Float[np.ndarray, "F"]
+    offset: float
+
+    def __call__(self, features: Float[np.ndarray, "R F"]) -> Float[np.ndarray, "R"]:
+        return (features - self.centre) / self.scale @ self.weights + self.offset
+
+
+def fit_ridge(
+    features: Float[np.ndarray, "N F"], targets: Float[np.ndarray, "N"], shrinkages: Float[np.ndarray, "S"]
+) -> _Head:
+    """Ridge regression whose shrinkage (a share of N) has the least generalised cross-validation error.
+
+    Golub, Heath and Wahba 1979: residual sum / (1 - degrees of freedom / N) ** 2, from one eigendecomposition.
+    """
+    count = len(targets)
+    centre, spread = features.mean(axis=0), features.std(axis=0)
+    scale = np.where(spread > 1e-9 * np.maximum(1.0, np.abs(centre)), spread, np.inf)  # a constant says nothing
+    standard = (features - centre) / scale
+    offset = float(targets.mean())
+    values, vectors = np.linalg.eigh(standard.T @ standard)
+    values = np.maximum(values, 0.0)
+    projected = vectors.T @ (standard.T @ (targets - offset))
+    total = float(((targets - offset) ** 2).sum())
+    errors = []
+    for shrinkage in shrinkages * count:
+        explained = (projected**2 * (values + 2 * shrinkage) / (values + shrinkage) ** 2).sum()
+        freedom = 1 + (values / (values + shrinkage)).sum()
+        errors.append(max(total - explained, 0.0) / max(1 - freedom / count, 1e-9) ** 2)
+    best = count * shrinkages[int(np.argmin(errors))]
+    return _Head(centre, scale, vectors @ (projected / (values + best)), offset)

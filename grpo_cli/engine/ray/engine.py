@@ -1,0 +1,256 @@
+"""`engine=ray`: rollouts by workers in processes of their own, here or on other machines, under the protocol of all
+engines.
+
+Each has a copy of the model and an engine like those, and this one deals requests out to them. A rollout is a function
+of the weights and its request, so it is the same whoever makes it, and however often it has to be begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from grpo_cli.engine.batching import Sampler
+from grpo_cli.engine.costs import together
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.ray.crew import Crew
+from grpo_cli.engine.ray.dealing import Deal, Portion
+from grpo_cli.engine.ray.messages import Done, Order, Place, Snapshot
+from grpo_cli.engine.ray.parcel import fixed_numbers, moving_numbers, nbytes, skeleton
+from grpo_cli.engine.ray.ray_cluster import Needs, RayCluster, fetch, require_ray
+from grpo_cli.engine.ray.worker import Blueprint, place, rollout_of
+from grpo_cli.interfaces import Engine, Meter
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.types import EngineStats, Request, Rollout
+
+# Beside the weights, in the store of a Ray that is started here: orders and answers.
+STORE_MARGIN = 2**28
+
+
+NO_ENOUGH = (
+    "engine=ray cannot stop rollouts before their end, as its workers tell of one only when it has ended: use "
+    "engine=torch or engine=vllm, or collector=equal"
+)
+
+
+class RayEngine:
+    """Rollouts by `workers` actors of Ray."""
+
+    def __init__(
+        self,
+        model: Any,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        build: Callable[..., Engine],
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
+        *,
+        inner: str,
+        options: Mapping[str, Any] | None,
+        workers: int,
+        address: str | None,
+        threads: int | None,
+        gpus: float,
+        timeout: float,
+        kv_budget_of: str | None,
+    ) -> None:
+        refuse([*self.refuses(sampler, workers, threads, gpus, timeout, kv_budget_of)])
+        require_ray()
+        self._model, self._sampler = model, sampler
+        self._scheduler, self._predictor, self._warn = scheduler, predictor, warn
+        self._meter = meter or NullMeter()
+        self._workers, self._timeout = workers, timeout
+        self._threads = _threads(threads, workers, address is None)
+        self._device = "cuda" if gpus else "cpu"
+        self._place = place("trainer", next(model.parameters()).device)
+        fixed = fixed_numbers(model)
+        moving = nbytes(moving_numbers(model))
+        # What moves lies there twice while workers take it up.
+        store = nbytes(fixed) + 2 * moving + STORE_MARGIN
+        threads_of = {"OMP_NUM_THREADS": str(self._threads)}
+        self._cluster = RayCluster(address, workers, Needs(self._threads, gpus), store, threads_of)
+        self._blueprint = Blueprint(
+            skeleton(model),
+            partial(build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths),
+            self._device,
+            self._threads,
+            fetch,
+        )
+        self._fixed = self._cluster.put(fixed)
+        self._snapshot: Snapshot | None = None
+        self._version = 0
+        self._crew: Crew | None = None
+        self._states: Mapping[int, Mapping[str, Any]] = {}
+        self._stats = EngineStats()
+        self._said_bits = False
+
+    @staticmethod
+    def refuses(
+        sampler: Sampler, workers: int, threads: int | None, gpus: float, timeout: float, kv_budget_of: str | None
+    ) -> Iterator[str]:
+        """What can be told without a model."""
+        if workers < 1:
+            yield f"engine.workers={workers} must be at least 1"
+        if threads is not None and threads < 1:
+            yield f"engine.threads={threads} must be at least 1; leave it out for a share of this machine's"
+        if gpus < 0 or (gpus > 1 and gpus != int(gpus)):
+            yield f"engine.gpus={gpus:g} of a worker must be 0, a part of one, or a whole number"
+        if not timeout > 0:
+            yield f"engine.timeout={timeout:g} must be above 0: seconds without a sign of life"
+        if kv_budget_of not in (None, "worker", "run"):
+            yield f"engine.kv_budget_of={kv_budget_of} must be worker or run"
+        elif sampler.kv_budget is not None and kv_budget_of is None:
+            yield (
+                f"sampler.kv_budget={sampler.kv_budget} does not say whether each of engine.workers={workers} workers "
+                "has so much, or all of them together: engine.kv_budget_of=worker or engine.kv_budget_of=run"
+            )
+
+    @property
+    def reads_stop_strings(self) -> bool:
+        return True
+
+    @property
+    def _tells_lengths(self) -> bool:
+        """Whether lengths are predicted here and told to the workers, whose engines else predict for themselves."""
+        return self._predictor.prefix_tokens == 0
+
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One rollout per request, in order of coming in. UserError with `enough`."""
+        if enough is not None:
+            raise UserError(NO_ENOUGH)
+        self._stats = EngineStats()
+        if not requests:
+            return
+        start = time.perf_counter()
+        with self._meter.span("weights"):
+            snapshot = self._published()
+        put_seconds = time.perf_counter() - start
+        crew = self._crew_at_work()
+        lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
+        deal = Deal(requests, lengths, self._workers, self._sampler.all_at_once, crew.knows_speeds)
+        autocast = self._autocast()
+
+        def order_of(portion: Portion) -> Order:
+            told = tuple(lengths[index] for index in portion.indices) if lengths else None
+            return Order(
+                portion.number, snapshot, tuple((index, requests[index]) for index in portion.indices), told, autocast
+            )
+
+        finished: list[Rollout] = []
+        details: dict[str, float] = {}
+        try:
+            for answer in crew.serve(deal, order_of):
+                rollout = rollout_of(answer, requests[answer.index])
+                finished.append(rollout)
+                yield rollout
+        finally:
+            if self._tells_lengths and len(finished) == len(requests):
+                details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
+            self._states = crew.states
+            tokens = sum(map(len, finished))
+            self._stats = _together(crew.ends, tokens, self._details(crew, deal, put_seconds) | details)
+
+    def _published(self) -> Snapshot:
+        """The weights as they are now, in the store. Those before are forgotten here; workers keep what they use."""
+        if self._snapshot is None:
+            self._version += 1
+            self._snapshot = Snapshot(self._version, self._fixed, self._cluster.put(moving_numbers(self._model)))
+        return self._snapshot
+
+    def _crew_at_work(self) -> Crew:
+        if self._crew is None:
+            self._cluster.build(self._blueprint)
+            told = (self._timeout, self._warn, self._check_place, self._states)
+            self._crew = Crew(self._cluster, self._workers, *told, meter=self._meter)
+        return self._crew
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = next(self._model.parameters()).device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _check_place(self, there: Place) -> None:
+        """A worker that would compute otherwise is refused; what may round otherwise is said."""
+        mine = self._place
+        for what, own, its in (
+            ("Python", mine.python, there.python),
+            ("torch", mine.torch, there.torch),
+            ("grpo-cli", f"{mine.grpo_cli} ({mine.build})", f"{there.grpo_cli} ({there.build})"),
+        ):
+            if own != its:
+                raise UserError(
+                    f"the worker on {there.host} has {what} {its}, and the trainer has {own}: install the same on "
+                    "every node, so that all make the same rollouts"
+                )
+        if there.device == "cpu" and not self._said_bits and (differs := self._differs(there)):
+            self._said_bits = True
+            self._warn(f"rollouts are those of engine=torch to rounding only: {differs}")
+
+    def _differs(self, there: Place) -> str:
+        if there.processor != self._place.processor:
+            return f"{there.host} computes by {there.processor}, the trainer by {self._place.processor}"
+        if there.threads != torch.get_num_threads():
+            return (
+                f"a worker computes with {there.threads} threads, the trainer with {torch.get_num_threads()} "
+                f"(for the same bits: OMP_NUM_THREADS={there.threads}, or engine.threads={torch.get_num_threads()})"
+            )
+        return ""
+
+    def _details(self, crew: Crew, deal: Deal, put_seconds: float) -> dict[str, float]:
+        rates = crew.rates
+        return {
+            "engine/workers": float(len(crew.places)),
+            "engine/worker_tokens_per_second_least": min(rates, default=0.0),
+            "engine/worker_tokens_per_second_most": max(rates, default=0.0),
+            "engine/weight_update_seconds": put_seconds + crew.weights_seconds,
+            "engine/requests_again": float(deal.again),
+        }
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost, all workers together: their decode steps add up, slots and bytes are those of
+        one worker, the largest."""
+        return self._stats
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine: what a worker's engine says, and where they run."""
+        crew = self._crew
+        places = {} if crew is None else {str(number): asdict(there) for number, there in crew.places.items()}
+        return {**({} if crew is None else crew.facts), "workers": places}
+
+    def update_weights(self) -> None:
+        """The policy has moved: the next `generate` sends it."""
+        self._snapshot = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep: what was learnt here, and by the engine of each worker."""
+        return {"predictor": self._predictor.state(), "workers": {str(n): dict(s) for n, s in self._states.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, before any worker is started."""
+        assert self._crew is None, "workers are built with what they had learnt"
+        self._predictor.load_state(state["predictor"])
+        self._states = {int(number): learnt for number, learnt in state.get("workers", {}).items()}
+
+    def close(self) -> None:
+        """End the workers. Ray, if it was started here, ends with the process."""
+        self._cluster.close()
+        self._crew = None
+
+
+def _threads(asked: int | None, workers: int, here: bool) -> int:
+    """Of a worker: as the trainer has, which waits while they work; where all are on this machine a share of that."""
+    return asked or max(1, torch.get_num_threads() // (workers if here else 1))
+
+
+def _together(ends: Sequence[Done], tokens: int, details: Mapping[str, float]) -> EngineStats:
+    """`tokens` are counted here: of a worker that is lost there are answers, and no account."""
+    known = together([end.stats for end in ends]) if ends else EngineStats()
+    return replace(known, generated_tokens=tokens, details={**known.details, **details})

@@ -1,0 +1,125 @@
+"""One layer of a Llama-shaped model as two functions around its attention, over the layer's own modules.
+
+Norms, rotation and activation are computed as the modules compute them and rounded where they round, in fewer calls;
+on a CPU so that a row's bits do not depend on its company.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.gpu.compiled import Functions
+from grpo_cli.engine.gpu.flash import join
+from grpo_cli.engine.step.weights import AsTheyAre, Copies, Product, Products, is_plain
+
+
+@dataclass(frozen=True)
+class Block:
+    """The modules of one layer, looked up once: a module looks its children up each time it is asked."""
+
+    input_norm: Any
+    qkv: Products
+    q_norm: Any | None
+    k_norm: Any | None
+    o_proj: Product
+    post_norm: Any
+    gate_up: Products
+    activation: Any
+    down_proj: Product
+
+    @classmethod
+    def of(cls, layer: Any, weights: AsTheyAre | Copies) -> Block:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            input_norm=norm_of(layer.input_layernorm),
+            qkv=weights.together(attention.q_proj, attention.k_proj, attention.v_proj),
+            q_norm=norm_of(getattr(attention, "q_norm", None)),
+            k_norm=norm_of(getattr(attention, "k_norm", None)),
+            o_proj=weights.of(attention.o_proj),
+            post_norm=norm_of(layer.post_attention_layernorm),
+            gate_up=weights.together(mlp.gate_proj, mlp.up_proj),
+            activation=_activation(mlp.act_fn),
+            down_proj=weights.of(mlp.down_proj),
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is of weights alone, so that what is compiled for one layer serves all."""
+        products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
+        plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
+        return plain and self.activation is _silu
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What an RMS norm's module computes, rounded where it rounds, in fewer calls."""
+
+    weight: Tensor
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x.float(), self.weight.shape, eps=self.epsilon).to(x.dtype) * self.weight
+        root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * root.square_().div_(x.shape[-1]).add_(self.epsilon).rsqrt_()).to(x.dtype) * self.weight
+
+
+def norm_of(module: Any) -> Any:
+    """The module, or for RMS norms what it computes."""
+    if module is None or not type(module).__name__.endswith("RMSNorm"):
+        return module
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def before_attention(
+    block: Block, hidden: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a block as [N, heads, dim], the first two rotated."""
+    x = block.input_norm(hidden).to(dtype)
+    q, k, v = (each.view(x.shape[0], -1, cos.shape[-1]) for each in block.qkv(x))
+    if block.q_norm is not None and block.k_norm is not None:
+        q, k = block.q_norm(q), block.k_norm(k)
+    both = _rotate(torch.cat([q, k], dim=1), cos, sin).to(v.dtype)
+    return both[:, : q.shape[1]], both[:, q.shape[1] :], v
+
+
+def after_attention(block: Block, hidden: Tensor, attended: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rest of the block."""
+    hidden = hidden + block.o_proj(attended)
+    return hidden + _mlp(block, block.post_norm(hidden).to(dtype))
+
+
+EAGER = Functions(before_attention, after_attention, join)
+
+
+def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+    gate, up = block.gate_up(x)
+    return block.down_proj(block.activation(gate).mul_(up))
+
+
+def _activation(module: Any) -> Any:
+    """The module, or for SiLU what gives an element the same bits wherever it stands.
+
+    PyTorch computes silu in vectors and the end of each thread's share one by one, with another exponential, so that
+    bits depend on how many rows there are. Exponentials alone are computed in one way throughout.
+    """
+    return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
+
+
+def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
+    """x / (1 + exp(-x)). On a GPU each element is a thread of its own, and one call is less than four."""
+    if x.device.type != "cpu" or x.dtype != torch.float32:
+        return F.silu(x)
+    return x / x.neg().exp_().add_(1.0)
+
+
+def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
+    """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,302 @@
+"""One forward step over the Hugging Face module's own layers, with the cache as an argument.
+
+Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), or copies of
+them for one generation (`weights.py`), so there are no weights to keep in step. Only attention is done here: in prefill
+each prompt sees itself; in decode each row sees its prompt, whose keys are stored once for all its rows, and then its
+own response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from grpo_cli.engine.gpu.compiled import Compiled, Functions
+from grpo_cli.engine.gpu.flash import FlashAttention, least_page, reason_against
+from grpo_cli.engine.kv.cache import KvArena, KvLayout
+from grpo_cli.engine.kv.padding import Padding, round_up, unpadded
+from grpo_cli.engine.kv.rows import Rows, Watch
+from grpo_cli.engine.step.attention import StepAttention
+from grpo_cli.engine.step.block import EAGER, Block, norm_of
+from grpo_cli.engine.step.weights import (
+    AsTheyAre,
+    Copies,
+    Product,
+    can_pack,
+    linear_layers,
+    overwrite,
+)
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.packed import causal
+from grpo_cli.model.transfer import send
+from grpo_cli.support.memory import tensors_of
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and what comes next.
+
+    `received`, if asked for, is the attention that each key was paid by its prompt's queries (see `eviction.H2o`).
+    """
+
+    keys: Tensor
+    values: Tensor
+    logits: Float[Tensor, "P V"]
+    received: Float[Tensor, "L P H W"] | None
+
+
+# Weights from which copies are packed: more than lie in a processor's caches, where they are read as fast as they are.
+# Each new number of rows costs a packed product a millisecond to prepare, which few weights would not earn again.
+PACKED_FROM = 2**23
+
+
+class Decoder:
+    """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
+
+    With `packed`, rollouts on a CPU multiply by packed copies of a large model's weights."""
+
+    def __init__(self, model: Any, padding: Padding | None = None, packed: bool = False) -> None:
+        inner = unwrapped(model)
+        self._embed = inner.model.embed_tokens
+        self._layers = list(inner.model.layers)
+        self._blocks_of_model = [Block.of(layer, AsTheyAre()) for layer in self._layers]
+        self._norm = norm_of(inner.model.norm)
+        self._rotary = inner.model.rotary_emb
+        self._head: Product = inner.lm_head
+        self._modules = nn.ModuleList([*self._layers, inner.lm_head])
+        attention = inner.model.layers[0].self_attn
+        self.dim: int = attention.head_dim
+        self.scale: float = attention.scaling
+        config = inner.config
+        self._kv_heads: int = config.num_key_value_heads
+        self.group: int = config.num_attention_heads // config.num_key_value_heads  # queries per key-value head
+        self.vocabulary: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.context: int = config.max_position_embeddings
+        self.padding = padding or unpadded(self.group, self.dim)
+        self._packed = packed
+        self._weights: AsTheyAre | Copies = AsTheyAre()  # what blocks and head were made with
+        self._flash = False
+        self._functions = self._to_compile = EAGER
+
+    def padded(self, padding: Padding) -> Decoder:
+        """The same blocks, padded otherwise."""
+        other = copy(self)
+        other.padding = padding
+        return other
+
+    def may_pack(self, packed: bool) -> Decoder:
+        """The same, with its copies packed or not."""
+        other = copy(self)
+        other._packed = packed
+        return other
+
+    def may_compile(self, warn: Callable[[str], None]) -> Decoder:
+        """The same, its steps compiled where layers are of plain weights; tells `warn` if it comes to nothing."""
+        other = copy(self)
+        other._to_compile = Compiled(EAGER, warn).functions
+        return other
+
+    def for_steps(self, watched: bool) -> Decoder:
+        """The same, as fast as decode steps can be made on this device and in this precision. `watched`: a policy wants
+        to see what they attend to."""
+        other = copy(self)
+        other._flash = not self.slow_since(watched)
+        if self._to_compile.compiled:
+            blocks = self._blocks_of_model
+            if not all(block.is_plain for block in blocks):  # modules
+                other._weights = Copies(self.layout().dtype, packed=False)
+                blocks = [Block.of(layer, other._weights) for layer in self._layers]
+            if all(block.is_plain for block in blocks):
+                other._blocks_of_model, other._functions = blocks, self._to_compile
+        return other
+
+    def slow_since(self, watched: bool) -> str:
+        """Why decode steps cannot attend by FlashAttention: nothing, where they can."""
+        if watched:
+            return "an eviction policy looks at the attention that keys receive"
+        return reason_against(self.device, self.layout().dtype, self.dim)
+
+    @property
+    def packs(self) -> bool:
+        """Whether rollouts multiply by packed copies."""
+        if not self._packed or self.device.type != "cpu" or not can_pack():
+            return False
+        return sum(layer.weight.numel() for layer in linear_layers(self._modules)) >= PACKED_FROM
+
+    @property
+    def keeps_adapters_apart(self) -> bool:
+        """Whether there are adapters on weights that cannot be copied, so not with them merged either: quantised."""
+        return any(
+            "lora_A" in dict(module.named_children()) and type(module.base_layer) is not nn.Linear
+            for module in self._modules.modules()
+        )
+
+    def in_its_precision(self) -> Decoder:
+        """The same, with weights in the precision that a step multiplies in: under autocast copies, as they are now.
+
+        Autocast would cast every weight again in every step, and keeps none under `inference_mode`. Where weights are
+        multiplied as they are, and not packed, nothing is copied; nor is what is quantised.
+        """
+        dtype, packed = self.layout().dtype, self.packs
+        if not packed and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
+            return self
+        other = copy(self)
+        other._weights = copies = Copies(dtype, packed)
+        other._blocks_of_model = [Block.of(layer, copies) for layer in self._layers]
+        other._head = copies.of(self._head)
+        return other
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the copies of weights; packed ones are not counted."""
+        of_model = {weight.untyped_storage()._cdata for weight in self._modules.parameters()}
+        held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_of(self._held())}
+        return sum(size for storage, size in held.items() if storage not in of_model)
+
+    def _held(self) -> list[Any]:
+        return [*self._blocks_of_model, self._head]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as they are now into the copies that were made of them, each where it is and a layer at a
+        time. Packed copies cannot be overwritten."""
+        assert not isinstance(self._weights, Copies) or not self._weights.packed, (
+            "packed copies are made again, not overwritten"
+        )
+        for layer, block in zip(self._layers, self._blocks_of_model, strict=True):
+            overwrite(block, Block.of(layer, self._weights))
+        if not isinstance(self._head, nn.Module):
+            overwrite(self._head, self._weights.of(self._modules[-1]))
+
+    def of_one_block(self) -> Decoder:
+        """The same, but of the first block only."""
+        other = copy(self)
+        other._layers, other._blocks_of_model = self._layers[:1], self._blocks_of_model[:1]
+        return other
+
+    def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of a block, adapters included; what they are multiplied into, rows are."""
+        return tuple(tuple(weight.shape) for weight in self._layers[0].parameters())
+
+    def layout(self) -> KvLayout:
+        """One token's keys and values; in the computation's precision, so autocast's when it is on."""
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        least = least_page(self.group) if self._flash else 0
+        return KvLayout(len(self._blocks_of_model), self._kv_heads, self.dim, dtype, self._flash, least)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embed.weight.device
+
+    @property
+    def promises_bits(self) -> bool:
+        """Whether a row's bits are to be the same in any company: float32 on a CPU, autocast or not."""
+        return self.device.type == "cpu" and self.layout().dtype == torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embed.weight.dtype
+
+    def logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """In the computation's precision; who draws from them takes them to float32."""
+        rows = hidden.shape[0]
+        return self._head(self._pad_rows(hidden.to(self.layout().dtype)))[:rows]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
+        """Run prompts whose lengths round up to the same multiple of a tile (so that company changes no bits)."""
+        tile = self.padding.prompt_tile
+        width = round_up(max(len(ids) for ids in prompts), tile)
+        assert all(round_up(len(ids), tile) == width for ids in prompts), "one width per prefill"
+        count = len(prompts)
+        padded = np.array([[*p, *[p[-1]] * (width - len(p))] for p in prompts])
+        ids, last = send(self.device, padded, np.array([row * width + len(p) - 1 for row, p in enumerate(prompts)]))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        received: list[Tensor] = []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # Right padding under a causal mask: no real token ever sees a padding one.
+            q, k, v = (t.view(count, width, -1, self.dim).transpose(1, 2) for t in (q, k, v))
+            keys.append(k)
+            values.append(v)
+            if note_received:
+                received.append(_received(q, k, [len(ids) for ids in prompts], self.scale))
+            return causal(q, k, v, self.scale).transpose(1, 2).reshape(count * width, -1)
+
+        positions = torch.arange(width, device=self.device).repeat(count)
+        hidden = self.blocks(ids.view(-1), positions, attend)
+        return Prefilled(
+            torch.stack(keys),
+            torch.stack(values),
+            self.logits(hidden[last]),
+            torch.stack(received) if note_received else None,
+        )
+
+    def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
+        """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
+        functions, count = self._functions, rows.tokens.shape[0]
+        if not self._flash:
+            attention = StepAttention(rows, kv, self.group, self.scale, watch)
+            return self.blocks(rows.tokens, rows.positions, attention, functions)
+        total = functions.rows(count)
+        flash = FlashAttention(rows, kv, self.scale, watch, total, functions.join)
+        return self.blocks(_to(rows.tokens, total), _to(rows.positions, total), flash, functions)[:count]
+
+    def blocks(
+        self,
+        tokens: Int[Tensor, "N"],
+        positions: Int[Tensor, "N"],
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        functions: Functions | None = None,
+    ) -> Float[Tensor, "N H"]:
+        """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [N, heads, dim], rotated, and gives
+        [N, heads * dim]: it never sees the rows of padding."""
+        functions = functions or EAGER
+        count, dtype = tokens.shape[0], self.layout().dtype
+        total = max(self.padding.padded_rows(count), functions.rows(count))
+        hidden = _to(self._embed(tokens), total)
+        cos, sin = self._rotary(hidden, positions[None])
+        # For `_rotate`: the sign of the rotated first half goes into the sine.
+        half = self.dim // 2
+        cos = _to(cos[0], total)[:, None]
+        sin = _to(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1), total)[:, None]
+        for index, block in enumerate(self._blocks_of_model):
+            q, k, v = functions.before(block, hidden, cos, sin, dtype)
+            attended = _to(attend(index, q[:count], k[:count], v[:count]), total)
+            hidden = functions.after(block, hidden, attended, dtype)
+        return self._norm(hidden)[:count]
+
+    def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
+        """Zero rows below, as many as `padding` asks for."""
+        return _to(x, self.padding.padded_rows(x.shape[0]))
+
+
+def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:
+    """With zero rows below, until there are so many."""
+    missing = rows - x.shape[0]
+    return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def _received(
+    q: Float[Tensor, "P HG W D"], k: Float[Tensor, "P H W D"], lengths: Sequence[int], scale: float
+) -> Float[Tensor, "P H W"]:
+    """The attention paid to each key under a causal mask: summed over the prompt's queries, mean over a key's group.
+
+    One prompt at a time, so that only one prompt's weights exist at a time.
+    """
+    received = torch.zeros(k.shape[:3], device=k.device)
+    for row, length in enumerate(lengths):
+        queries, keys = q[row, :, :length].unflatten(0, (k.shape[1], -1)), k[row, :, None, :length]
+        later = torch.ones(length, length, dtype=torch.bool, device=k.device).triu(1)
+        logits = (queries @ keys.mT * scale).masked_fill(later, -torch.inf)
+        received[row, :, :length] = logits.softmax(-1, dtype=torch.float32).sum(-2).mean(1)
+    return received

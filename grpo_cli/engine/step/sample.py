@@ -1,0 +1,159 @@
+"""Logits to tokens, with the exact log-probability of each under the distribution that it was drawn from.
+
+A row's randomness is a table of uniforms from a counter-based generator keyed by the request's seed: entry t decides
+token t, whatever the row's neighbours are, and one batched operation draws for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo_cli.model.transfer import send
+from grpo_cli.settings import Sampling
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Tokens whose probabilities are added up before the float64 sums begin: about the square root of a vocabulary.
+BLOCK = 256
+# Logits of less than float32 that a CPU takes to float32 at a time: what lies in a core's cache. With all of them at
+# once, each step's copy was fresh memory, and drawing took four times as long.
+_AT_ONCE = 1 << 19
+
+
+def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
+    """Numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
+
+    SplitMix64 (Steele, Lea and Flood 2014): number t of a stream is a hash of `seed + t * golden ratio`, so all of all
+    rows are made at once, in any order. 53 bits of each are used.
+    """
+    state = np.array(seeds, dtype=np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = state ^ (state >> np.uint64(31))
+    return (state >> np.uint64(11)) * 2.0**-53
+
+
+class SamplingTable:
+    """The sampling settings of each slot as tensors, and as much as the host must know to skip what no row asks for."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._device = device
+        # Temperature, top_p and top_k of each slot; of one never used, temperature is NaN.
+        self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
+        self.temperature, self.top_p = torch.ones(2, slots, device=device)
+        self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
+        self._tell()
+
+    @property
+    def asked(self) -> tuple[bool, ...]:
+        """What of it `draw` has to do."""
+        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
+
+    def clear(self) -> None:
+        """Nobody has had any slot."""
+        self._words[:] = [[np.nan], [1.0], [0.0]]
+        self._tell()
+
+    def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
+        """Set the rows at `slots`; costs nothing when nothing changes."""
+        self._set(slots, np.array([(one.temperature, one.top_p, one.top_k) for one in settings]).T)
+
+    def move(self, source: int, target: int) -> None:
+        self._set([target], self._words[:, [source]])
+
+    def _set(self, slots: Sequence[int], words: np.ndarray) -> None:
+        if not np.array_equal(self._words[:, slots], words):
+            self._words[:, slots] = words
+            self._tell()
+
+    def _tell(self) -> None:
+        """All of it again, in one copy and to the same addresses."""
+        for own, new in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
+            own.copy_(new)
+        temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
+        self.any_tempered = bool((temperatures != 1.0).any())
+        self.any_greedy = bool((temperatures == 0.0).any())
+        self.all_greedy = self.any_greedy and bool((temperatures == 0.0).all())
+        self.any_truncated = bool(((top_ps < 1.0) | (top_ks > 0)).any())
+
+    def draw(
+        self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
+    ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+        """One token per row and its log-probability, float32; `rows` says which slots the rows belong to.
+
+        A greedy row draws from a point mass, so its log-probability is 0.
+        """
+        few = max(1, _AT_ONCE // logits.shape[1])
+        if logits.dtype == torch.float32 or logits.device.type != "cpu" or len(logits) <= few:
+            return self._draw(logits.float(), uniform, rows)
+        places = torch.arange(self._words.shape[1])[rows].split(few)
+        parts = [
+            self._draw(x.float(), u, r) for x, u, r in zip(logits.split(few), uniform.split(few), places, strict=True)
+        ]
+        tokens, logprobs = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+
+    def _draw(
+        self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
+    ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+        if self.all_greedy:
+            return logits.argmax(-1), logits.new_zeros(logits.shape[0])
+        scaled = logits
+        if self.any_tempered:
+            temperature = self.temperature[rows]
+            scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if self.any_truncated:
+            scaled = truncate(scaled, self.top_p[rows], self.top_k[rows])
+        probabilities = torch.softmax(scaled, dim=-1)
+        tokens = inverse(probabilities, uniform[:, None])
+        chosen = probabilities.gather(-1, tokens).log_().squeeze(-1)
+        tokens = tokens.squeeze(-1)
+        if self.any_greedy:
+            greedy = self.temperature[rows] == 0
+            tokens = torch.where(greedy, logits.argmax(-1), tokens)
+            chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
+        return tokens, chosen
+
+
+def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
+    """The token in whose share of the unit interval, laid out token after token, the number lies.
+
+    A token of probability zero cannot come out, and 2^-53 is the smallest probability that can. Blocks of tokens are
+    summed first, then the one block in which the number lies is: float64 over every token took several times as long.
+    """
+    vocabulary = probabilities.shape[-1]
+    size = min(BLOCK, vocabulary)
+    whole = vocabulary // size * size
+    blocks = probabilities[:, :whole].unflatten(-1, (-1, size)).sum(-1)
+    rest = probabilities[:, whole:].sum(-1, keepdim=True)
+    sums = torch.cat([blocks, rest], dim=-1).double().cumsum_(-1)
+    threshold = uniform * sums[:, -1:]
+    # `right=True`: the first block, or token, whose sum exceeds the threshold, never one of probability 0. A number
+    # that is none (of logits that are not finite) is beyond all.
+    block = torch.searchsorted(sums, threshold, right=True).clamp_(max=sums.shape[-1] - 1)
+    below = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    places = block * size + torch.arange(size, device=block.device)
+    own = probabilities.gather(-1, places.clamp(max=vocabulary - 1)).double()
+    inside = own.masked_fill_(places >= vocabulary, 0.0).cumsum_(-1)
+    share = (threshold - below) / (sums.gather(-1, block) - below)
+    # The block's two sums differ in rounding; where the share is rounded up to 1 it is the largest number below.
+    threshold = share.clamp_(max=1 - 2**-53) * inside[:, -1:]
+    token = block * size + torch.searchsorted(inside, threshold, right=True)
+    return token.clamp_(max=vocabulary - 1)
+
+
+def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
+    """Logits with everything outside each row's top-k and nucleus set to -inf (top-k first, as in Holtzman et al. 2020
+    combined the usual way). The most probable token always stays."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    probabilities = ordered.double().softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    outside = outside | ((before >= top_p[:, None]) & (rank > 0) & (top_p[:, None] < 1.0))
+    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)

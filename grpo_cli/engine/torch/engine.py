@@ -1,0 +1,300 @@
+"""The torch rollout engine. It holds no weights of its own, and nothing between two calls of `generate` but what its
+predictor has learned; the work is in `generation.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from grpo_cli.engine.batching import Capped, Sampler
+from grpo_cli.engine.gpu.graph import CudaGraphs
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.kv.eviction import Budget, Dense, watches
+from grpo_cli.engine.order.schedule import Fifo
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import Invariance, invariance_of, rounding_warning
+from grpo_cli.engine.torch.generation import Generation
+from grpo_cli.engine.torch.sequence import Sequence
+from grpo_cli.engine.torch.sizes import Sizes
+from grpo_cli.engine.torch.stop import stop_of
+from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
+from grpo_cli.interfaces import Meter
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import give_back_cached, is_out_of_memory
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+
+
+class TorchEngine:
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
+    `invariance.py` finds that they can, which `facts` reports.
+
+    `decode` turns tokens into text; it is asked only for requests with stop strings.
+    """
+
+    reads_stop_strings = True
+    _said_no_room = False  # for the length predictor's prefix
+    _said_slow = ""  # why steps do not attend by FlashAttention
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Seq[int],
+        sampler: Sampler,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
+        *,
+        cuda_graph: bool,
+        packed_weights: bool,
+        compile: bool | None,
+        decode: Callable[[Seq[int]], str] | None = None,
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self._decoder = Decoder(model)
+        on_gpu = self._decoder.device.type == "cuda"
+        if on_gpu if compile is None else compile:
+            self._decoder = self._decoder.may_compile(warn)
+        if cuda_graph:
+            _check_graph(unwrapped(model), self._decoder.device)
+        if self._decoder.keeps_adapters_apart:
+            warn(
+                "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
+                "layers takes two more small products in every step; with model.quantize=none they take none in float32"
+            )
+        self._capture = CudaGraphs() if cuda_graph else None
+        self._kept = KeptWorkspace()
+        self._packed_weights = packed_weights
+        self._eos = tuple(eos_token_ids)
+        self._sampler = Capped(sampler, rollouts_per_step)
+        self._scheduler = scheduler
+        self._predictor = predictor
+        self._sparsity = sparsity
+        self._decode = decode
+        self._meter = meter or NullMeter()
+        self._warn = warn
+        self._stats = EngineStats()
+        self._invariance: Invariance | None = None
+
+    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing. Once `enough` says yes of one that has ended, the others come
+        partial; those that end in the same step have ended too.
+
+        Out of memory, with on_oom=halve, it serves what is left with half the slots, now and in every later call.
+        """
+        self._stats = EngineStats()
+        self._check(requests)
+        self._pad()
+        left, parts = list(requests), list[EngineStats]()
+        while left:
+            ended: set[int] = set()
+            short = False
+            try:
+                for index, rollout in self._serve(left, enough):
+                    ended.add(index)
+                    yield rollout
+            except (MemoryError, RuntimeError) as error:
+                if not (is_out_of_memory(error) and self._sampler.halves):
+                    raise
+                short = True
+            if short:  # not above: until the handler ends its traceback holds the generation, with keys and values
+                self._halve()
+            parts.append(self._stats)
+            left = [request for index, request in enumerate(left) if index not in ended]
+        if len(parts) > 1:
+            self._stats = _sum(parts)
+
+    def _pad(self) -> None:
+        """As the model, the precision and the threads of this moment need it; says so once where bits are not held."""
+        found = invariance_of(self._decoder.may_pack(self._packed_weights))
+        self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
+        if found != self._invariance and not found.holds and self._decoder.promises_bits:
+            self._warn(rounding_warning(found, torch.get_num_threads()))
+        self._invariance = found
+        slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
+        if slow != self._said_slow:
+            self._said_slow = slow
+            self._warn(f"decode steps do not attend by FlashAttention, and so slower: {slow}")
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine. None before the first `generate`: nothing was tried."""
+        found = self._invariance
+        return {
+            "invariant": None if found is None else found.holds,
+            "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
+            "padding": None if found is None else asdict(found.padding),
+            "packed_weights": None if found is None else found.packed,
+        }
+
+    def _halve(self) -> None:
+        had = self._sampler.last
+        now = self._sampler.halve()
+        give_back_cached(self._decoder.device)
+        self._warn(
+            f"out of memory with {had} slots; the rollouts that are left are made with {now}, as are all from now on "
+            f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"
+        )
+
+    def _serve(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[tuple[int, Rollout]]:
+        """Rollouts with the place of their request, their lengths predicted where the scheduler needs them. `stats`
+        says what it cost, however it ends."""
+        self._stats = EngineStats()
+        generation = self._generation(requests)
+        prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
+        try:
+            if probing:
+                # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then
+                # waits with its keys kept: the cost is those keys and a less than full last round; both are counted.
+                for sequence, rollout in generation.serve(Fifo(), park_at=prefix + 1):
+                    _halt_if(enough, generation, rollout)
+                    yield sequence.index, rollout
+                generation.details["engine/probe_steps"] = float(generation.stats().decode_steps)
+            if not generation.halted:
+                predicting = probing or self._predictor.prefix_tokens == 0
+                if predicting:
+                    self._predict(generation.waiting)
+                served: list[tuple[Sequence, Rollout]] = []
+                for sequence, rollout in generation.serve(self._scheduler):
+                    served.append((sequence, rollout))
+                    _halt_if(enough, generation, rollout)
+                    yield sequence.index, rollout
+                if predicting:
+                    generation.details |= self._learn(served)
+                generation.details |= self._scheduler.details
+            if self._capture is not None:
+                self._kept.put(generation.workspace)
+        finally:
+            self._stats = generation.stats()
+
+    def _generation(self, requests: Seq[Request]) -> Generation:
+        stop = stop_of({request.sampling.stop for request in requests}, self._decode)
+        workspace = self._workspace(requests)
+        self._say_what_has_no_room(workspace.sizes)
+        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills)
+
+    def _workspace(self, requests: Seq[Request]) -> Workspace:
+        """The last one where graphs are of it and it serves, else a new one."""
+        # A prefix is only worth waiting for when the scheduler orders by length.
+        prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
+
+        def sizes_of(decoder: Decoder) -> Sizes:
+            return Sizes.of(decoder, self._sampler, self._sparsity, requests, prefix, one_page=True)
+
+        parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture, prefix)
+        return self._kept.take(self._decoder, sizes_of) or Workspace.of(*parts)
+
+    def _say_what_has_no_room(self, sizes: Sizes) -> None:
+        enough = sizes.room.probes_with
+        if not enough or self._said_no_room:
+            return
+        self._said_no_room = True
+        self._warn(
+            f"sampler.kv_budget has no room for {sizes.kv.requests} rollouts of {sizes.kv.prompts} prompts that wait "
+            f"after {sizes.prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without "
+            f"predicted lengths: give it {enough} bytes, or predictor=mean, which needs no such room"
+        )
+
+    def _predict(self, sequences: Seq[Sequence]) -> None:
+        predicted = self._predictor.predict([s.request for s in sequences], _hidden(sequences)) if sequences else None
+        for sequence, length in zip(sequences, predicted or (), strict=predicted is not None):
+            sequence.predicted = length
+
+    def _learn(self, served: Seq[tuple[Sequence, Rollout]]) -> Mapping[str, float]:
+        if not served:
+            return {}
+        taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
+        return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
+
+    def _check(self, requests: Seq[Request]) -> None:
+        prompts: dict[str, Prompt] = {}
+        for request in requests:
+            prompt = request.prompt
+            known = prompts.setdefault(prompt.id, prompt)
+            if known is not prompt and known.token_ids != prompt.token_ids:
+                raise UserError(
+                    f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
+                    f"{len(prompt.token_ids)} others, but a prompt is run once and kept under its id: let the task "
+                    "give each an id of its own"
+                )
+            if request.resumed and not isinstance(self._sparsity, Dense):
+                raise UserError(
+                    f"prompt {prompt.id} ends with {request.resumed} tokens of a partial rollout, which "
+                    f"sparsity={type(self._sparsity).__name__.lower()} would count as prompt and never evict: use "
+                    "sparsity=dense"
+                )
+            needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
+            if needed > self._decoder.context:
+                raise UserError(
+                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
+                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but the model's "
+                    f"context is {self._decoder.context}: lower sampling.max_new_tokens or leave such prompts out"
+                )
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost; complete once its iterator is exhausted."""
+        return self._stats
+
+    def update_weights(self) -> None:
+        """The modules are the trainer's: there is nothing to do."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that a resumed run goes on bit for bit."""
+        return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave. With sampler.on_oom=fail, slots are as asked for, halved before or not."""
+        self._predictor.load_state(state["predictor"])
+        most = state.get("most_slots")  # older checkpoints do not have it
+        if most is not None and self._sampler.may_halve:
+            self._sampler.most = most
+            self._warn(
+                f"the run was out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
+                "they were then (sampler.on_oom=fail does without the limit)"
+            )
+
+
+def _check_graph(model: Any, device: torch.device) -> None:
+    reason = ""
+    if getattr(model, "is_loaded_in_8bit", False):
+        reason = "model.quantize=8bit looks for outliers"
+    elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
+        reason = f"rope_type {kind} looks for the longest row"
+    if reason:
+        raise UserError(
+            f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
+        )
+    if device.type != "cuda":
+        raise UserError(f"engine.cuda_graph=true needs a GPU, and the model is on {device}: leave it out")
+
+
+def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:
+    """Asked of rollouts that have ended, and no more once the answer was yes."""
+    if enough is not None and not generation.halted and enough(rollout):
+        generation.halt()
+
+
+def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
+    states = [s.hidden for s in sequences if s.hidden is not None]
+    return torch.stack(states) if states else None
+
+
+def _sum(parts: Seq[EngineStats]) -> EngineStats:
+    """What several attempts cost together; slots are those of the last one."""
+    capacity = [part.decode_steps * part.slots for part in parts]
+    busy = sum(part.slot_utilisation * slot_steps for part, slot_steps in zip(parts, capacity, strict=True))
+    return EngineStats(
+        decode_steps=sum(part.decode_steps for part in parts),
+        generated_tokens=sum(part.generated_tokens for part in parts),
+        prefill_tokens=sum(part.prefill_tokens for part in parts),
+        slots=parts[-1].slots,
+        slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
+        kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
+        details={**parts[-1].details, "engine/oom_halvings": float(len(parts) - 1)},
+    )

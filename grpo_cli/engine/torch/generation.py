@@ -1,0 +1,365 @@
+"""One call of `generate`: its slots, its prompts in flight, and the three beats that serve waiting sequences.
+
+admit     whom the scheduler chooses enters a free slot; its prompt is prefilled unless that was done before
+run       one batched forward pass, one drawn token per running row
+settle    sequences that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
+
+A GPU is given the next step before the host looks at what the last one drew, so that it never waits for the host. A row
+that has ended meanwhile computes one token more, which is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_cli.engine.interfaces import Running, Scheduler
+from grpo_cli.engine.kv.padding import round_up
+from grpo_cli.engine.kv.prompts import PromptPool
+from grpo_cli.engine.torch.forecast import Forecast, RunningRows
+from grpo_cli.engine.torch.queue import WaitingQueue
+from grpo_cli.engine.torch.sequence import Sequence
+from grpo_cli.engine.torch.stop import NeverStop, StopStrings
+from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts
+from grpo_cli.engine.torch.workspace import Workspace
+from grpo_cli.interfaces import Meter
+from grpo_cli.model.transfer import send
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
+
+# Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
+PREFILL_TOKENS = 16_384
+# By device: how many steps are launched before one is looked at.
+BEHIND = {"cuda": 1}
+
+
+class Generation:
+    """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
+
+    It runs in a `workspace` that was made for them. With `refills`, waiting sequences take the slots of those that
+    ended. `details` are named numbers to go with the cost.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        eos_token_ids: Seq[int],
+        requests: Seq[Request],
+        stop: StopStrings | NeverStop,
+        meter: Meter,
+        refills: bool,
+    ) -> None:
+        self.workspace, self.refills = workspace, refills
+        self.decoder, self.sizes = workspace.decoder, workspace.sizes
+        self.kv, self.slots, self._turn, self._fixed = workspace.kv, workspace.slots, workspace.turn, workspace.fixed
+        self.prompts = PromptPool(self.kv)
+        self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
+        self._requests, self._sequences = requests, tuple(self.waiting)
+        self._transcripts = Transcripts([request.sampling.max_new_tokens for request in requests], eos_token_ids)
+        self._drawn: list[StepTokens] = []  # and not looked at yet
+        self._behind = BEHIND.get(self.decoder.device.type, 0)
+        self.details: dict[str, float] = {}
+        self._eos_ids = frozenset(eos_token_ids)
+        self._stop = stop
+        self._stopped: set[int] = set()  # requests that a stop string has ended
+        self.halted = False
+        self._span = meter.span
+        self._unfinished = Counter(request.prompt.id for request in requests)
+        self._forecast = Forecast(self.sizes.prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
+        self._restarts = self._restarted_tokens = self._most_rows = self._most_held = 0
+        self._steps = self._row_steps = self._generated = self._prefilled = 0
+
+    def serve(self, scheduler: Scheduler, park_at: int | None = None) -> Iterator[tuple[Sequence, Rollout]]:
+        """Serve everything that waits, in the scheduler's order, and yield what ends.
+
+        With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
+        its last hidden state, and is what waits afterwards. After `halt`, all that has not ended is yielded partial.
+        """
+        if park_at is None:
+            self.kv.set_aside = self.kv.parked
+        queue = WaitingQueue(self.waiting, scheduler, self._rows_that_fit(self.waiting))
+        self.waiting = []
+        while not self.halted and (queue or self.slots.running or self._drawn):
+            done = self._look(0) if self._admit(queue) and not self._behind else []
+            if not done:
+                with self._span("decode"):
+                    done = self._run(queue, park_at) if self.slots.running else self._look(0)
+            yield from self._settle(done)
+        if self.halted:
+            yield from self._settle(self._look(0))
+            yield from self._left_over()
+
+    def halt(self) -> None:
+        """Whoever listens to `serve` has enough: it ends with what has been drawn until now."""
+        self.halted = True
+
+    def _left_over(self) -> Iterator[tuple[Sequence, Rollout]]:
+        """All that has not ended, with the tokens that it has: running, parked, waiting, or given back."""
+        for sequence in self._sequences:
+            if not self._transcripts.has_ended(sequence.index):
+                self._give_up_slot(sequence)
+                yield sequence, self._rollout(sequence, Finish.PARTIAL)
+
+    def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
+        """About how many of them will run at a time."""
+        if self.sizes.room.budget is None or not sequences:
+            return self.slots.count
+        room = self.kv.most_tokens - self.sizes.prompt_page
+        if not self.sizes.rows_grow:
+            return max(1, min(self.slots.count, room // self.sizes.row_page))
+        expected = sum(self._forecast.length(sequence, sequence.made, 0) for sequence in sequences) / len(sequences)
+        return max(1, min(self.slots.count, int(room / expected)))
+
+    def _admit(self, queue: WaitingQueue) -> bool:
+        """Whether a sequence has entered, and drawn a first token."""
+        free = self.slots.free()
+        if not queue or not free or (self.slots.running and not self.refills):
+            return False
+        rows_now = None
+        if self.sizes.room.budget is not None and self.sizes.rows_grow:
+            rows_now = self._running_rows()
+            if self.slots.running and (self._forecast.full or not rows_now.fits):
+                return False
+        entering = queue.leave(self._running_views(), free, self._may_begin(rows_now))
+        if not entering:
+            return False
+        slots, sequences = zip(*entering, strict=True)
+        return self._enter(list(slots), list(sequences))
+
+    def _running_rows(self) -> RunningRows:
+        """Those that run, by what is expected of them."""
+        running = [(s, self.slots.generated(slot)) for slot, s in enumerate(self.slots.sequences) if s is not None]
+        made = [tokens for _, tokens in running]
+        lengths = [self._forecast.length(sequence, tokens, sum(made)) for sequence, tokens in running]
+        prompts = sum(map(self.prompts.pages_of, {s.request.prompt.id for s, _ in running}))
+        room = self.kv.reach() - prompts * self.kv.prompts.tokens
+        return RunningRows(made, lengths, room, self.kv.rows.tokens)
+
+    def _may_begin(self, rows_now: RunningRows | None) -> Callable[[Sequence], bool]:
+        """Whether there is room for a sequence, where all that were asked about before and may, begin: now, and later
+        too, as far as can be expected (`rows_now`; None where nothing bounds them, or rows do not grow)."""
+        opening = set[str]()
+        rows = prompts = 0
+        in_flight = int(self.slots.made(self.slots.taken()).sum())
+        busy = {s.request.prompt.id for s in self.slots.sequences if s is not None}
+
+        def may_begin(sequence: Sequence) -> bool:
+            nonlocal rows, prompts
+            prompt, first = sequence.request.prompt, not (busy or opening)
+            own = 0 if self._fixed else self.kv.rows.pages_for(sequence.held + 1)
+            size = 0 if prompt.id in opening | busy else self.kv.prompts.pages_for(len(prompt.token_ids))
+            length = self._forecast.length(sequence, sequence.made, in_flight)
+            if rows_now and not rows_now.admits(sequence.made, length, size * self.kv.prompts.tokens) and not first:
+                return False
+            new = 0 if prompt.id in self.prompts else size
+            while not self.kv.has_room(rows + own, prompts + new):
+                if not self._forget_idle_prompts(opening | {prompt.id}):
+                    assert not first, "there is room for one sequence"
+                    return False
+            rows, prompts = rows + own, prompts + new
+            opening.add(prompt.id)
+            return True
+
+        return may_begin
+
+    def _forget_idle_prompts(self, wanted: Set[str] = frozenset()) -> bool:
+        """Give up the keys of prompts without a running row, but for those that are wanted; False if there are none."""
+        busy = {s.request.prompt.id for s in self.slots.sequences if s is not None} | wanted
+        idle = [name for name in self.prompts.names if name not in busy]
+        for name in idle:
+            self.prompts.release(name)
+        return bool(idle)
+
+    @torch.inference_mode()
+    def _enter(self, slots: list[int], sequences: list[Sequence]) -> bool:
+        """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step.
+        Whether there is any."""
+        new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
+        pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
+        had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
+        assert had_room, "sequences enter only where there is room"
+        self._prefill(sequences, new)
+        fresh = [(slot, s.entry) for slot, s in zip(slots, sequences, strict=True) if s.parked is None]
+        parked = sum(s.parked.nbytes for s in sequences if s.parked is not None)
+        self.kv.note_peak()
+        self.slots.claim(slots, sequences)
+        self.kv.parked -= parked
+        self.kv.set_aside -= parked
+        self._most_rows = max(self._most_rows, self.slots.running)
+        if fresh:
+            rows, entries = zip(*fresh, strict=True)
+            self._drawn.append(self.slots.begin(rows, self.prompts.logits(entries)))
+            self._leave_full_slots()
+        return bool(fresh)
+
+    def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
+        """Run the prompts that have not been run yet, those of one padded width together."""
+        widths: dict[int, list[str]] = {}
+        for name, prompt in new.items():
+            widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)
+        for width, names in widths.items():
+            at_once = max(1, PREFILL_TOKENS // width)
+            for start in range(0, len(names), at_once):
+                some = names[start : start + at_once]
+                with self._span("prefill"):
+                    self._prefill_together(some, [new[name].token_ids for name in some])
+        for sequence in sequences:
+            sequence.entry = self.prompts.entry(sequence.request.prompt.id)
+
+    def _prefill_together(self, names: Seq[str], prompts: Seq[Seq[int]]) -> None:
+        keeper = self.slots.keeper
+        done = self.decoder.prefill(prompts, keeper.notes_prompts)
+        entries = self.prompts.put(names, done.keys, done.values, done.logits, [len(ids) for ids in prompts])
+        if done.received is not None:
+            keeper.prefilled(entries, done.received)
+        self._prefilled += sum(len(ids) for ids in prompts)
+
+    @torch.inference_mode()
+    def _run(self, queue: WaitingQueue, park_at: int | None) -> list[Sequence]:
+        """One token for every running row; returns who is known to have ended."""
+        if not self._let_grow(queue):
+            return self._look(0)  # there may be room then
+        running = self.slots.close_holes()
+        self.slots.make_room(running, self.prompts)
+        hidden, tokens, logprobs = self._turn(*self.slots.rows(running, self.prompts))
+        self.slots.advance(running)
+        self._drawn.append(self.slots.go_on(running, tokens, logprobs))
+        self._steps += 1
+        self._row_steps += running
+        parking = [] if park_at is None else self.slots.that_made(park_at)
+        done = self._look(0 if parking else self._behind)
+        over = {sequence.slot for sequence in done}
+        self._park([slot for slot in parking if slot not in over], hidden)
+        self._leave_full_slots()
+        return done
+
+    def _leave_full_slots(self) -> None:
+        """Whoever has drawn all its tokens needs no slot until they are looked at."""
+        for slot in self.slots.at_their_limit() if self._behind else ():
+            self.slots.release(slot)
+
+    def _look(self, behind: int) -> list[Sequence]:
+        """Write down what has been drawn, but for the last so many steps; returns who ended with that."""
+        ready, self._drawn = self._drawn[: len(self._drawn) - behind], self._drawn[len(self._drawn) - behind :]
+        found = list[int]()
+        for drawn in ready:
+            new, ended = self._transcripts.note(drawn)
+            self._row_steps -= len(drawn.sequences) - len(new)
+            hits = self._stop.hits(self._transcripts, new, self._requests)
+            self._transcripts.end(hits)
+            self._stopped.update(hits)
+            found += sorted({*ended, *hits}, key=new.index) if hits else ended
+        return [self._sequences[index] for index in found]
+
+    def _let_grow(self, queue: WaitingQueue) -> bool:
+        """A page more for every row that is about to need one. Where there is none left, the youngest starts over later
+        and makes the same tokens again, which are counted; but not while a row may have ended: then False."""
+        if self._fixed:
+            return True
+        while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
+            if not self._forget_idle_prompts():
+                if self._drawn:
+                    return False
+                self._restart(queue)
+        for slot in lacking:
+            self.kv.rows.take(slot, 1)
+        held = self.slots.held(self.slots.taken()) + self.slots.running + self.prompts.held_keys
+        self._most_held = max(self._most_held, held * self.sizes.slots.layout.bytes_per_token + self.kv.parked)
+        return True
+
+    def _restart(self, queue: WaitingQueue) -> None:
+        taken = self.slots.taken()
+        assert len(taken) > 1, "there is room for one sequence"
+        slot = taken[int(np.argmin(self.slots.made(taken)[::-1])) * -1 - 1]
+        sequence = self.slots.sequences[slot]
+        assert sequence is not None, "a row that runs has a sequence"
+        self._restarts += 1
+        self._restarted_tokens += self.slots.generated(slot)
+        self.slots.release(slot)
+        self._forecast.full = True
+        queue.give_back(sequence)
+
+    def _park(self, slots: Seq[int], hidden: Tensor) -> None:
+        if not slots:
+            return
+        (index,) = send(hidden.device, np.array(slots))
+        states = hidden[index].float().cpu()
+        sequences = [s for slot in slots if (s := self.slots.sequences[slot]) is not None]
+        last = [self._transcripts.tail(sequence.index, 1)[0] for sequence in sequences]
+        for slot, sequence, parked, state in zip(slots, sequences, self.slots.park(slots, last), states, strict=True):
+            sequence.parked, sequence.hidden = parked, state
+            self.slots.release(slot)
+            self.kv.parked += parked.nbytes
+            self.kv.note_peak()
+            self.waiting.append(sequence)
+
+    def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
+        for sequence in done:
+            self._give_up_slot(sequence)
+            rollout = self._rollout(sequence, self._finish(sequence))
+            self._forecast.ended(len(rollout))
+            yield sequence, rollout
+
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self.slots.release(sequence.slot)
+        self._leave_prompt(sequence.request.prompt.id)
+
+    def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
+        token_ids, logprobs = self._transcripts.of(sequence.index)
+        self._generated += len(token_ids)
+        return Rollout(sequence.request, token_ids, logprobs, finish, self._transcripts.kept(sequence.index))
+
+    def _finish(self, sequence: Sequence) -> Finish:
+        if self._transcripts.tail(sequence.index, 1)[0] in self._eos_ids:
+            return Finish.EOS
+        return Finish.STOP if sequence.index in self._stopped else Finish.LENGTH
+
+    def _leave_prompt(self, name: str) -> None:
+        self._unfinished[name] -= 1
+        if not self._unfinished[name] and name in self.prompts:
+            self.prompts.release(name)
+
+    def _running_views(self) -> list[Running]:
+        return [
+            Running(s.index, slot, self.slots.generated(slot), s.predicted)
+            for slot, s in enumerate(self.slots.sequences)
+            if s is not None
+        ]
+
+    def stats(self) -> EngineStats:
+        """What serving has cost so far."""
+        bounded = self.sizes.room.budget is not None
+        slots = self._most_rows if bounded else self.slots.count
+        capacity = self._steps * slots
+        found = {"engine/rows_mean": self._row_steps / self._steps} if self._steps else {}
+        if bounded:
+            restarted = {"engine/restarts": self._restarts, "engine/restarted_tokens": self._restarted_tokens}
+            found |= {name: float(count) for name, count in restarted.items()}
+        return EngineStats(
+            decode_steps=self._steps,
+            generated_tokens=self._generated,
+            prefill_tokens=self._prefilled,
+            slots=slots,
+            slot_utilisation=self._row_steps / capacity if capacity else 1.0,
+            kv_peak_bytes=self.kv.peak,
+            details={
+                "engine/kv_held_bytes": float(self._most_held),
+                **found,
+                **self._sparsity_details(),
+                **self.details,
+            },
+        )
+
+    def _sparsity_details(self) -> dict[str, float]:
+        """What the keeper says of itself, and the share saved of the bytes that as many dense slots would take."""
+        details = dict(self.slots.keeper.details())
+        if details:
+            beside = self.sizes.kv.prompts * self.sizes.kv.prompt_bytes
+            whole = self.sizes.kv.slot_bytes * self.slots.count
+            details["engine/kv_saving_allocated"] = 1 - (whole + beside) / (self.sizes.dense_bytes + beside)
+        return details

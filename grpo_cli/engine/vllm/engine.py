@@ -1,0 +1,415 @@
+"""The vLLM rollout engine: vLLM in this process, under the same protocol, schedulers and samplers as the torch engine.
+
+It holds a copy of the weights, made when rollouts are next asked for after an update and never written to disk. vLLM
+batches and caches; which request enters when is decided here, by the scheduler's plan, one request per free slot. So
+`full` and `infinite` are continuous batching in `slots` rows (vLLM's `max_num_seqs`), `micro` is rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from grpo_cli.engine.batching import KvShape, Sampler
+from grpo_cli.engine.interfaces import Predictor, Scheduler
+from grpo_cli.engine.kv.eviction import Budget, Dense
+from grpo_cli.engine.vllm.admission import Work
+from grpo_cli.engine.vllm.options import check_options
+from grpo_cli.engine.vllm.process import OLD_RUNNER, guest, head_sizes, require_vllm, runner_of
+from grpo_cli.engine.vllm.served import Served
+from grpo_cli.interfaces import Meter
+from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.weights import merged_weights
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.formatting import gib, parse_bytes
+from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others
+from grpo_cli.support.meter import NullMeter
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+# Of what is free of a GPU, what is not promised to vLLM: it looks again when it has allocated something itself.
+MARGIN = 2**29
+
+
+class VllmEngine:
+    """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
+
+    reads_stop_strings = False
+
+    def __init__(
+        self,
+        model: Any,
+        eos_token_ids: Sequence[int],
+        sampler: Sampler,
+        scheduler: Scheduler,
+        predictor: Predictor,
+        sparsity: Dense | Budget,
+        rollouts_per_step: int | None = None,
+        seed: int = 0,
+        meter: Meter | None = None,
+        warn: Callable[[str], None] = print,
+        *,
+        memory: float,
+        max_model_len: int | None,
+        prefix_caching: bool,
+        eager: bool | None,
+        sleep: bool | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        self._span, self._warn = (meter or NullMeter()).span, warn
+        self._model, self._eos = model, tuple(eos_token_ids)
+        self._sampler, self._scheduler, self._predictor = sampler, scheduler, predictor
+        self._rollouts_per_step, self._seed = rollouts_per_step, seed
+        self._memory, self._max_model_len, self._options = memory, max_model_len, dict(options or {})
+        self._device: torch.device = next(model.parameters()).device
+        on_gpu = self._device.type == "cuda"
+        self._eager = not on_gpu if eager is None else eager
+        self._sleeps = on_gpu if sleep is None else sleep
+        self._prefix_caching = prefix_caching
+        problems = [*self.refuses(scheduler, predictor, sparsity, memory, max_model_len)]
+        if self._sleeps and not on_gpu:
+            problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
+        if self._sleeps and (asked := asked_of_allocator(os.environ, "expandable_segments:True")):
+            problems.append(
+                f"{asked} in the environment: vLLM sleeps by an allocator of its own, which has no segments that grow; "
+                "unset it, or let vLLM keep its memory while weights are updated, engine.sleep=false"
+            )
+        refuse(problems)
+        require_vllm()
+        check_options(self._options)
+        self._served = Served.of(model, head_sizes(self._device))
+        self._llm: Any = None
+        self._slots = self._kv_bytes = self._block_bytes = 0
+        self._stale, self._asleep, self._dead = True, False, ""
+        self._runner: str | None = None
+        self._stats = EngineStats()
+
+    @staticmethod
+    def refuses(
+        scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float, max_model_len: int | None
+    ) -> Iterator[str]:
+        """What can be checked without a model."""
+        if isinstance(sparsity, Budget):
+            yield (
+                f"sparsity={type(sparsity).__name__.lower()} cannot be had with engine=vllm: its cache is in blocks "
+                "that rollouts share, from which no policy can evict single KV entries; choose engine=torch or "
+                "sparsity=dense"
+            )
+        if scheduler.needs_lengths and predictor.prefix_tokens > 0:
+            yield (
+                "engine=vllm does not expose its hidden states, which predictor=prefix reads; choose predictor=mean or "
+                "oracle, or scheduler=fifo"
+            )
+        if not 0 < memory < 1:
+            yield f"engine.memory={memory} is the share of a GPU's memory and must be between 0 and 1"
+        if max_model_len is not None and max_model_len < 2:
+            yield f"engine.max_model_len={max_model_len} must be at least 2: a token of the prompt and one of its reply"
+
+    def generate(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+    ) -> Iterator[Rollout]:
+        """One rollout per request, in order of finishing. With `enough` vLLM tells of every token as it is drawn, which
+        takes it some time; once the answer is yes, what is under way is aborted and comes partial."""
+        self._stats = EngineStats()
+        if not requests:
+            return
+        self._check(requests)
+        edges = {"engine/memory_before_bytes": self._held()}
+        seconds = self._wake(requests)
+        edges["engine/memory_awake_bytes"] = self._held()
+        details = {"engine/weight_update_seconds": seconds}
+        work = Work(requests, self._slots, self._sampler.refills or self._sampler.all_at_once)
+        predicting = self._predictor.prefix_tokens == 0
+        predicted = self._predictor.predict(requests, None) if predicting else None
+        finished: list[Rollout] = []
+        try:
+            for rollout in self._serve(work, predicted, enough):
+                finished.append(rollout)
+                yield rollout
+        finally:
+            self._rest(work)
+            edges["engine/memory_after_bytes"] = self._held()
+            if predicting and len(finished) == len(requests):
+                details |= self._predictor.learn(
+                    [r for r in finished if r.request.teaches_length and r.finish is not Finish.PARTIAL], None
+                )
+            self._stats = work.stats(self._kv_bytes, details | edges | dict(self._scheduler.details))
+
+    def _serve(
+        self, work: Work, predicted: Sequence[float] | None, enough: Callable[[Rollout], bool] | None
+    ) -> Iterator[Rollout]:
+        work.start(self._scheduler, predicted)
+        stop = False
+        while (work.queue or work.running) and not stop:
+            for index in work.admitted(self._scheduler):
+                self._enter(index, work.requests[index], told=enough is not None)
+            with self._span("decode"):  # prompts included: vLLM mixes them in
+                outputs = self._step(work)
+            for output in outputs:
+                work.note(output)
+            for output in outputs:
+                if output.finished:
+                    rollout = work.settle(output, self._eos)
+                    stop = stop or (enough is not None and enough(rollout))
+                    yield rollout
+        if stop:
+            self._abort(work)
+            yield from work.left_over()
+
+    def _abort(self, work: Work) -> None:
+        if work.running:
+            with self._answering("does not come to rest"):
+                self._llm.llm_engine.abort_request([str(index) for index in work.running])
+
+    def _enter(self, index: int, request: Request, told: bool) -> None:
+        """`told`: of every token as it is drawn, not of all at the end."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = request.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_new_tokens,
+            seed=request.seed % 2**63,  # vLLM keeps it in 64 bits with a sign on a GPU; -1 would be no seed
+            stop_token_ids=list(self._eos),
+            ignore_eos=True,  # only `stop_token_ids` end a completion
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if told else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        with self._answering("takes no request"):
+            prompt = {"prompt_token_ids": list(request.prompt.token_ids)}
+            self._llm.llm_engine.add_request(str(index), prompt, params)
+
+    def _step(self, work: Work) -> list[Any]:
+        """One forward of vLLM's; eager means its sampling helpers too."""
+        stance = "force_eager" if self._eager else "default"
+        with (
+            self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
+            torch.compiler.set_stance(stance),
+        ):
+            outputs = self._llm.llm_engine.step()
+            if not outputs and not self._llm.llm_engine.has_unfinished_requests():
+                raise RuntimeError(f"{len(work.running)} requests were lost")
+        work.count_step()
+        return list(outputs)
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        """Every call into vLLM, outside the learner's autocast: under it vLLM would be started, and adapters merged, in
+        another precision than asked for. Whatever vLLM raises, of any kind, ends the run in one line."""
+        if self._dead:
+            raise UserError(self._dead)
+        try:
+            with torch.autocast(self._device.type, enabled=False):
+                yield
+        except UserError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "") or "no reason given"
+            self._dead = (
+                f"vLLM {what}: {type(error).__name__}: {reason}; the last finished step is kept, go on from it with "
+                "grpo train resume=auto, with less memory taken (engine.memory, sampler.slots) or with engine=torch"
+            )
+            raise UserError(self._dead) from error
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            needed, context = _tokens(request), self._limit()
+            if needed > context:
+                raise UserError(
+                    f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
+                    f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but engine=vllm "
+                    f"has room for {context}: lower sampling.max_new_tokens, leave such prompts out, or raise "
+                    "engine.max_model_len or sampler.kv_budget if they are what limits it"
+                )
+            temperature = request.sampling.temperature
+            if not (temperature == 0 or 0.01 <= temperature <= 2):
+                raise UserError(
+                    f"temperature {temperature} cannot be had with engine=vllm, which moves it into 0.01 to 2 (or 0, "
+                    "greedy): the log-probabilities would be those of another distribution"
+                )
+
+    def _limit(self) -> int:
+        """The most tokens that a request may come to."""
+        if self._llm is not None:
+            return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+        context: int = unwrapped(self._model).config.max_position_embeddings
+        return min(context, self._max_model_len or context)
+
+    def _wake(self, requests: Sequence[Request]) -> float:
+        """Memory taken, weights those of the policy; returns the seconds that the weights took."""
+        if self._llm is None:
+            self._build(requests)
+        if self._asleep:
+            give_back_cached(self._device)
+        with self._answering("cannot take up its memory and weights"):
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            start = time.perf_counter()
+            if self._stale:
+                self._update()
+            seconds = time.perf_counter() - start
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
+        return seconds
+
+    def _update(self) -> None:
+        weights = self._served.weights(merged_weights(self._model))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the cache of prompts could not be emptied")
+        self._stale = False
+
+    def _rest(self, work: Work) -> None:
+        """Take back what was not finished, and give memory back."""
+        if self._dead:
+            return
+        self._abort(work)
+        with self._answering("does not come to rest"):
+            if self._sleeps:
+                self._llm.sleep(level=2)  # weights too: they are copied from the policy again
+                self._asleep, self._stale = True, True
+
+    def _build(self, requests: Sequence[Request]) -> None:
+        dtype, kind = next(self._model.parameters()).dtype, self._device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        self._served.check_dtype(dtype, self._device)
+        block = self._block_bytes = self._served.token_bytes(dtype) * self._block
+        rows = -(-max(_tokens(request) for request in requests) // self._block)
+        at_once = self._rollouts_per_step or len(requests)
+        # vLLM keeps one block for itself.
+        shape = KvShape(at_once, prompts=1, prompt_bytes=block, page_bytes=rows * block, slot_bytes=rows * block)
+        self._slots = self._sampler.fit(shape).slots
+        kwargs: dict[str, Any] = {"max_model_len": self._limit()}
+        budget = self._budget(rows)
+        if budget is not None:
+            kwargs["kv_cache_memory_bytes"] = budget * block
+            kwargs["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
+        if self._device.type == "cuda":
+            kwargs["gpu_memory_utilization"] = self._share(budget is not None)
+        with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
+            _only(self)
+            self._llm = self._started(Path(folder), kwargs | {"dtype": str(dtype).removeprefix("torch.")})
+        self._runner = runner_of(self._llm)
+        if self._device.type == "cuda" and self._runner == OLD_RUNNER:
+            self._warn(
+                "vLLM runs this model by its older runner, which draws for one rollout after the other, each by its "
+                "own seed: slow with hundreds (VLLM_USE_V2_MODEL_RUNNER=1 in the environment asks for the other)"
+            )
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self._kv_bytes = cache.num_gpu_blocks * block
+        self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
+
+    def _share(self, bounded: bool) -> float:
+        """The share of the whole GPU that vLLM may take. It refuses to start where so much is not free, even if
+        the cache's size is given (`bounded`), when it makes no other use of the share."""
+        give_back_cached(self._device)
+        others, free, total = held_by_others(self._device)
+        most = (free - MARGIN) / total
+        found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"
+        if most <= 0:
+            raise UserError(f"engine=vllm cannot start: {found}; free some of it, or use engine=torch")
+        if not bounded and most < self._memory:
+            self._warn(
+                f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f} of it. The optimizer takes its "
+                "part in the first update: where nothing is left for it, lower engine.memory"
+            )
+        return most if bounded else min(most, self._memory)
+
+    def close(self) -> None:
+        """Shut vLLM down; the next rollouts wait for a new start."""
+        if self._llm is not None:
+            self._shutdown()  # and is forgotten: it would hold vLLM's memory for as long as this engine lives
+            self._llm, self._stale, self._asleep = None, True, False
+
+    @property
+    def _block(self) -> int:
+        """Tokens in a block of the cache: the fewest that vLLM's kernels take."""
+        return 16 if self._device.type == "cuda" else 32
+
+    def _budget(self, rows: int) -> int | None:
+        """Blocks of the cache: what sampler.kv_budget holds, or on a CPU what all slots need; None: as vLLM finds."""
+        if self._sampler.kv_budget is not None:
+            return parse_bytes(self._sampler.kv_budget) // self._block_bytes
+        if self._device.type == "cuda":
+            return None
+        return 1 + self._slots * rows
+
+    def _started(self, folder: Path, kwargs: Mapping[str, Any]) -> Any:
+        from vllm import LLM
+
+        (folder / "config.json").write_text(json.dumps(self._served.config), encoding="utf-8")
+        return LLM(
+            model=str(folder),
+            load_format="dummy",  # the weights come from the policy
+            skip_tokenizer_init=True,
+            seed=self._seed % 2**32,
+            max_num_seqs=self._slots,
+            block_size=self._block,
+            enable_prefix_caching=self._prefix_caching,
+            enable_sleep_mode=self._sleeps,
+            enforce_eager=self._eager,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            **kwargs,
+            **self._options,
+        )
+
+    def _held(self) -> float:
+        """Bytes in use now: of the whole GPU (vLLM's memory is not the allocator's), or resident of this process."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return float(total - free)
+        return float(psutil.Process().memory_info().rss)
+
+    def stats(self) -> EngineStats:
+        """What the last `generate` cost; complete once its iterator is exhausted."""
+        return self._stats
+
+    def facts(self) -> Mapping[str, Any]:
+        """What `summary.json` says of the engine: vLLM's kernels depend on what else is in a batch. `model_runner` is
+        vLLM's, None before it has started."""
+        return {"invariant": False, "model_runner": self._runner}
+
+    def update_weights(self) -> None:
+        """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
+        self._stale = True
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint must keep so that a resumed run goes on."""
+        return {"predictor": self._predictor.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._predictor.load_state(state["predictor"])
+
+
+def _tokens(request: Request) -> int:
+    return len(request.prompt.token_ids) + request.sampling.max_new_tokens
+
+
+_holder: list[weakref.ref[VllmEngine]] = []
+
+
+def _only(engine: VllmEngine) -> None:
+    """Close the engine that has vLLM now, if there is one: its state is the process's, and the end of one is of all."""
+    for other in _holder:
+        if (holder := other()) is not None:
+            holder.close()
+    _holder[:] = [weakref.ref(engine)]

@@ -1,0 +1,80 @@
+"""vLLM as a guest in this process: whether it is there, the environment it is imported with, and what it may not leave
+changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_cli.support.errors import UserError
+
+# The releases that the tests have run on; scripts/install_vllm.sh reads this line.
+TESTED_VERSIONS = ">=0.32,<0.33"
+
+# Set here and nowhere else, before vLLM is imported. Only the first is insisted on: a person's own values are kept.
+_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads are the same ones
+}
+
+
+def require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
+            "scripts/install_vllm.sh in a checkout, then start grpo from .venv-vllm/bin; or, with a CUDA GPU and an "
+            f"environment of its own, pip install grpo-cli 'vllm{TESTED_VERSIONS}'"
+        )
+
+
+@contextmanager
+def guest() -> Iterator[None]:
+    """For vLLM's import and start: its environment, and then all that it changes for the whole process put back, which
+    is random states, threads and `set_num_threads`."""
+    os.environ.update(_INSISTED)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its imports, about its own code
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            set_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if of_gpus:  # dropout of adapters draws from them
+            torch.cuda.set_rng_state_all(of_gpus)
+
+
+def head_sizes(device: torch.device) -> list[int] | None:
+    """The head sizes of vLLM's kernels for this device; None on a GPU, where it has kernels of several kinds."""
+    if device.type == "cuda":
+        return None
+    with guest():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return list(CPUAttentionBackend.get_supported_head_sizes())
+
+
+OLD_RUNNER = "V1"
+
+
+def runner_of(llm: Any) -> str:
+    """Which of vLLM's two model runners drives the model: V1, or V2, which draws all rows in one kernel."""
+    return "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else OLD_RUNNER

@@ -1,0 +1,95 @@
+"""APRIL: a step ends before its longest rollouts do, which go on in the next one (arXiv 2509.18521).
+
+Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps; leaving old tokens out,
+`credit=fresh`, which is ours, costs accuracy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.collect.resuming import from_plain, to_plain
+from grpo_cli.history import History, digest_of, of_kind
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.support.errors import refuse
+from grpo_cli.types import GIVEN, Batch, Finish, Group, GroupRequest, Round, ScoredGroup
+
+
+class Partial:
+    """`1 + surplus` times a plain step's problems are under way, and a step ends when a plain step's number of groups
+    is whole (APRIL, arXiv 2509.18521). The others are held, with the rollouts that have ended and those that have not,
+    and go on first in the next step.
+
+    Groups that are whole at the same moment are all trained on: nothing is lost, and nothing comes twice. One whose
+    oldest token is of weights `max_lag` updates ago or more is brought to its end at once, in a round of its own; where
+    a step makes several updates it may be older by those of one step, less one.
+    """
+
+    def __init__(self, *, surplus: float, max_lag: int) -> None:
+        problems = []
+        if not (surplus >= 0 and math.isfinite(surplus)):
+            problems.append(
+                f"collector.surplus={surplus} must be at least 0 and finite: it is how many more problems than "
+                "train.prompts are under way, as a share of them"
+            )
+        if max_lag < 1:
+            problems.append(
+                f"collector.max_lag={max_lag} must be at least 1: a rollout that goes on in the next step is as many "
+                "updates old as a step makes"
+            )
+        refuse(problems)
+        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
+        self._max_lag = max_lag
+        self._held: tuple[Group, ...] = ()
+
+    def __call__(self, collection: Collection) -> Rounds:
+        held, prompts, groups = self._held, collection.prompts, tuple[Group, ...]()
+        old = tuple(group for group in held if _lag(group, collection.version) >= self._max_lag)
+        if old:
+            groups = tuple((yield Round(resumed=old)))
+        rest = tuple(group for group in held if group not in old)
+        waiting = rest
+        if len(old) < prompts:
+            fresh = max(0, math.ceil(self._share * prompts) - len(held))
+            picked = collection.pick(fresh, {group.prompt.id for group in held}) if fresh else ()
+            requests = tuple(GroupRequest(prompt, collection.n) for prompt in picked)
+            groups = tuple((yield Round(requests, rest, enough=prompts)))
+            waiting = tuple(group for group in groups if not group.whole)
+        self._held = waiting
+        partial = [r for group in waiting for r in group.rollouts if r.finish is Finish.PARTIAL]
+        collection.note("carried_rollouts", len(partial))
+        collection.note("carried_tokens", sum(map(len, partial)))
+        return [group.prompt.id for group in groups if group.whole]
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {}
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "partial", "held": [to_plain(group) for group in self._held]}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", "partial")["held"])
+
+
+def _lag(group: Group, version: int) -> int:
+    """By how many updates the oldest token of a group was drawn before weights of `version`; 0 without a token."""
+    spans = [span for rollout in group.rollouts for span in rollout.spans if span.version != GIVEN]
+    return max((version - span.version for span in spans), default=0)
+
+
+def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
+    """Tokens of earlier or other weights count nothing; those of now count, and given ones, which are of no weights.
+
+    What counts nothing stays in the divisors of the loss, and in its KL term, where old tokens are no bias.
+    """
+    return None if batch.lags is None else ((batch.lags == 0) | (batch.lags == GIVEN)).to(batch.weights.dtype)

@@ -1,0 +1,187 @@
+"""DOTS (arXiv 2506.05316): problems that are solved about as often as is wanted (`curriculum=target`), and groups of
+earlier steps that are trained on again (`replay=fifo`), which loses accuracy here.
+
+Measured: scripts/reproduce/frontier_a.md (`target`: no difference at the end, earlier in every seed) and
+scripts/reproduce/frontier_b.md (`fifo`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from grpo_cli.collect.candidates import CandidateOrder, never_revisited, no_share, not_at_least, not_positive
+from grpo_cli.collect.requests import seed_of
+from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
+from grpo_cli.history import UNSEEN, History, digest_of, of_kind
+from grpo_cli.support.errors import refuse
+from grpo_cli.types import Prompt, ScoredGroup
+
+
+class TargetRate:
+    """CandidateOrder drawn without replacement, each with a weight of exp(-|rate - target| / temperature) (DOTS, arXiv
+    2506.05316). A problem's rate is the decayed mean of its own visits: a model that predicts it is left out."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_step: int,
+        steps: int,
+        seed: int,
+        history: History,
+        *,
+        target: float,
+        temperature: float,
+        pool: int,
+        decay: float,
+    ) -> None:
+        never = never_revisited("target", len(prompts), per_step, steps, history)
+        refuse([*self.refuses(target=target, temperature=temperature, pool=pool, decay=decay), *never])
+        self._prompts, self._seed, self._history = prompts, seed, history
+        self._target, self._temperature, self._decay = target, temperature, decay
+        self._candidates = CandidateOrder(prompts, per_step, seed, pool)
+        self._step = -1  # that is being made
+        self._predicted = dict[str, float]()  # of what was picked and is not seen yet
+
+    @staticmethod
+    def refuses(*, target: float, temperature: float, pool: int, decay: float) -> Iterator[str]:
+        """What is wrong with its settings."""
+        yield from no_share("target", target)
+        yield from not_positive("temperature", temperature)
+        yield from not_at_least("pool", pool, 1)
+        yield from no_share("decay", decay)
+
+    def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
+        if step != self._step:
+            self._step = step
+            self._predicted = {name: rate for name, rate in self._predicted.items() if name in without}
+        prompts = [self._prompts[place] for place in self._candidates.places(step, count, without)]
+        rates = np.array([self._rate(prompt) for prompt in prompts])
+        rng = np.random.default_rng(seed_of(self._seed, step, "target", len(without)))
+        # The largest of log-weights with Gumbel noise are a draw without replacement.
+        keys = -np.abs(rates - self._target) / self._temperature + rng.gumbel(size=len(prompts))
+        chosen = np.argsort(-keys, kind="stable")[:count]
+        self._predicted |= {prompts[place].id: float(rates[place]) for place in chosen}
+        return [prompts[place] for place in chosen]
+
+    def _rate(self, prompt: Prompt) -> float:
+        rate = self._history.rate(prompt.id, self._decay)
+        return UNSEEN if rate is None else rate
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        predicted = [self._predicted.pop(group.prompt.id) for group in groups if group.prompt.id in self._predicted]
+        self._step = -1  # a repeated step starts over
+        return {"curriculum/predicted_rate": float(np.mean(predicted))} if predicted else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is in the order of candidates, and what it predicted of groups that are under way; what was seen of
+        problems is the history's to keep."""
+        return {"kind": "target", "order": self._candidates.state_dict(), "predicted": dict(self._predicted)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        state = of_kind(state, "curriculum", "target")
+        self._candidates.load_state_dict(state["order"])
+        self._predicted = dict(state.get("predicted", {}))
+
+
+class GroupStore:
+    """A share of the step's problems is asked of the model, and groups of earlier steps take the place of the others.
+    Too few of them are filled up with new ones.
+
+    A group is stored once its step is over, unless all its rewards are equal: one of each problem, of which the newest
+    stays, and the oldest go beyond `capacity`. It keeps the log-probabilities that its tokens were drawn with, and the
+    rewards that they earned. One whose oldest token is of weights more than `max_lag` updates ago is dropped. Stored
+    groups are drawn without replacement and each alike, those of problems that the step asks anew after all others.
+
+    `rescue`: a new group without a success gets a stored one of the same problem in place of one of its failures
+    (DART-GUI); then a group without a success does not take the place of a stored one that has some.
+    """
+
+    def __init__(self, *, fresh: float, capacity: int, max_lag: int | None, rescue: bool) -> None:
+        refuse([*self.refuses(fresh=fresh, capacity=capacity, max_lag=max_lag)])
+        self._share = Fraction(str(fresh))  # in floating point 0.1 * 30 is more than 3
+        self._capacity, self._max_lag, self._rescue = capacity, max_lag, rescue
+        # Of each problem, the oldest first, as a checkpoint keeps it: a tenth of what the values themselves take.
+        self._stored: dict[str, Mapping[str, Any]] = {}
+        self._rescued = 0  # in the step that is under way
+
+    @staticmethod
+    def refuses(*, fresh: float, capacity: int, max_lag: int | None) -> Iterator[str]:
+        """What is wrong with its settings."""
+        if not 0 < fresh <= 1:
+            yield (
+                f"replay.fresh={fresh} must be more than 0 and at most 1: it is the share of a step's problems that "
+                "are asked anew, of which at least one is; 1 is replay=none"
+            )
+        if capacity < 1:
+            yield f"replay.capacity={capacity} must be at least 1; to store no group there is replay=none"
+        if max_lag is not None and max_lag < 1:
+            yield (
+                f"replay.max_lag={max_lag} must be at least 1, or null for no bound: a stored group is as many updates "
+                "old as a step makes"
+            )
+
+    def fresh(self, prompts: int, version: int) -> int:
+        self._drop_old(version)
+        return max(math.ceil(self._share * prompts), prompts - len(self._stored))
+
+    def draw(
+        self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: np.random.Generator
+    ) -> Sequence[ScoredGroup]:
+        rescued = [self._with_success(group, rng) for group in fresh] if self._rescue else [*fresh]
+        self._rescued = sum(new is not old for new, old in zip(rescued, fresh, strict=True))
+        anew = {group.prompt.id for group in fresh}
+        names = [*self._stored]
+        order = sorted(rng.permutation(len(names)).tolist(), key=lambda place: names[place] in anew)
+        return [*rescued, *(from_plain(self._stored[names[place]]) for place in order[:count])]
+
+    def _with_success(self, group: ScoredGroup, rng: np.random.Generator) -> ScoredGroup:
+        """The group, or with a stored success of its problem if it has none of its own and there is one."""
+        kept = self._stored.get(group.prompt.id)
+        stored = None if group.solved or kept is None else from_plain(kept)
+        if stored is None or not stored.solved:
+            return group
+        right = [place for place, reward in enumerate(stored.rewards) if reward.solved]
+        taken, left = int(rng.choice(right)), int(rng.integers(len(group.rollouts)))
+        rollouts, rewards = list(group.rollouts), list(group.rewards)
+        rollouts[left], rewards[left] = stored.rollouts[taken], stored.rewards[taken]
+        return replace(group, rollouts=tuple(rollouts), rewards=tuple(rewards))
+
+    def _drop_old(self, version: int) -> None:
+        if self._max_lag is not None:
+            stored = self._stored.items()
+            self._stored = {name: kept for name, kept in stored if version - version_of(kept) <= self._max_lag}
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        if self._share < 1 or self._rescue:
+            for group in groups:
+                self._store(group)
+        return {"replay/rescued": float(self._rescued)} if self._rescue else {}
+
+    def _store(self, group: ScoredGroup) -> None:
+        before = self._stored.get(group.prompt.id)
+        if (group.totals == group.totals[0]).all():
+            return
+        if self._rescue and not group.solved and before is not None and from_plain(before).solved:
+            return
+        self._stored.pop(group.prompt.id, None)
+        self._stored[group.prompt.id] = to_plain(group)
+        if len(self._stored) > self._capacity:
+            del self._stored[next(iter(self._stored))]
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        stored = self._stored.items()
+        self._stored = {name: kept for name, kept in stored if not is_other(name, digest_of(prompt_of(kept)))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "fifo", "stored": list(self._stored.values())}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        stored = of_kind(state, "replay", "fifo")["stored"][-self._capacity :]
+        self._stored = {kept["prompt"][0]: kept for kept in stored}

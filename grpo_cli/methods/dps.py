@@ -1,0 +1,195 @@
+"""DPS, no difference from plain epochs seen here: problems that are predicted to be solved by some of their rollouts
+and not by others, which alone teach (arXiv 2603.10887).
+
+Measured: scripts/reproduce/frontier_a.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from grpo_cli.collect.candidates import CandidateOrder, never_revisited, no_share, not_at_least, not_positive
+from grpo_cli.collect.epochs import of_kind
+from grpo_cli.collect.requests import seed_of
+from grpo_cli.collect.same import Places
+from grpo_cli.history import History, Marked, Solved, Visit
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.types import Prompt, ScoredGroup
+
+STATES = (Solved.NONE, Solved.MIXED, Solved.ALL)
+MIXED = STATES.index(Solved.MIXED)
+BEFORE, CHANCES = 3, 4  # the rows of a belief after its counts
+DIGITS = 9  # chances that agree to so many are a tie: what they differ by is rounding
+
+
+class DynamicsPredictive:
+    """The candidates that are likeliest to be mixed (dynamics-predictive sampling, arXiv 2603.10887).
+
+    Each problem is a chain of three states: at a visit none of its rollouts solves it, some do, or all. Of every
+    problem that was visited it keeps how often each state came after each (`counts`, a chain's prior included and older
+    ones decayed), the chances of the states at the last visit or look (`before`), and those at the next one
+    (`chances`); all float64. A candidate that no rollout was made of moves on by its own prediction. One whose rollouts
+    end in a later step is learnt from then; that it is under way is known by its not being asked for (`without`).
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_step: int,
+        steps: int,
+        seed: int,
+        history: History,
+        *,
+        pool: int,
+        decay: float,
+        prior: float,
+    ) -> None:
+        never = never_revisited("dps", len(prompts), per_step, steps, history)
+        refuse([*self.refuses(pool=pool, decay=decay, prior=prior), *never])
+        self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
+        self._candidates = CandidateOrder(prompts, per_step, seed, pool)
+        # Counts, before and chances as rows of one array, which is replaced and never changed; no problem's look moves
+        # what is not there, so that those that were never visited need none.
+        self._unseen = np.concatenate([np.full((3, 3), prior), np.full((2, 3), 1 / 3)])
+        self._beliefs = Marked[int, tuple[str, np.ndarray]]()  # by place in the task, with the problem's id
+        self._step, self._looked_at = -1, dict[int, None]()  # of the step that is being made
+        self._picked = dict[str, int]()  # and not learnt from yet
+        if history.profile:
+            self._begin_with(history.profile)
+
+    @staticmethod
+    def refuses(*, pool: int, decay: float, prior: float) -> Iterator[str]:
+        """What is wrong with its settings."""
+        yield from not_at_least("pool", pool, 1)
+        yield from no_share("decay", decay)
+        yield from not_positive("prior", prior)
+
+    def _begin_with(self, profile: Mapping[str, Visit]) -> None:
+        """A profile counts as a first visit of each problem in it."""
+        names = {place: p.id for place, p in enumerate(self._prompts) if p.id in profile}
+        self._move_on(names, _certain([profile[name] for name in names.values()]))
+
+    def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
+        if step != self._step:
+            self._step, self._looked_at = step, {}
+            self._let_go([name for name in self._picked if name not in without])
+        places = self._candidates.places(step, count, without)
+        self._looked_at |= dict.fromkeys(places)
+        rng = np.random.default_rng(seed_of(self._seed, step, "dps", len(without)))
+        order = np.lexsort((rng.random(len(places)), -self._mixed(places).round(DIGITS)))
+        chosen = {self._prompts[places[place]]: places[place] for place in order[:count]}
+        self._picked |= {prompt.id: place for prompt, place in chosen.items()}
+        return [*chosen]
+
+    def _let_go(self, names: Sequence[str]) -> None:
+        """No rollout was made of these, which were picked in an earlier step."""
+        self._look_again([self._picked.pop(name) for name in names])
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        asked = {self._picked.pop(g.prompt.id): g for g in groups if g.prompt.id in self._picked}
+        waiting = {*asked, *self._picked.values()}
+        visits = [Visit(step, group.solved, len(group.rollouts)) for group in asked.values()]
+        predicted = self._mixed([*asked])
+        self._move_on({place: group.prompt.id for place, group in asked.items()}, _certain(visits))
+        self._look_again([place for place in self._looked_at if place not in waiting])
+        self._step = -1  # a repeated step starts over
+        if not asked:
+            return {}
+        hits = [visit.outcome is Solved.MIXED for visit in visits]
+        return {"curriculum/predicted_mixed": float(predicted.mean()), "curriculum/hit": sum(hits) / len(hits)}
+
+    def _move_on(self, names: Mapping[int, str], found: Float[np.ndarray, "Q 3"]) -> None:
+        """Learn that the problems at these places are in the states `found`, and how they may have come there."""
+        beliefs = self._of([*names])
+        ways = found[:, :, None] * beliefs[:, BEFORE][:, None, :] * _chain(beliefs[:, :3])
+        self._keep(names, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)
+
+    def _look_again(self, places: Sequence[int]) -> None:
+        """Of these nothing was seen: what was predicted is what is believed."""
+        names = {place: self._beliefs[place][0] for place in places if place in self._beliefs}
+        beliefs = self._of([*names])
+        self._keep(names, self._decayed(beliefs), beliefs[:, CHANCES])
+
+    def _of(self, places: Sequence[int]) -> Float[np.ndarray, "Q 5 3"]:
+        known = (self._beliefs.get(place) for place in places)
+        return np.array([self._unseen if belief is None else belief[1] for belief in known]).reshape(-1, 5, 3)
+
+    def _mixed(self, places: Sequence[int]) -> Float[np.ndarray, "Q"]:
+        return self._of(places)[:, CHANCES, MIXED]
+
+    def _decayed(self, beliefs: Float[np.ndarray, "Q 5 3"]) -> Float[np.ndarray, "Q 3 3"]:
+        return self._decay * beliefs[:, :3] + (1 - self._decay) * self._prior
+
+    def _keep(
+        self, names: Mapping[int, str], counts: Float[np.ndarray, "Q 3 3"], now: Float[np.ndarray, "Q 3"]
+    ) -> None:
+        chances = (_chain(counts) * now[:, None, :]).sum(2)
+        beliefs = np.concatenate([counts, now[:, None], chances[:, None]], axis=1)
+        for (place, name), belief in zip(names.items(), beliefs, strict=True):
+            self._beliefs[place] = name, belief
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._plain(self._candidates.state_dict(), self._picked, self._beliefs)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        order, picked, beliefs = self._candidates.state_dict(), dict(self._picked), self._beliefs.mark()
+        return lambda: self._plain(order, picked, beliefs())
+
+    def _plain(
+        self, order: Mapping[str, Any], picked: Mapping[str, int], beliefs: Mapping[int, tuple[str, np.ndarray]]
+    ) -> dict[str, Any]:
+        rows = np.array([belief for _, belief in beliefs.values()]).reshape(-1, 5, 3)
+        problems = [(place, name) for place, (name, _) in beliefs.items()]
+        kept = {"problems": problems, "beliefs": torch.from_numpy(rows)}
+        return {"kind": "dps", "order": dict(order), "picked": dict(picked), **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        state = of_kind(state, "curriculum", "dps")
+        self._candidates.load_state_dict(state["order"])
+        self._picked = dict(state.get("picked", {}))
+        if "counts" in state:
+            rows = self._rows_of_older(state)
+            places = np.flatnonzero((rows != self._unseen).any((1, 2))).tolist()
+            kept = [(place, self._prompts[place].id, rows[place]) for place in places]
+        else:
+            kept = [(*of, rows) for of, rows in zip(state["problems"], state["beliefs"].numpy().copy(), strict=True)]
+        self._beliefs = Marked({place: (name, belief) for place, name, belief in kept})
+
+    def _rows_of_older(self, state: Mapping[str, Any]) -> Float[np.ndarray, "N 5 3"]:
+        """Of a checkpoint that holds every problem by its place alone."""
+        known = len(state["counts"])
+        if known != len(self._prompts):
+            raise UserError(
+                f"the checkpoint holds what curriculum=dps has learnt of {known} problems, but the task has "
+                f"{len(self._prompts)}; resume with the task as it was, or start a new run"
+            )
+        return np.concatenate([state["counts"], state["before"][:, None], state["chances"][:, None]], axis=1)
+
+    def forget(self, is_other: Callable[[str], bool]) -> None:
+        """As `interfaces.Forgets` has it. Problems may be in other places than they were."""
+        places = Places(self._prompts)
+
+        def here(name: str, place: int) -> int | None:
+            return None if is_other(name) else places.of(name) if places.certain else place
+
+        old = self._beliefs.items()
+        kept = [(here(name, place), name, belief) for place, (name, belief) in old]
+        self._beliefs = Marked({place: (name, belief) for place, name, belief in kept if place is not None})
+        picked = [(name, here(name, place)) for name, place in self._picked.items()]
+        self._picked = {name: place for name, place in picked if place is not None}
+
+
+def _chain(counts: Float[np.ndarray, "Q 3 3"]) -> Float[np.ndarray, "Q 3 3"]:
+    """Chance of each state (rows) after each (columns)."""
+    return counts / counts.sum(1, keepdims=True)
+
+
+def _certain(visits: Sequence[Visit]) -> Float[np.ndarray, "Q 3"]:
+    """All chance to the state that each visit was in."""
+    return np.eye(3)[[STATES.index(visit.outcome) for visit in visits]].reshape(-1, 3)

@@ -1,0 +1,90 @@
+"""F-TIS: truncated importance sampling that leaves out rollouts far from the policy and no better than the others
+(arXiv 2605.22537).
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.rules.correction import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    check_sampler,
+    log_sparsity_ratio,
+    masked_mean,
+    mismatch_metrics,
+    not_a_bound,
+    prox_problems,
+)
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Verdict
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Truncated importance sampling per token, but for rollouts that are far from the policy and no better than others
+    (F-TIS, arXiv 2605.22537).
+
+    A rollout takes part if its advantage is above 0, or if the estimated KL(policy || sampler) summed over its tokens,
+    xi log xi - xi + 1 of each, is less than `gate` (null: always). One that does not gets weight 0 and counts in the
+    divisors and in its group's statistics. The estimator is ours: the paper's was not available. This one is unbiased
+    for tokens of the sampler, and never negative.
+    """
+
+    is_threshold: float | int | None
+    gate: float | int | None
+    prox: str
+    prox_window: float | int
+
+    needs_policy_logprobs = True
+    rejects = False
+    count_rejected = True
+
+    def __post_init__(self) -> None:
+        problems = [
+            *not_a_bound("is_threshold", self.is_threshold),
+            *not_a_bound("gate", self.gate),
+            *prox_problems(self.prox, self.prox_window),
+        ]
+        if any(problems):
+            raise UserError("\n".join(filter(None, problems)))
+
+    def __call__(
+        self,
+        sampler_logprobs: Float[Tensor, "B T"],
+        policy_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+        advantages: Float[Tensor, " B"],
+    ) -> Verdict:
+        """As `Correct`, with `mismatch/gated`: the share of the answered rows that are left out."""
+        check_sampler(sampler_logprobs, mask)
+        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
+        distance = kl_of_rows(log_ratio)
+        most = math.inf if self.gate is None else self.gate
+        # A NaN is not left out: the trainer's guard against bad steps is to see it.
+        gated = (advantages <= 0) & (distance >= most)
+        weights = bounded_exp(log_ratio).clamp(max=math.inf if self.is_threshold is None else self.is_threshold)
+        weights = weights.masked_fill(~mask | gated[:, None], 0.0)
+        metrics = {**mismatch_metrics(log_ratio, weights, mask, mask)}
+        metrics["mismatch/gated"] = float(masked_mean(gated.float(), mask.any(dim=1)))
+        reasons = self._reasons(mask.any(dim=1).tolist(), gated.tolist(), distance.tolist())
+        return Verdict(weights, mask, reasons, metrics)
+
+    def _reasons(self, answered: list[bool], gated: list[bool], distance: list[float]) -> tuple[str, ...]:
+        empty = "empty: no response token"
+        return tuple(
+            empty if not some else f"gate: a KL of {kl:.3g} >= {self.gate}, and no advantage" if out else ""
+            for some, out, kl in zip(answered, gated, distance, strict=True)
+        )
+
+
+def kl_of_rows(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """The estimate of each row's KL(policy || sampler) from tokens of the sampler: the sum of xi log xi - xi + 1."""
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (bounded.exp() * bounded - bounded.expm1()).sum(dim=1)

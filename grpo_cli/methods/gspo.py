@@ -1,0 +1,29 @@
+"""GSPO: one policy ratio per completion, the geometric mean over its tokens (arXiv 2507.18071).
+
+Not measured on its own.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.rules.loss import Clipped, Terms, bounded_ratio, log_policy_ratio
+from grpo_cli.types import Batch
+
+
+class Gspo(Clipped):
+    """GRPO with one ratio per sequence, the geometric mean over its trained tokens (GSPO, arXiv 2507.18071).
+
+    Each token carries the sequence's ratio in value and its own log-probability in gradient (the paper's GSPO-token
+    form), so that per-token weights still act per token; unweighted, its gradient is that of the sequence form. The
+    clip is all-or-nothing for a sequence. Published settings: clip_low 3e-4, clip_high 4e-4, kl_coef 0, aggregation
+    sequence: sequence ratios stay much nearer to 1 than token ratios.
+    """
+
+    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+        log_ratio = log_policy_ratio(logprobs, batch)
+        num_tokens = batch.loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
+        sequence_log_ratio = log_ratio.detach().sum(dim=1, keepdim=True) / num_tokens
+        ratio = bounded_ratio(sequence_log_ratio + (log_ratio - log_ratio.detach()))
+        return self.pessimistic(ratio, batch.advantages)

@@ -1,0 +1,29 @@
+"""H2O: the latest keys and those that received most attention so far (arXiv 2306.14048).
+
+Measured: scripts/reproduce/sparse_rl.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.kv.eviction import Budget, Candidates
+
+
+@dataclass(frozen=True)
+class H2o(Budget):
+    """Attention received so far: the heavy hitters (Zhang et al., arXiv 2306.14048; h2o_hf, absolute sizes).
+
+    A sum over steps and not a mean, as there, which favours old keys; for grouped queries the mean over the group,
+    where the original has one query per key. `window` is its `recent`, and `buffer: 1` evicts at every step as it does.
+    (What R-KV and Sparse-RL call H2O looks at the last query alone.)
+    """
+
+    needs_received = True
+
+    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+        assert candidates.received is not None, "h2o needs the attention that keys received"
+        return candidates.received[..., : -candidates.window]

@@ -1,0 +1,64 @@
+"""LightningRL: each part of a reward is normalised for itself, then weighed, so that no part counts by its scale.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.rules.advantage import grpo
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import AdvantageInputs, Reward
+
+
+def per_part(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+    *,
+    weights: Mapping[str, Any],
+    stats_over: str,
+    eps: float,
+) -> Float[Tensor, " K"]:
+    """The weighted sum over the parts of the reward, each (x - mean) / (std + eps) for itself (as LightningRL does), so
+    that a part counts by its weight and not by its scale.
+
+    A part weighs what it does in the total, or what `weights` says of it; one that neither names is only logged and
+    counts nothing. It is 0 for a rollout that does not have it, or in whose total it is left out. Where nothing is
+    known of any part, the total is the only one. A part that does not vary adds nothing.
+    """
+    for part, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise UserError(f"advantage.weights.{part}={weight} must be a number")
+    rewards = inputs.group.rewards
+    of_total = _weights_in_total(rewards)
+    counted = {**of_total, **weights}
+    if not counted or not any(reward.parts for reward in rewards):
+        return grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps)
+    advantages = torch.zeros(len(kept_rewards), dtype=torch.float64)
+    for part in sorted(counted):
+        values = torch.tensor([_counted(reward, part, of_total) for reward in rewards], dtype=torch.float64)
+        kept, baseline = values[list(inputs.kept)], values[list(inputs.baseline)]
+        advantages += counted[part] * grpo(kept, baseline, stats_over=stats_over, eps=eps)
+    return advantages.to(kept_rewards.dtype)
+
+
+def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:
+    """What each part counts in the totals of a group; 1 each where no reward says so and they add up to them."""
+    said = {part: weight for reward in rewards for part, weight in reward.weights.items()}
+    if not said and all(math.isclose(sum(reward.parts.values()), reward.total) for reward in rewards):
+        return dict.fromkeys((part for reward in rewards for part in reward.parts), 1.0)
+    return said
+
+
+def _counted(reward: Reward, part: str, of_total: Mapping[str, float]) -> float:
+    """A part's value; 0 where this rollout's total leaves it out, though those of others in its group do not."""
+    left_out = bool(reward.weights) and part in of_total and part not in reward.weights
+    return 0.0 if left_out else float(reward.parts.get(part, 0.0))

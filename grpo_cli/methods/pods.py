@@ -1,0 +1,151 @@
+"""PODS: generate n rollouts, train on the m whose rewards vary most (Xu, Savani, Fang, Kolter, "Not All Rollouts are
+Useful", arXiv 2504.13818), and the rules that the paper compares it with.
+
+Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
+group's own random stream, so that early samples are never favoured.
+
+Measured: scripts/reproduce/pods.md (embedded model), scripts/reproduce/pods_real.md (135 M).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import ScoredGroup
+
+
+def maxvar(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """The subset whose rewards vary most (PODS, the max-variance rule): both ends, which teach most.
+
+    For binary rewards it keeps as near to half right and half wrong as the group allows. Variance says nothing about a
+    single rollout, so `keep` is at least 2.
+    """
+    if keep < 2:
+        raise UserError(
+            f"m={keep} cannot be chosen by downsample=maxvar: one reward has no variance; take m of 2 or more, or "
+            "downsample=maxreward or random"
+        )
+    return max_variance_indices(group.totals, keep, rng).tolist()
+
+
+def maxreward(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """The largest rewards. A baseline that fails by design: among the best only, little or nothing varies."""
+    return max_reward_indices(group.totals, keep, rng).tolist()
+
+
+def random(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """Uniform without replacement: the baseline that only saves update time."""
+    return rng.choice(len(group.rollouts), keep, replace=False).tolist()
+
+
+def percentile(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
+    """Evenly spaced ranks, so the kept rewards look like the group's own distribution."""
+    return percentile_indices(group.totals, keep, rng).tolist()
+
+
+def max_variance_indices(
+    rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator
+) -> Int[np.ndarray, " K"]:
+    """Indices of `keep` (2 <= keep <= G) rewards with the largest possible variance, ascending.
+
+    Some best subset is the k largest and the keep - k smallest: the variance is a convex function of each member, so
+    moving a member to one end of what is left never lowers it. Only k is to be found. O(G log G), from the sort.
+    """
+    ordered = np.sort(rewards)
+    num_top = _best_num_top(ordered, keep)
+    return _take_ends(rewards, ordered, keep - num_top, num_top, rng)
+
+
+def max_reward_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
+    """Indices of the `keep` largest rewards, ascending."""
+    return _take_ends(rewards, np.sort(rewards), 0, keep, rng)
+
+
+def percentile_indices(rewards: Float[np.ndarray, " G"], keep: int, rng: np.random.Generator) -> Int[np.ndarray, " K"]:
+    """Indices of the order statistics at quantiles (j - 0.5) / keep, j = 1..keep, in ascending order of reward.
+
+    The order statistic at quantile q is the ceil(q * G)-th smallest (the inverse of the empirical distribution). Since
+    keep <= G the ranks differ by at least one each, so none is taken twice. Integers throughout: no rounding.
+    """
+    size = len(rewards)
+    halves = 2 * np.arange(1, keep + 1) - 1
+    ranks = -(-halves * size // (2 * keep)) - 1
+    # Sorting a shuffled copy makes the order within equal rewards uniformly random, whatever sort is used.
+    shuffled = rng.permutation(size)
+    return shuffled[np.argsort(rewards[shuffled])[ranks]]
+
+
+def _best_num_top(ordered: Float[np.ndarray, " G"], keep: int) -> int:
+    """How many of the `keep` come from the top end when the rest are the smallest: the least k of greatest variance.
+
+    Going from k to k + 1 swaps the largest kept small one, b, for the next large one, t. With d = t - b and S the sum
+    of the kept, the sum of squared deviations grows by d * (t + b - (2 S + d) / keep). As k grows, t and b fall and S
+    rises, so the second factor only falls: it is positive up to the best k and never after. That k is found by halving,
+    and S is carried along, so that all steps together add up each end once. Only first-order sums are taken, of
+    rewards around their middle, so that a large offset cannot cancel the differences.
+    """
+    size = len(ordered)
+    middle = ordered[0] / 2 + ordered[-1] / 2
+    known, best = 0, keep  # the answer lies in [known, best], and `total` is S for k = known
+    total = (ordered[:keep] - middle).sum()
+    while known < best:
+        k = (known + best) // 2
+        entered = (ordered[size - k : size - known] - middle).sum()
+        left = (ordered[keep - k : keep - known] - middle).sum()
+        entering, leaving = ordered[size - 1 - k] - middle, ordered[keep - 1 - k] - middle
+        gap = entering - leaving
+        if entering + leaving > (2 * (total + entered - left) + gap) / keep:
+            total += entered - left + gap
+            known = k + 1
+        else:
+            best = k
+    return known
+
+
+def _take_ends(
+    rewards: Float[np.ndarray, " G"],
+    ordered: Float[np.ndarray, " G"],
+    num_low: int,
+    num_high: int,
+    rng: np.random.Generator,
+) -> Int[np.ndarray, " K"]:
+    """Indices, ascending, of the `num_low` smallest and `num_high` largest rewards; `ordered` is `rewards` ascending.
+
+    Everything beyond the two border values is taken; among the rewards equal to a border as many as are missing are
+    drawn at random. The two borders may be one value, whose ties are then drawn from once.
+    """
+    taken = np.zeros(len(rewards), dtype=bool)
+    missing: dict[float, int] = {}
+    if num_low:
+        border = float(ordered[num_low - 1])
+        taken |= rewards < border
+        missing[border] = num_low - int(np.searchsorted(ordered, border, side="left"))
+    if num_high:
+        border = float(ordered[-num_high])
+        taken |= rewards > border
+        num_above = len(ordered) - int(np.searchsorted(ordered, border, side="right"))
+        missing[border] = missing.get(border, 0) + num_high - num_above
+    for border, count in missing.items():
+        taken |= _draw(rewards == border, count, rng)
+    return np.flatnonzero(taken)
+
+
+def _draw(candidates: Bool[np.ndarray, " G"], count: int, rng: np.random.Generator) -> Bool[np.ndarray, " G"]:
+    """A uniformly random subset of exactly `count` of the candidates, as a mask.
+
+    Each candidate tosses the same coin, and surplus ones are put back, or missing ones added, at random. Given its
+    size a set drawn by coins is uniform, whatever the coin, so the result is too; and coins are one byte each, which
+    for a million equal rewards is many times faster than shuffling their indices.
+    """
+    total = int(np.count_nonzero(candidates))
+    if count == total:
+        return candidates
+    coins = np.frombuffer(rng.bytes(len(candidates)), dtype=np.uint8)
+    drawn = candidates & (coins < 256 * count // total + 1)  # rather too many: then the drawn ones are the pool
+    surplus = int(np.count_nonzero(drawn)) - count
+    if surplus:
+        pool = np.flatnonzero(drawn if surplus > 0 else candidates & ~drawn)
+        drawn[rng.choice(pool, abs(surplus), replace=False, shuffle=False)] = surplus < 0
+    return drawn

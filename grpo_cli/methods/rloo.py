@@ -1,0 +1,27 @@
+"""RLOO: REINFORCE with the mean of the other rollouts as baseline (arXiv 2402.14740).
+
+Not measured on its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.rules.advantage import centred, compared_rewards, varies
+
+
+def rloo(
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
+) -> Float[Tensor, " K"]:
+    """r minus the mean of the others (REINFORCE leave-one-out, arXiv 2402.14740): a baseline independent of the sample.
+
+    Over `group` the others are the G - 1 of the whole group, itself left out. Computed as N / (N - 1) * (r - mean),
+    which is the same number.
+    """
+    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
+    if not varies(reference):
+        return torch.zeros_like(kept_rewards)
+    count = len(reference)
+    return (centred(kept_rewards, reference) * (count / (count - 1))).to(kept_rewards.dtype)

@@ -1,0 +1,53 @@
+"""SnapKV: the latest keys and those that the latest queries attend to (arXiv 2404.14469), in its form for decoding.
+
+Measured: scripts/reproduce/sparse_rl.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.engine.kv.eviction import Budget, Candidates
+
+
+@dataclass(frozen=True)
+class AttentionOfWindow(Budget):
+    """Policies that ask what the last `window` queries attend to."""
+
+    kernel: int
+
+    needs_queries = True
+
+    def _problems(self) -> list[str]:
+        if type(self.kernel) is int and self.kernel >= 1 and self.kernel % 2:
+            return super()._problems()
+        return [*super()._problems(), f"sparsity.kernel={self.kernel} must be an odd number of at least 1"]
+
+    def _attention(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+        """Softmax over the keys older than the window of the largest logit of a group of queries; mean over the window,
+        and the largest of `kernel` neighbours."""
+        queries = candidates.queries
+        assert queries is not None, "the last queries were noted"
+        group, window = queries.shape[3:5]
+        old = candidates.keys[..., : -candidates.window, :]
+        logits = (queries.flatten(3, 4) @ old.mT).unflatten(3, (group, window)).amax(3) * candidates.scale
+        weights = logits.softmax(-1, dtype=torch.float32).mean(-2)
+        pooled = F.max_pool1d(weights.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.view(weights.shape)
+
+
+@dataclass(frozen=True)
+class SnapKv(AttentionOfWindow):
+    """Attention from the last `window` queries, smoothed: SnapKV (Li et al., arXiv 2404.14469) as used in decoding.
+
+    That form is R-KV's baseline and Sparse-RL's. (The original compresses the prompt, once, with softmax over all keys,
+    a sum over the window and one choice per query head.)
+    """
+
+    def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
+        return self._attention(candidates)

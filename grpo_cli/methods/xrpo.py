@@ -1,0 +1,162 @@
+"""XRPO: a bonus for right answers that were unlikely in their group, and rollouts in rounds, each to the problem whose
+solved share it narrows most (arXiv 2510.06672).
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_cli.collect.apportion import hand_out, in_proportion
+from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.metrics import NORMAL_95
+from grpo_cli.rules.advantage import grpo
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
+
+
+def novelty(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    inputs: AdvantageInputs,
+    *,
+    stats_over: str,
+    eps: float,
+    bonus: float,
+    cap: float,
+) -> Float[Tensor, " K"]:
+    """That of `grpo`, and more for right answers that were unlikely in their group (XRPO, arXiv 2510.06672).
+
+    With s the mean log-probability of a rollout's tokens as they were drawn, and its mean over the compared rollouts:
+    A + min(bonus * max(0, 1 - exp(s - mean)), cap * A) for a rollout that solved the problem and has A above 0. That
+    the cap is relative to A is ours.
+    """
+    for key, value in (("bonus", bonus), ("cap", cap)):
+        if not value >= 0:
+            raise UserError(f"advantage.{key}={value} must be at least 0: a right answer is not to lose by being rare")
+    advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
+    likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
+    solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
+    kept = list(inputs.kept)
+    compared = likely[kept if stats_over == "kept" else list(inputs.baseline)]
+    relative = likely[kept] - compared[~compared.isnan()].mean()
+    more = rarity_bonus(advantages, relative, bonus, cap).nan_to_num(0.0)  # one that was given whole is not rare
+    return torch.where(solved[kept], advantages + more, advantages).to(kept_rewards.dtype)
+
+
+def rarity_bonus(
+    advantages: Float[Tensor, " K"], relative: Float[Tensor, " K"], bonus: float, cap: float
+) -> Float[Tensor, " K"]:
+    """min(bonus * max(0, 1 - exp(relative)), cap * advantage), and 0 where the advantage is not above 0."""
+    return torch.minimum(bonus * (1 - relative.exp()).clamp(min=0), cap * advantages.clamp(min=0))
+
+
+def _mean_logprob(rollout: Rollout) -> float:
+    """Of the tokens that were drawn; NaN if all were given."""
+    if not rollout.token_ids:
+        return 0.0
+    drawn = [logprob for logprob in rollout.sampler_logprobs if not math.isnan(logprob)]
+    return sum(drawn) / len(drawn) if drawn else math.nan
+
+
+def ci(collection: Collection, *, rounds: int, most: int | None, explore: float) -> Rounds:
+    """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
+    goes to where it narrows the interval of the solved share most (XRPO, arXiv 2510.06672).
+
+    What the k-th rollout of a problem is worth: `narrowing`, and explore * sqrt(ln K / k) with K rollouts so far in the
+    step. The deviation is that of (solved + 1) of (tried + 2), since one answer says nothing of it.
+    """
+    n, prompts = collection.n, collection.prompts
+    room = 2 * n if most is None else most
+    _check(rounds, room, explore, n)
+    budget, rng = n * prompts, collection.rng
+    first = min(budget, max(2 * prompts, budget // rounds))
+    begun = in_proportion(np.ones(prompts), first, 2, rng)
+    picked = collection.pick(prompts)
+    groups = yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(picked, begun, strict=True)))
+    for left in range(rounds - 1, 0, -1):
+        made = sum(len(group.rollouts) for group in groups)
+        part = (budget - made) // left
+        if not part:
+            continue
+        have = [len(group.rollouts) for group in groups]
+        solved = [scored.solved for scored in collection.score(groups)]
+        gains = [_gains(right, tried, made, room, explore) for right, tried in zip(solved, have, strict=True)]
+        counts = hand_out(gains, have, part, rng)
+        more = zip(groups, counts, have, strict=True)
+        groups = yield Round(tuple(GroupRequest(g.prompt, new - old) for g, new, old in more if new > old))
+    return None
+
+
+def _gains(solved: int, tried: int, made: int, most: int, explore: float) -> list[float]:
+    """What a problem's k-th rollout is worth, for k up to `most`; 0 for those that it has."""
+    share = (solved + 1) / (tried + 2)
+    deviation = math.sqrt(share * (1 - share))
+    worth = [
+        deviation * narrowing(k - 1) + explore * math.sqrt(math.log(made) / (k - 1)) for k in range(tried + 1, most + 1)
+    ]
+    return [0.0] * (min(tried, most) + 1) + worth
+
+
+@cache
+def narrowing(count: int) -> float:
+    """By how much one more than `count` answers (2 or more) of deviation 1 narrow half the 95 % interval of their mean,
+    t_{.975} / sqrt(count)."""
+    return _half_width(count) - _half_width(count + 1)
+
+
+def _half_width(count: int) -> float:
+    return student_quantile(count - 1) / math.sqrt(count)
+
+
+@cache
+def student_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t distribution of `freedom` degrees.
+
+    By Newton's method from the normal distribution's, which is below it: P(|T| < t) is concave, so no step goes beyond.
+    Many degrees of freedom would take long: there it is the beginning of the series in 1 / freedom, to eight digits.
+    """
+    at = NORMAL_95
+    if freedom > 200:
+        second = 5 * at**5 + 16 * at**3 + 3 * at
+        third = 3 * at**7 + 19 * at**5 + 17 * at**3 - 15 * at
+        return at + (at**3 + at) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
+    log_density = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    for _ in range(100):
+        density = 2 * math.exp(log_density - (freedom + 1) / 2 * math.log1p(at * at / freedom))
+        step = (0.95 - _within(at, freedom)) / density
+        at += step
+        if step < 1e-12 * at:
+            break
+    return at
+
+
+def _within(at: float, freedom: int) -> float:
+    """P(|T| < at), by the finite series in cos(arctan(at / sqrt(freedom))) for whole degrees of freedom."""
+    angle = math.atan(at / math.sqrt(freedom))
+    square = math.cos(angle) ** 2
+    odd = freedom % 2 == 1
+    total, term = 0.0, math.cos(angle) if odd else 1.0
+    for j in range(3 if odd else 2, freedom + 1, 2):
+        total += term
+        term *= square * (j - 1) / j
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def _check(rounds: int, most: int, explore: float, n: int) -> None:
+    if rounds < 1:
+        raise UserError(f"collector.rounds={rounds} must be at least 1")
+    if most < n:
+        raise UserError(
+            f"collector.most={most} is less than n={n}, the mean size of a group: take collector.most of {n} or more"
+        )
+    if not explore >= 0:
+        raise UserError(f"collector.explore={explore} must be at least 0: it favours problems that were tried little")

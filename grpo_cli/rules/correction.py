@@ -1,0 +1,260 @@
+"""Sampler/policy mismatch. Importance weights and rejected tokens by xi = dense old policy / sampler, always measured.
+
+xi, the sparsity ratio, is 1 when the sampler drew from the dense policy. Evicted KV entries (Sparse-RL, arXiv
+2601.10079), a foreign engine, or weights of earlier updates make it differ. Two orthogonal parts answer: reweighting
+(`importance` sampling) multiplies a token's loss, `rejection` (and the mask band) takes tokens out of the loss and out
+of its divisors. This module never looks at the learner's own ratio, which the loss clips. Presets, with their sources,
+are the YAML files of `conf/correction`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Verdict
+
+# As in verl and slime: exp(20) = 5e8 is beyond any use, and a longer product would overflow.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Correct:
+    """A correction by its settings (an `interfaces.Correction`).
+
+    importance        none | token (weight xi_t) | sequence (weight prod_t xi_t, shared by the tokens).
+    is_threshold      largest weight, None for no bound. Truncation bounds the variance and costs bias.
+    is_threshold_low  smallest weight, None for no bound.
+    is_mode           truncate (weights are moved to the bound) | mask (weights outside the bounds become 0; the token
+                      still counts in the loss's divisor).
+    batch_normalise   divide weights by their mean over the rollouts asked about (token: over all response tokens;
+                      sequence: over sequences), rejected ones included, so that the correction does not rescale the
+                      learning rate.
+    rejection         none | veto: a sequence with any xi_t < `veto` leaves the loss whole.
+    veto              what the dense policy finds impossible, e.g. the start of an endless repetition.
+    mask_low/high     tokens with xi_t outside [mask_low, mask_high] leave the loss and its divisors; None for no bound.
+    count_rejected    whether rejected rollouts count in their group's reward statistics (read by the trainer; the
+                      released code counts them).
+    prox              now | drawn | ewma: whose probabilities the old policy's are (see `learner.old_policy`).
+    prox_window       how many updates the average of ewma looks back; 0 is no average.
+    """
+
+    importance: str
+    is_threshold: float | int | None
+    is_threshold_low: float | int | None
+    is_mode: str
+    batch_normalise: bool
+    rejection: str
+    veto: float | int
+    mask_low: float | int | None
+    mask_high: float | int | None
+    count_rejected: bool
+    prox: str
+    prox_window: float | int
+
+    def __post_init__(self) -> None:
+        problems = list(self._of_another_kind()) or [
+            _unknown("importance", self.importance, ("none", "token", "sequence")),
+            _unknown("is_mode", self.is_mode, ("truncate", "mask")),
+            _unknown("rejection", self.rejection, ("none", "veto")),
+            _disordered("is_threshold_low", self.is_threshold_low, "is_threshold", self.is_threshold),
+            _disordered("mask_low", self.mask_low, "mask_high", self.mask_high),
+            "" if 0 < self.veto < 1 else f"correction.veto={self.veto} must be between 0 and 1",
+            *prox_problems(self.prox, self.prox_window),
+        ]
+        if any(problems):
+            raise UserError("\n".join(filter(None, problems)))
+
+    def _of_another_kind(self) -> Iterator[str]:
+        for field in ("batch_normalise", "count_rejected"):
+            if not isinstance(value := getattr(self, field), bool):
+                yield f"correction.{field}={value!r} must be true or false"
+        for field in ("is_threshold", "is_threshold_low", "veto", "mask_low", "mask_high"):
+            value, bound = getattr(self, field), field != "veto"
+            if isinstance(value, bool) or not (isinstance(value, int | float) or (bound and value is None)):
+                yield f"correction.{field}={value!r} must be a number" + " or null" * bound
+
+    @property
+    def needs_policy_logprobs(self) -> bool:
+        """Whether weights or mask depend on xi; if not, measuring it can wait for the learner's own forward pass."""
+        return self.importance != "none" or self.rejection != "none" or self._has_band
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a whole sequence can be taken out: by the veto, the band, or a weight that is masked to 0."""
+        return self.rejection != "none" or self._has_band or (self.importance != "none" and self.is_mode == "mask")
+
+    @property
+    def _has_band(self) -> bool:
+        return self.mask_low is not None or self.mask_high is not None
+
+    def __call__(
+        self,
+        sampler_logprobs: Float[Tensor, "B T"],
+        policy_logprobs: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+    ) -> Verdict:
+        """All rows are judged at once: batch normalisation and quantiles are over all of them.
+
+        A row adds to the policy loss if and only if one of its weights is positive.
+        """
+        check_sampler(sampler_logprobs, mask)
+        log_ratio = log_sparsity_ratio(sampler_logprobs, policy_logprobs, mask)
+        vetoed = self._vetoed(log_ratio)
+        kept = mask & ~vetoed[:, None] & self._in_band(log_ratio)
+        weights = self._weights(log_ratio, mask).masked_fill(~kept, 0.0)
+        flags = torch.stack([mask.any(dim=1), vetoed, kept.any(dim=1), (weights > 0).any(dim=1)], dim=1)
+        return Verdict(weights, kept, self._reasons(log_ratio, flags), mismatch_metrics(log_ratio, weights, kept, mask))
+
+    def _reasons(self, log_ratio: Float[Tensor, "B T"], flags: Bool[Tensor, "B 4"]) -> tuple[str, ...]:
+        """In words for `rollouts.jsonl`; of each row the flags say whether it is answered, vetoed, left and trained."""
+        lowest = bounded_exp(log_ratio.amin(dim=1)).tolist()
+        product = bounded_exp(log_ratio.sum(dim=1)).tolist()
+        return tuple(
+            self._reason(*row, lowest=low, product=xi)
+            for row, low, xi in zip(flags.tolist(), lowest, product, strict=True)
+        )
+
+    def _reason(self, answered: bool, vetoed: bool, left: bool, trained: bool, *, lowest: float, product: float) -> str:
+        if trained:
+            return ""
+        if not answered:
+            return "empty: no response token"
+        if vetoed:
+            return f"veto: a token with xi {lowest:.2g} < {self.veto:g}"
+        if not left:
+            return f"mask: no token with xi in [{self.mask_low}, {self.mask_high}]"
+        return f"importance: no weight in [{self.is_threshold_low}, {self.is_threshold}] (product of xi {product:.2g})"
+
+    def _vetoed(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, " B"]:
+        """Sequences with an impossible token. Not clamped, so that any `veto` can be reached."""
+        if self.rejection == "none":
+            return torch.zeros(len(log_ratio), dtype=torch.bool, device=log_ratio.device)
+        return (log_ratio < math.log(self.veto)).any(dim=1)
+
+    def _in_band(self, log_ratio: Float[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        ratio = bounded_exp(log_ratio)
+        low = -math.inf if self.mask_low is None else self.mask_low
+        high = math.inf if self.mask_high is None else self.mask_high
+        return ~((ratio < low) | (ratio > high))  # a NaN stays in, where the trainer's guard against bad steps sees it
+
+    def _weights(self, log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """The factor of each response token before any rejection."""
+        if self.importance == "none":
+            return torch.ones_like(log_ratio)
+        if self.importance == "token":
+            weights, counted = bounded_exp(log_ratio), mask
+        else:  # one column: a weight per sequence
+            weights, counted = bounded_exp(log_ratio.sum(dim=1, keepdim=True)), mask.any(dim=1, keepdim=True)
+        low = -math.inf if self.is_threshold_low is None else self.is_threshold_low
+        high = math.inf if self.is_threshold is None else self.is_threshold
+        if self.is_mode == "truncate":
+            weights = weights.clamp(low, high)
+        else:
+            weights = weights.masked_fill((weights < low) | (weights > high), 0.0)
+        if self.batch_normalise:
+            weights = weights / masked_mean(weights, counted).clamp(min=torch.finfo(weights.dtype).tiny)
+        return weights.expand_as(log_ratio)
+
+
+def log_sparsity_ratio(
+    sampler_logprobs: Float[Tensor, "B T"], policy_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """log xi = log(dense old policy / sampler) of each response token, float32, 0 elsewhere, without gradient."""
+    difference = policy_logprobs.detach().float() - sampler_logprobs.detach().float()
+    return difference.masked_fill(~mask, 0.0)
+
+
+def check_sampler(sampler_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
+    missing = int((~sampler_logprobs.isfinite() & mask).sum())
+    if missing:
+        raise UserError(
+            f"the engine gave no finite sampler log-probability for {missing} of {int(mask.sum())} response tokens, so "
+            "the mismatch cannot be known (recomputed ones would make every xi 1 and hide it): use an engine that "
+            "reports the log-probability of each token it samples, such as engine=torch"
+        )
+
+
+def mismatch_metrics(
+    log_ratio: Float[Tensor, "B T"],
+    weights: Float[Tensor, "B T"],
+    kept: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> Mapping[str, float]:
+    """How far sampler and policy are apart, over all response tokens, and what the correction did about it.
+
+    `mismatch/kl` is the k3 estimate of KL(sampler || policy), mean of xi - 1 - log xi: never negative. The quantiles
+    are the 0.1 % and 1 % ones of log xi. `rejected` is the share of answered sequences, and `masked_tokens` of response
+    tokens, that add nothing to the policy loss, whatever took them out. `weight_mean` is over tokens left in the mask.
+    One transfer from the device for all of them. With no response token at all there is no mismatch.
+    """
+    token_log_ratios = log_ratio[mask]
+    if not len(token_log_ratios):
+        token_log_ratios = log_ratio.new_zeros(1)
+    ratios = bounded_exp(token_log_ratios)
+    trained = weights > 0
+    answered = mask.any(dim=1)
+    values = {
+        "mismatch/ratio_mean": ratios.mean(),
+        "mismatch/ratio_min": ratios.min(),
+        "mismatch/log_ratio_q001": lower_quantile(token_log_ratios, 0.001),
+        "mismatch/log_ratio_q01": lower_quantile(token_log_ratios, 0.01),
+        "mismatch/kl": (ratios - 1 - token_log_ratios).mean(),
+        "mismatch/rejected": masked_mean((~trained.any(dim=1)).float(), answered),
+        "mismatch/masked_tokens": masked_mean((~trained).float(), mask),
+        "mismatch/weight_mean": masked_mean(weights, kept),
+    }
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def lower_quantile(values: Float[Tensor, " N"], q: float) -> Float[Tensor, ""]:
+    """The `q` quantile, linear between order statistics, as `torch.quantile`, which refuses more than 2**24 values.
+
+    Only the smallest share `q` is sorted, so a small q is cheap.
+    """
+    position = q * (len(values) - 1)
+    below = math.floor(position)
+    smallest = values.topk(min(below + 2, len(values)), largest=False, sorted=True).values
+    return torch.lerp(smallest[below], smallest[min(below + 1, len(values) - 1)], position - below)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
+    """Mean over the mask, 0 over none."""
+    return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _unknown(word: str, value: object, choices: tuple[str, ...]) -> str:
+    return "" if value in choices else f"correction.{word}={value} is unknown: use {', '.join(choices)}"
+
+
+def prox_problems(prox: object, window: object) -> Iterator[str]:
+    yield _unknown("prox", prox, ("now", "drawn", "ewma"))
+    if isinstance(window, bool) or not isinstance(window, int | float) or not 0 <= window < math.inf:
+        yield f"correction.prox_window={window!r} must be a number of updates, 0 or more"
+
+
+def not_a_bound(word: str, value: object) -> Iterator[str]:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        yield f"correction.{word}={value!r} must be a number or null"
+    elif value is not None and not value > 0:
+        yield f"correction.{word}={value} must be more than 0, or null for no bound"
+
+
+def _disordered(low_word: str, low: float | int | None, high_word: str, high: float | int | None) -> str:
+    """What is wrong with a pair of bounds on a ratio, if anything."""
+    for word, value in ((low_word, low), (high_word, high)):
+        if value is not None and not value >= 0:
+            return f"correction.{word}={value} must not be negative: it bounds a ratio of probabilities"
+    if low is not None and high is not None and low > high:
+        return f"correction.{low_word}={low} must not be greater than correction.{high_word}={high}"
+    return ""

@@ -1,0 +1,159 @@
+"""Log-probabilities and advantages to a scalar and its metrics: GRPO and the losses that differ from it by one idea.
+
+Each variant says what a token contributes; masking, mismatch weights, KL, averaging and metrics are shared. The clip
+acts on `policy_ratio` (learner / old policy) only: the mismatch weight in `batch.weights` multiplies the clipped term
+from outside, without gradient, and does not touch the KL term. Divisors come from `Totals`, so a micro-batch yields its
+share of the loss and of each metric, and shares add up. All is computed in float32, whatever the model's precision.
+
+`aggregation` is how tokens are averaged:
+  sequence   mean over the tokens of a sequence, then over sequences (GRPO as published; TRL's `grpo`);
+  token      mean over all tokens (DAPO): long completions count more;
+  constant   sum over sequences * max_new_tokens (Dr. GRPO, arXiv 2503.20783): no division by the length at all.
+A sequence without a token left to train on adds nothing; the divisors of `sequence` and `constant` still count it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.support.errors import refuse
+from grpo_cli.types import Batch, LossOutput, Totals
+
+AGGREGATIONS = ("sequence", "token", "constant")
+
+# Beyond exp(20) a ratio means nothing, and one that overflows would turn a zero advantage into NaN.
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What each token contributes, its policy ratio, and whether the clip acts on it."""
+
+    terms: Float[Tensor, "B T"]
+    ratio: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+
+
+@dataclass(frozen=True)
+class Clipped(ABC):
+    """A loss by its settings: `terms` says what each token contributes, the rest is the same for all.
+
+    clip_low     how far the ratio may fall below 1 before the clip acts, at most 1.
+    clip_high    how far it may rise above 1.
+    kl_coef      weight of the k3 KL to the model as it was at the start; 0 needs no such model.
+    aggregation  how tokens are averaged, see the module.
+    """
+
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+    aggregation: str
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 <= self.clip_low <= 1:
+            problems.append(f"loss.clip_low={self.clip_low} must be from 0 to 1, which is no lower bound")
+        if not self.clip_high >= 0:
+            problems.append(f"loss.clip_high={self.clip_high} must be at least 0")
+        if not self.kl_coef >= 0:
+            problems.append(f"loss.kl_coef={self.kl_coef} must be at least 0, which is no KL term")
+        if self.aggregation not in AGGREGATIONS:
+            problems.append(f"loss.aggregation={self.aggregation} is unknown: use {', '.join(AGGREGATIONS)}")
+        refuse(problems)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    def __call__(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+        """Weights, KL, averages and metrics: what every variant does with its per-token terms.
+
+        Metrics are detached tensors, so nothing waits for the device. The clip fraction and the ratio are means over
+        tokens whatever the aggregation; `loss/kl` is the KL itself, not multiplied by `kl_coef`, and there only with a
+        reference.
+        """
+        mask = batch.loss_mask
+        said = self.terms(logprobs, batch)
+        loss = policy = aggregate(said.terms * batch.weights.detach().float(), mask, totals, self.aggregation)
+        metrics = {
+            "loss/policy": policy.detach(),
+            "loss/clip_fraction": aggregate(said.clipped.float(), mask, totals, "token"),
+            "loss/policy_ratio_mean": aggregate(said.ratio.detach(), mask, totals, "token"),
+        }
+        assert batch.ref_logprobs is not None or not self.needs_reference, (
+            "a KL term without reference log-probabilities"
+        )
+        if batch.ref_logprobs is not None:
+            kl = aggregate(_k3(logprobs, batch.ref_logprobs, mask), mask, totals, self.aggregation)
+            metrics["loss/kl"] = kl.detach()
+            if self.kl_coef:
+                loss = policy + self.kl_coef * kl
+        return LossOutput(loss, metrics)
+
+    @abstractmethod
+    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+        """What a variant says of each token; read only where `batch.loss_mask` is true."""
+
+    def pessimistic(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, " B"]) -> Terms:
+        """PPO's terms, and where the clip takes the gradient away."""
+        advantage = advantages.float()[:, None]
+        terms = -torch.minimum(ratio * advantage, self.bounded(ratio) * advantage)
+        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
+        return Terms(terms, ratio, (above & (advantage > 0)) | (below & (advantage < 0)))
+
+    def bounded(self, ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+
+
+class Grpo(Clipped):
+    """Per token -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (GRPO, arXiv 2402.03300, with PPO's clip).
+
+    Published settings: clip_low 0.2, clip_high 0.2, kl_coef 0.04, aggregation sequence. With one update per generation
+    rho is 1 with a gradient, and the clip never acts.
+    """
+
+    def terms(self, logprobs: Float[Tensor, "B T"], batch: Batch) -> Terms:
+        return self.pessimistic(bounded_ratio(log_policy_ratio(logprobs, batch)), batch.advantages)
+
+
+def aggregate(
+    values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], totals: Totals, aggregation: str
+) -> Float[Tensor, ""]:
+    """This batch's share of the mean of `values` over the tokens in `mask` (see the module for the three means)."""
+    masked = values.masked_fill(~mask, 0.0)
+    if aggregation == "sequence":
+        means = masked.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        return means.sum() / max(totals.sequences, 1)
+    if aggregation == "token":
+        return masked.sum() / max(totals.tokens, 1)
+    return masked.sum() / max(totals.sequences * totals.max_new_tokens, 1)
+
+
+def log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tensor, "B T"]:
+    """log(learner / old policy), 0 outside the loss mask; the learner itself is the old policy until it has moved."""
+    learner = masked_float(logprobs, batch.loss_mask)
+    if batch.policy_logprobs is None:
+        return learner - learner.detach()
+    return learner - masked_float(batch.policy_logprobs, batch.loss_mask).detach()
+
+
+def _k3(
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Schulman's k3 estimator of KL(learner || reference): exp(d) - d - 1 >= 0 with d = log(reference / learner)."""
+    difference = masked_float(ref_logprobs, mask).detach() - masked_float(logprobs, mask)
+    return bounded_ratio(difference) - difference - 1
+
+
+def bounded_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+
+def masked_float(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """In float32, 0 outside the mask before anything is computed: what padding holds (-inf, NaN) cannot leak."""
+    return values.float().masked_fill(~mask, 0.0)

@@ -1,0 +1,102 @@
+"""Values, numbers, series of numbers, sizes and durations as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_cli.support.errors import UserError
+
+
+def is_a(kind: Any, value: Any) -> bool:
+    """Whether YAML would call the value that: true is no number, but a whole number is a number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def shown(value: Any) -> str:
+    """The value as a person would type it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """The values as bars of eight heights from `low` to `high`, or from their own least to greatest.
+
+    Non-finite values are gaps; what lies outside is drawn at the end it is beyond.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite) if low is None else low, max(finite) if high is None else high
+    shares = [min(max((value - low) / (high - low), 0.0), 1.0) if high > low else 3 / 7 for value in finite]
+    bars = iter("▁▂▃▄▅▆▇█"[round(7 * share)] for share in shares)
+    return "".join(next(bars) if math.isfinite(value) else " " for value in values)
+
+
+def short(value: float | int) -> str:
+    """A number in few characters: 0.512, 38, 5.3k, 1.2M."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
+
+
+def size(num_bytes: float | int) -> str:
+    """Bytes in binary units: 812 MiB, 1.4 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float | int) -> str:
+    """Seconds as 42 s, 4m07s or 3h05m."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def plain(text: object) -> str:
+    """What a file says, as one line that a terminal can be given: no line breaks, no control or escape characters."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
+
+
+# What a terminal obeys and does not show: escape sequences, control characters, turns of the writing direction.
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def legible(text: str) -> str:
+    """A text of several lines that a terminal can be given: without escape sequences, and with a sign for each other
+    control character but line breaks and tabs.
+
+    >>> legible("a\\x1b[31mb\\rc")
+    'ab\N{REPLACEMENT CHARACTER}c'
+    """
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _SEQUENCE.sub("", text))
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
+    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is who says so."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
+    found = float(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= found < 2**63:
+        raise UserError(f"{key}={text} must be from 1 byte to less than 2^63")
+    return int(found)
+
+
+def gib(size: int) -> str:
+    """Bytes as a person reads them.
+
+    >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
+    ('3.0 MiB', '2.50 GiB')
+    """
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,132 @@
+"""Named spans of time; and a null meter that costs nothing.
+
+A span costs two clock readings. On a GPU, where work is only queued, its edges are marked in the queue: it lasts from
+when the device has done all that came before it to when it has done what the span asked for. Nobody waits for that but
+`take`, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SPANS = "grpo_spans"  # an attribute of errors
+
+
+def spans_around(error: BaseException) -> tuple[str, ...]:
+    """The spans that were open where this error was raised, outermost first."""
+    return getattr(error, _SPANS, ())
+
+
+@dataclass(eq=False)
+class _Span:
+    name: str
+    start: Any  # a reading of the meter's clock
+
+
+class _HostClock:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        """Its readings can be compared at once."""
+
+
+class _DeviceClock:
+    """Marks in the queue of a GPU, which can be compared once the queue has reached them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class WallMeter:
+    """Measures wall-clock seconds by name.
+
+    Spans of one name add up, also when they nest; spans of different names count each in full, so that a step's time
+    contains that of its phases. `on_phase` hears the names of the open spans, outermost first, whenever one opens or
+    closes: with it a console can say what a silent run is doing.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        on_phase: Callable[[tuple[str, ...]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        device = torch.device(device)
+        self._on_phase = on_phase or (lambda names: None)
+        self._clock = _DeviceClock(device) if device.type == "cuda" else _HostClock(clock)
+        self._open: list[_Span] = []
+        self._times: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the body under `name`, also when it raises."""
+        span = _Span(name, self._clock.now())
+        self._open.append(span)
+        self._tell()
+        try:
+            yield
+        except Exception as error:
+            if not spans_around(error):  # else a span inside this one has said so
+                setattr(error, _SPANS, self._names())
+            raise
+        finally:
+            self._credit(span, self._clock.now())
+            self._open.remove(span)  # not a pop: the body may be a generator, which ends when it likes
+            self._tell()
+
+    def take(self) -> Mapping[str, float]:
+        """`time/<name>` in seconds since the last `take`. An open span counts up to now, its rest later."""
+        if self._open:
+            now = self._clock.now()
+            for span in self._open:
+                self._credit(span, now)
+        if self._times:
+            self._clock.settle()
+        seconds: dict[str, float] = {}
+        for name, start, end in self._times:
+            seconds[f"time/{name}"] = seconds.get(f"time/{name}", 0.0) + self._clock.seconds(start, end)
+        self._times.clear()
+        return seconds
+
+    def _credit(self, span: _Span, now: Any) -> None:
+        outer = self._open[: self._open.index(span)]
+        if all(span.name != other.name for other in outer):  # else that one counts this time already
+            self._times.append((span.name, span.start, now))
+        span.start = now
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(span.name for span in self._open)
+
+    def _tell(self) -> None:
+        self._on_phase(self._names())
+
+
+class NullMeter:
+    """Measures nothing, at no cost."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take(self) -> Mapping[str, float]:
+        return {}

@@ -1,0 +1,112 @@
+"""What a process asks of the libraries that compute for it, by environment variables that they read once: `settle` goes
+before torch computes anything, at best before it is loaded. What a person has set stays, and is logged.
+
+MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same bits whatever the number of rows and
+           threads. Documented (oneMKL's developer reference, "Reproducibility Conditions") for Intel's processors with
+           AVX2 or AVX-512; on others MKL takes these values for AUTO, which holds no such thing, so it is left alone
+           there. An unknown value is taken for AUTO too, without a word. Whether bits hold is tried in any case
+           (`engine/step/invariance.py`).
+OMP_WAIT_POLICY
+           Idle OpenMP threads sleep. The default spins, and where another program wants the cores a step of small
+           operations takes twenty times as long (measured on 2 cores with 2 to 3 busy neighbours).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from grpo_cli.support.errors import UserError
+
+# MKL's AVX-512 branch is for processors with these extensions (Intel's Skylake servers and later).
+_AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
+_BRANCHES = ("AUTO", "COMPATIBLE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
+# Variables that cut MKL or PyTorch down to AVX2, as a processor without AVX-512 would.
+_CUTS = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "AVX2"}
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def settle(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what a person has not. Raises UserError for a number of threads that is none."""
+    threads = environment.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
+        raise UserError(
+            f"OMP_NUM_THREADS={threads} must be a whole number of at least 1; leave it unset for as many threads as "
+            "the processor has cores"
+        )
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    branch = strict_branch(environment)
+    if branch is not None:
+        environment.setdefault("MKL_CBWR", branch)
+
+
+def flush_denormals() -> None:
+    """Have numbers below the smallest normal one (1e-38 in float32) be 0, which processors take many times as long
+    over: the averages of a gradient that is 0 come to be such numbers within a thousand steps of AdamW.
+
+    It holds for this thread and those that it starts from now on: to be called before PyTorch computes in parallel.
+    """
+    import torch  # here: help and completion answer without it
+
+    torch.set_flush_denormal(True)  # False, and nothing is lost but time, on a processor that cannot
+
+
+def fast_in_bfloat16(device: str) -> bool:
+    """Whether `device` (auto, cpu or cuda) multiplies in bfloat16 faster than in float32: a GPU by its own kernels, an
+    x86 processor by AMX or AVX-512's extension. Elsewhere, Arm included, nothing was measured that would say so."""
+    import torch  # here: help and completion answer without it
+
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = torch.cpu.get_capabilities()
+    return has["architecture"] == "x86_64" and bool(has.get("amx_bf16") or has.get("avx512_bf16"))
+
+
+def why_no_gpu() -> str:
+    """What PyTorch says where it finds no GPU that it can use."""
+    import torch  # here: help and completion answer without it
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return next(iter(str(error).splitlines()), "no reason given")
+    return "no reason given"
+
+
+def strict_branch(environment: Mapping[str, str]) -> str | None:
+    """The value of MKL_CBWR with which bits hold on this processor, None where none is documented to."""
+    try:
+        text = CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None  # no Linux: PyTorch's builds elsewhere compute without MKL, or on Arm
+    if re.search(r"^vendor_id\s*:\s*GenuineIntel$", text, re.MULTILINE) is None:
+        return None
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    extensions = set(flags[1].split()) if flags else set()
+    cut = any(environment.get(name, "").upper() == value for name, value in _CUTS.items())
+    if extensions >= _AVX512 and not cut:
+        return "AVX512,STRICT"
+    return "AVX2,STRICT" if "avx2" in extensions else None
+
+
+def remarks(environment: Mapping[str, str], threads: int) -> Iterator[str]:
+    """What a person should know of their own settings, once torch computes with so many `threads` on the CPU."""
+    asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked and int(asked) != threads:
+        yield (
+            f"OMP_NUM_THREADS={asked} was asked for, and PyTorch computes with {threads}: MKL takes no more than the "
+            "processor has cores (MKL_DYNAMIC=FALSE makes it)"
+        )
+    strict, own = strict_branch(environment), environment.get("MKL_CBWR")
+    if own is None or own == strict:
+        return
+    named = re.sub(r"^BRANCH=", "", own.upper()).partition(",")
+    if named[0] not in _BRANCHES or named[2] not in ("", "STRICT"):
+        yield (
+            f"MKL_CBWR={own} in the environment is no value that MKL knows ({', '.join(_BRANCHES)}; each with or "
+            "without ,STRICT): MKL takes it for AUTO"
+        )
+    else:
+        yield f"MKL_CBWR={own} in the environment stays as it is" + (f" ({strict} would be set here)" if strict else "")

@@ -11,11 +11,11 @@ import numpy as np
 from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.interfaces import Bench, Engine, Task
-from grpo_cli.metrics import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
 from grpo_cli.settings import ExamSettings, SampleSettings, Sampling
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.tracking.examples import example
 from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
 

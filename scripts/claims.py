@@ -3,64 +3,328 @@
     python scripts/claims.py             # each claim: its figure and interval, of how many seeds, the command, the JSON
     python scripts/claims.py --write     # rewrites what stands between `<!-- from NAME -->` and `<!-- end -->`
 
-Claims and tables are made by the modules of `claimed/`. What is not generated may hold no figure in these two files
-(`ALLOWED` is let through); `tests/test_claims.py` sees to it, and that text and JSON agree.
+`claims.jinja` says how: after `=== NAME` comes the text of that name. Below `=== index/STUDY` each line is a claim, in
+cells divided by ` | `: what is claimed, its figure, of what it is a sample, the command, the records in `baselines/`.
+A line that begins with `@` holds the last three for the claims after it. Templates read records as `record.NAME`
+and format numbers with the functions below. What is not generated may hold no figure in the two README files (`ALLOWED`
+is let through); `tests/test_claims.py` sees to it, and that text and JSON agree.
+
+`a ± b` is a mean over seeds and half of its 95 % interval (Student's t). Arms are compared seed by seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import statistics
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from claimed import evicted, front, pods, rollouts, systems, training
-from claimed.words import Claim, Records, table
+import jinja2
+
+from grpo_cli.support.intervals import student_95
 
 ROOT = Path(__file__).resolve().parents[1]
-TOPICS = (training, pods, evicted, rollouts, systems)  # in the order of the index
 GUARDED = (ROOT / "README.md", ROOT / "scripts" / "README.md")
-RECORDS = Records(ROOT / "scripts" / "baselines", {"learning": ROOT / "scripts" / "figures" / "learning.json"})
+TEMPLATE = ROOT / "scripts" / "claims.jinja"
 WIDTH = 120
+NO_DIFFERENCE = "no difference seen"
+Runs = Mapping[str, Mapping[str, Any]]  # what an arm's run of each seed came to
 
 GENERATED = re.compile(r"(?P<open><!-- from (?P<name>\S+) -->)(?P<text>.*?)(?P<close><!-- end -->)", re.DOTALL)
 # What is no claim: code, targets of links, comments.
 NO_PROSE = re.compile(r"(?ms)^```.*?^```|(?<=\n\n)(?: {4}[^\n]*\n|\n)+|`[^`]*`|\]\([^)]*\)|<!--.*?-->")
 # Names, versions, publications and sizes that are definitions.
-ALLOWED = (
-    *(r"arXiv \d{4}\.\d{5}", r"Python 3\.\d+", r"TRL \d\.\d+", r"Apache-2\.0", r"SmolLM2(?:-135M(?:-Instruct)?)?"),
-    *(
-        r"\bQwen[23]\b",
-        r"\bGSM8K\b",
-        r"\bfloat32\b",
-        r"\b(?:half of its )?95 % intervals?\b",
-        r"pass@1\b",
-        r"\bvLLM-CPU 0\.\d+",
-    ),
-    *(r"\b(?:0\.36|50|135) M parameters\b", r"\b64 -> 16\b", r"\b64 rollouts\b"),
+ALLOWED = re.compile(
+    r"arXiv \d{4}\.\d{5}|Python 3\.\d+|TRL \d\.\d+|Apache-2\.0|SmolLM2(?:-135M(?:-Instruct)?)?|\bQwen[23]\b|\bGSM8K\b"
+    r"|\bfloat32\b|\b(?:half of its )?95 % intervals?\b|pass@1\b|\bvLLM-CPU 0\.\d+"
+    r"|\b(?:0\.36|50|135) M parameters\b|\b64 -> 16\b|\b64 rollouts\b"
 )
 FIGURE = re.compile(
     r"\d|\b(?:twice|thrice|half|third|quarter|doubles?|halves|(?:two|three|four|five|six|ten|several|many) times)\b"
 )
 
 
-def index(claims: Sequence[Claim], records: Records) -> str:
-    """The rows of one study."""
+@dataclass(frozen=True)
+class Records:
+    """The JSON files that figures come from, by name; `others` are in other folders."""
 
-    rows = [[c.what, c.figure, c.of, f"`{c.command}`", ", ".join(map(records.link, c.files))] for c in claims]
-    return table(["claim", "figure", "of", "command", "JSON"], rows)
+    folder: Path
+    others: Mapping[str, Path] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        return self.others.get(name, self.folder / f"{name}.json")
+
+    def link(self, name: str) -> str:
+        """As scripts/README.md has it."""
+        return f"[{name}]({self.path(name).parent.name}/{name}.json)"
+
+    def __getitem__(self, name: str) -> Any:
+        return json.loads(self.path(name).read_text(encoding="utf-8"))
 
 
-def claims_of(records: Records) -> dict[str, list[Claim]]:
-    return {study: claims for topic in TOPICS for study, claims in topic.claims(records).items()}
+class Claim(NamedTuple):
+    """One row of the index. `figure` holds the number with its interval, `of` what it is a sample of."""
+
+    what: str
+    figure: str
+    of: str
+    command: str
+    files: str
+
+
+RECORDS = Records(ROOT / "scripts" / "baselines", {"learning": ROOT / "scripts" / "figures" / "learning.json"})
+
+
+# What templates call
+
+
+def pick(value: Any, *path: Any, scale: float = 1) -> list[Any]:
+    """What is found along `path`: a key, several keys, or `*` for every item; items that lack a key are passed over.
+
+    >>> pick({"a": {"x": 1}, "b": {"x": 2}, "c": {}}, "*", "x", scale=10)
+    [10, 20]
+    """
+    found = [value]
+    for step in path:
+        found = [item for one in found for item in _items(one, step)]
+    return found if scale == 1 else [scale * one for one in found]
+
+
+def _items(value: Any, step: Any) -> Iterable[Any]:
+    if step == "*":
+        return value.values() if isinstance(value, Mapping) else value
+    keys = [step] if isinstance(step, str) else step
+    return [value[key] for key in keys if isinstance(value, Records) or key in value]
+
+
+def matching(named: Mapping[str, Any], part: str) -> list[str]:
+    return [name for name in named if part in name]
+
+
+def counted(words: Sequence[str], in_order: bool = False) -> dict[str, int]:
+    """How often each occurs, the most frequent first, or each at the place where it first occurs."""
+    found = Counter(words)
+    return dict(found) if in_order else dict(found.most_common())
+
+
+def values(runs: Runs, key: str, unit: float = 1) -> list[float]:
+    return [runs[seed][key] / unit for seed in sorted(runs)]
+
+
+def ratios(mine: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Seed by seed, or round by round."""
+    return [a / b for a, b in zip(mine, base, strict=True)]
+
+
+def differences(mine: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(mine, base, strict=True)]
+
+
+def half_width(numbers: Sequence[float]) -> float:
+    """Of the 95 % interval of a mean of at least two numbers."""
+    return student_95(len(numbers) - 1) * statistics.stdev(numbers) / len(numbers) ** 0.5
+
+
+def seeds(runs: Any) -> str:
+    count = runs if isinstance(runs, int) else len(runs)
+    return "1 seed, no interval" if count == 1 else f"{count} seeds{', so a wide interval' * (count == 2)}"
+
+
+def rounds(count: int) -> str:
+    return "one round" if count == 1 else f"{count} rounds"
+
+
+def interval(numbers: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """`mean ± half-width`; the number alone where there is one."""
+    shown = format(round(statistics.fmean(numbers), digits) + 0.0, f"{sign}.{digits}f")  # + 0.0: there is no -0.000
+    return shown if len(numbers) == 1 else f"{shown} ± {half_width(numbers):.{digits}f}"
+
+
+def over_seeds(runs: Runs, key: str) -> str:
+    return interval(values(runs, key))
+
+
+def difference(arm: Runs, base: Runs, key: str) -> str:
+    """Of an arm and another one, seed by seed; NO_DIFFERENCE where the interval holds 0."""
+    pairs = [arm[seed][key] - base[seed][key] for seed in sorted(arm.keys() & base.keys())]
+    shown = interval(pairs, sign="+")
+    if len(pairs) == 1:
+        return f"{shown} (1 seed, no interval)"
+    holds_zero = abs(statistics.fmean(pairs)) <= half_width(pairs)
+    return f"{shown}, {NO_DIFFERENCE}" if holds_zero else shown
+
+
+def against(arm: Runs, base: Runs, key: str) -> str:
+    """`difference`; nothing for an arm beside itself."""
+    return "" if arm == base else difference(arm, base, key)
+
+
+def times(found: Sequence[float], digits: int = 2) -> str:
+    """A mean ratio with its interval; NO_DIFFERENCE where that holds 1."""
+    shown = interval(found, digits)
+    alike = len(found) > 1 and abs(statistics.fmean(found) - 1) <= half_width(found)
+    return f"{shown}, {NO_DIFFERENCE}" if alike else shown
+
+
+def sooner(found: Mapping[str, Any]) -> str:
+    """How many times sooner than another arm, with the interval over seeds where all of them come there."""
+    if not found["ratios"]:
+        return "never"
+    if not found["never"]:
+        return times(found["ratios"])
+    return f"{listed(found['ratios'])}; {found['never']} of {len(found['ratios']) + found['never']} never"
+
+
+def spread(found: Sequence[float], digits: int = 2) -> str:
+    """The median of what some rounds came to, with the lowest and the highest."""
+    shown = f"{statistics.median(found):.{digits}f}"
+    return shown if len(found) == 1 else f"{shown} ({min(found):.{digits}f} to {max(found):.{digits}f})"
+
+
+def between(numbers: Iterable[float], digits: int = 2) -> str:
+    """`lowest to highest`, or the one number where they are the same when rounded."""
+    low, *_, high = sorted(found := list(numbers)) * (2 if len(found) == 1 else 1)
+    shown = [format(round(end, digits) + 0.0, f".{digits}f") for end in (low, high)]
+    return " to ".join(dict.fromkeys(shown))
+
+
+def in_every_seed(found: Sequence[float]) -> str:
+    """Whether ratios of tokens or seconds are on one side of 1."""
+    if all(ratio < 1 for ratio in found):
+        return "earlier in every seed"
+    return "later in every seed" if all(ratio > 1 for ratio in found) else "earlier in some seeds, later in others"
+
+
+def listed(numbers: Iterable[float], more: Sequence[str] = (), digits: int = 2, sep: str = ", ") -> str:
+    return sep.join([*(f"{number:.{digits}f}" for number in numbers), *more])
+
+
+def each(runs: Runs, key: str, digits: int = 2) -> str:
+    """The value of every seed."""
+    return listed(values(runs, key), digits=digits)
+
+
+def reached(runs: Runs, key: str) -> str:
+    """A share that some seeds never come to."""
+    there = [value for value in values_or_none(runs, key) if value is not None]
+    return listed(there, [f"{len(runs) - len(there)} of {len(runs)} never"] if len(there) < len(runs) else [])
+
+
+def values_or_none(runs: Runs, key: str) -> list[float | None]:
+    return [runs[seed][key] for seed in sorted(runs)]
+
+
+def formatted(value: float, form: int | str) -> str:
+    """With so many digits, or in a form of Python's; there is no -0."""
+    return format(round(value, form) + 0.0, f".{form}f") if isinstance(form, int) else format(value, form)
+
+
+def mean(runs: Runs, key: str, form: str = ",.0f") -> str:
+    shown = format(statistics.fmean(values(runs, key)), form)
+    return shown.lstrip("-") if not float(shown.replace(",", "")) else shown
+
+
+def percent(value: float, digits: int = 0) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def share(runs: Runs, key: str, digits: int = 0) -> str:
+    return percent(statistics.fmean(values(runs, key)), digits)
+
+
+def rule(columns: int) -> str:
+    return f"|{' --- |' * columns}"
+
+
+def arms(record: Mapping[str, Any], comparison: int = 0) -> dict[str, Any]:
+    """What every arm of a comparison of `bench/rollout.py` measured, round by round; the first of each name."""
+    rows = record["comparisons"][comparison]["rows"]
+    return {row["arm"]: row["rounds"] for row in reversed(rows) if row["rounds"]}
+
+
+def cases(record: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Of `bench/real.py`, by what they are measured on: arms with their rounds."""
+    return {name.removeprefix(f"{part}: "): of for name, of in record["rounds"].items() if name.startswith(f"{part}: ")}
+
+
+def evaluated(found: Mapping[str, Any], arm: str, cache: str) -> list[float]:
+    """Accuracy of an arm's policies under a cache, over seeds."""
+    return [found[key][cache]["eval/pass@1"] for key in sorted(found) if key.startswith(f"{arm.replace(' ', '/')}/")]
+
+
+CALLED = (pick, matching, counted, values, ratios, differences, seeds, rounds, interval, over_seeds, difference, max)
+CALLED += (
+    against,
+    times,
+    sooner,
+    spread,
+    between,
+    in_every_seed,
+    listed,
+    each,
+    reached,
+    mean,
+    share,
+    rule,
+    arms,
+    cases,
+)
+CALLED += (evaluated, statistics.median)
 
 
 def texts_of(records: Records) -> dict[str, str]:
     """What stands at each place of a page, by the name of the place."""
-    indexed = {f"index/{study}": index(claims, records) for study, claims in claims_of(records).items()}
-    return indexed | {name: text for part in (*TOPICS, front) for name, text in part.texts(records).items()}
+    made = rendered(records)
+    indices = {f"index/{study}": index(claims, records) for study, claims in _claims(made).items()}
+    return made | indices
+
+
+def claims_of(records: Records) -> dict[str, list[Claim]]:
+    return _claims(rendered(records))
+
+
+def rendered(records: Records) -> dict[str, str]:
+    """The texts of the template, by name."""
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.globals |= {function.__name__: function for function in CALLED}
+    made.filters |= {"f": formatted, "pct": percent}
+    made.tests["contains"] = lambda value, part: part in value
+    whole = made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(record=records)
+    _, *parts = re.split(r"(?m)^=== (\S+)\n", whole)
+    lines = ([line.strip() for line in text.splitlines() if line.strip()] for text in parts[1::2])
+    return dict(zip(parts[::2], map("\n".join, lines), strict=True))
+
+
+def _claims(texts: Mapping[str, str]) -> dict[str, list[Claim]]:
+    return {name.removeprefix("index/"): list(_rows(t)) for name, t in texts.items() if name.startswith("index/")}
+
+
+def _rows(text: str) -> Iterable[Claim]:
+    usual: list[str] = []
+    for line in text.splitlines():
+        cells = line.removeprefix("@ ").split(" | ")
+        if line.startswith("@ "):
+            usual = cells
+        else:
+            yield Claim(*cells, *usual[len(cells) - 2 :])
+
+
+def index(claims: Sequence[Claim], records: Records) -> str:
+    """The table of one study."""
+    head = ["| claim | figure | of | command | JSON |", rule(5)]
+    rows = [f"| {c.what} | {c.figure} | {c.of} | `{c.command}` | {_links(c, records)} |" for c in claims]
+    return "\n".join([*head, *rows])
+
+
+def _links(claim: Claim, records: Records) -> str:
+    return ", ".join(map(records.link, claim.files.split()))
 
 
 def pages() -> list[Path]:
@@ -84,22 +348,15 @@ def _wrapped(text: str, before: str) -> str:
     """`text` after the words `before` of its line, indented as they are."""
     begin = re.sub(r"<!--.*?-->", "", before)
     indent = " " * (len(before) - len(before.lstrip(" -")))
-    filled = textwrap.fill(
-        re.sub(r" (?=[%±])|(?<=±) ", "\0", text),  # a number stays with its unit
-        WIDTH,
-        initial_indent="x" * len(begin),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    text = re.sub(r" (?=[%±])|(?<=±) ", "\0", text)  # a number stays with its unit
+    unbroken = dict(break_long_words=False, break_on_hyphens=False)
+    filled = textwrap.fill(text, WIDTH, initial_indent="x" * len(begin), subsequent_indent=indent, **unbroken)
     return filled[len(begin) :].replace("\0", " ")
 
 
 def unbacked(page: str) -> list[str]:
     """The lines that hold a figure which nothing generated, as they are without what is let through."""
-    prose = NO_PROSE.sub(" ", GENERATED.sub(" ", page))
-    for allowed in ALLOWED:
-        prose = re.sub(allowed, " ", prose)
+    prose = ALLOWED.sub(" ", NO_PROSE.sub(" ", GENERATED.sub(" ", page)))
     return [line.strip() for line in prose.splitlines() if FIGURE.search(line)]
 
 
@@ -115,8 +372,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for study, claims in claims_of(RECORDS).items():
         print(f"\n{study}")
         for claim in claims:
-            print(f"  {claim.what}: {claim.figure} [{claim.of}]")
-            print(f"      {claim.command} ({', '.join(f'{name}.json' for name in claim.files)})")
+            print(f"  {claim.what}: {claim.figure} [{claim.of}]\n      {claim.command} ({claim.files})")
     return 0
 
 

@@ -54,7 +54,7 @@ DOORS = {
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},
-    "matplotlib": {"profile/", "report/"},
+    "matplotlib": {"report/"},
 }
 
 

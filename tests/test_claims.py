@@ -11,8 +11,6 @@ from typing import Any
 
 import claims
 import pytest
-from claimed import words
-from claimed.words import Records
 
 TEXTS = claims.texts_of(claims.RECORDS)
 GUARDED = pytest.mark.parametrize("page", claims.GUARDED, ids=["front", "scripts"])
@@ -60,11 +58,11 @@ def test_every_text_that_is_made_stands_on_a_page() -> None:
 def test_every_record_is_there_and_every_claim_says_of_what_it_is_a_sample() -> None:
     for found in claims.claims_of(claims.RECORDS).values():
         for claim in found:
-            assert claim.figure and claim.of
+            assert claim.figure and claim.of and claim.files
             scripts = re.findall(r"scripts/\S+\.(?:py|sh)", claim.command)
             assert scripts or claim.command.startswith("grpo train")
             assert all((claims.ROOT / script).is_file() for script in scripts)
-            assert all(claims.RECORDS.path(name).is_file() for name in claim.files)
+            assert all(claims.RECORDS.path(name).is_file() for name in claim.files.split())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_a_record_that_changes_is_seen_in_the_text(
     record: str, change: Callable[[Any], None], page: str, tmp_path: Path
 ) -> None:
     shutil.copytree(claims.RECORDS.folder, tmp_path / "baselines")
-    records = Records(tmp_path / "baselines", claims.RECORDS.others)
+    records = claims.Records(tmp_path / "baselines", claims.RECORDS.others)
     value = records[record]
     change(value)
     records.path(record).write_text(json.dumps(value))
@@ -91,10 +89,10 @@ def test_a_record_that_changes_is_seen_in_the_text(
 def test_what_claims_call_the_best_is_the_best() -> None:
     """Words of a claim that are no number, and so are not generated."""
     ways, replay = claims.RECORDS["frontier_a"]["results"], claims.RECORDS["frontier_b"]["results"]["replay"]
-    assert max(ways, key=lambda arm: sum(words.values(ways[arm], "final_accuracy"))) == "target"
+    assert max(ways, key=lambda arm: sum(claims.values(ways[arm], "final_accuracy"))) == "target"
     arms = replay.keys() - {"epochs"}
     assert len(arms) == 5
-    assert max(arms, key=lambda arm: sum(words.values(replay[arm], "final_accuracy"))) == "fifo less ess"
+    assert max(arms, key=lambda arm: sum(claims.values(replay[arm], "final_accuracy"))) == "fifo less ess"
     assert claims.RECORDS["frontier_a"]["settings"]["arms"] == list(ways)
 
 
@@ -113,33 +111,33 @@ def runs(*values: float) -> dict[str, dict[str, float]]:
 
 def test_an_interval_is_students_of_the_mean() -> None:
     # Deviations 0.1 and 0.1 * sqrt(2): 4.3027 * 0.1 / sqrt(3) and 12.7062 * 0.1.
-    assert words.interval([0.4, 0.5, 0.6]) == "0.500 ± 0.248"
-    assert words.interval([0.4, 0.6]) == "0.500 ± 1.271"
-    assert words.interval([0.4]) == "0.400"
+    assert claims.interval([0.4, 0.5, 0.6]) == "0.500 ± 0.248"
+    assert claims.interval([0.4, 0.6]) == "0.500 ± 1.271"
+    assert claims.interval([0.4]) == "0.400"
 
 
 def test_arms_are_compared_seed_by_seed() -> None:
     base = runs(0.1, 0.5, 0.9)
-    assert words.difference(runs(0.2, 0.6, 1.0), base, "x") == "+0.100 ± 0.000"  # though their spread is 0.4
-    assert words.difference(runs(0.2, 0.4, 0.9), base, "x") == "+0.000 ± 0.248, no difference seen"
-    assert words.difference(runs(0.2), base, "x") == "+0.100 (1 seed, no interval)"
+    assert claims.difference(runs(0.2, 0.6, 1.0), base, "x") == "+0.100 ± 0.000"  # though their spread is 0.4
+    assert claims.difference(runs(0.2, 0.4, 0.9), base, "x") == "+0.000 ± 0.248, no difference seen"
+    assert claims.difference(runs(0.2), base, "x") == "+0.100 (1 seed, no interval)"
 
 
 def test_a_ratio_whose_interval_holds_one_is_no_difference() -> None:
-    assert words.times([2.0, 2.1, 2.2]) == "2.10 ± 0.25"
-    assert words.times([0.9, 1.0, 1.2]) == "1.03 ± 0.38, no difference seen"
-    assert words.times([1.97, 1.62]).endswith("no difference seen")
-    assert words.sooner({"ratios": [], "never": 2}) == "never"
-    assert words.sooner({"ratios": [2.34], "never": 1}) == "2.34; 1 of 2 never"
+    assert claims.times([2.0, 2.1, 2.2]) == "2.10 ± 0.25"
+    assert claims.times([0.9, 1.0, 1.2]) == "1.03 ± 0.38, no difference seen"
+    assert claims.times([1.97, 1.62]).endswith("no difference seen")
+    assert claims.sooner({"ratios": [], "never": 2}) == "never"
+    assert claims.sooner({"ratios": [2.34], "never": 1}) == "2.34; 1 of 2 never"
 
 
-def test_rounds_are_told_with_their_spread() -> None:
-    assert words.spread([1.44, 2.75, 1.36]) == "1.44 (1.36 to 2.75)"
-    assert words.spread([1.57]) == "1.57"
-    assert words.between([0.724, 0.716]) == "0.72"
+def test_rounds_are_shown_with_their_spread() -> None:
+    assert claims.spread([1.44, 2.75, 1.36]) == "1.44 (1.36 to 2.75)"
+    assert claims.spread([1.57]) == "1.57"
+    assert claims.between([0.724, 0.716]) == "0.72"
 
 
 def test_earlier_in_every_seed_is_said_of_every_seed() -> None:
-    assert words.in_every_seed([0.66, 0.70]) == "earlier in every seed"
-    assert words.in_every_seed([1.18, 1.15]) == "later in every seed"
-    assert "some" in words.in_every_seed([0.9, 1.2])
+    assert claims.in_every_seed([0.66, 0.70]) == "earlier in every seed"
+    assert claims.in_every_seed([1.18, 1.15]) == "later in every seed"
+    assert "some" in claims.in_every_seed([0.9, 1.2])

@@ -384,13 +384,6 @@ def test_sqrt_takes_a_new_problem_for_the_most_uncertain_and_floors_the_certain(
 # ---- ci
 
 
-@pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (9, 2.26216), (30, 2.04227), (1000, 1.96234)]
-)
-def test_students_quantile_is_that_of_the_tables(freedom, quantile):
-    assert ci.student_quantile(freedom) == pytest.approx(quantile, abs=6e-6 * quantile)
-
-
 def test_intervals_narrow_by_so_much():
     assert 0.5 * ci._half_width(4) == pytest.approx(0.7956, abs=5e-5)
     assert 0.5 * ci.narrowing(4) == pytest.approx(0.1748, abs=5e-5)

@@ -23,10 +23,16 @@ from grpo_cli.cli import main as cli
 from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.order.lengths import TraceRow
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.profile import compare
 from grpo_cli.profile.command import _never_all_equal
-from grpo_cli.profile.findings import SCHEMA, read
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine, forced, lognormal
+from grpo_cli.report.profiles import (
+    SCHEMA,
+    ProfileRow,
+    profile_picture,
+    profile_row,
+    profile_table,
+    read_profile,
+)
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -49,7 +55,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def profile(*words: str, out: str = "out") -> tuple[dict[str, Any], str]:
     result = grpo("profile", *SMALL, f"hydra.run.dir={out}", *words)
     assert result.exit_code == 0, result.output
-    return read(Path(out, "profile.json")), result.stdout
+    return read_profile(Path(out, "profile.json")), result.stdout
 
 
 def test_a_profile_measures_every_phase_and_its_prediction_agrees_with_it():
@@ -186,10 +192,8 @@ def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
     first = {"measured": {**line, "engine": engine, "peak": peak}, "predicted": {}}
     second = json.loads(json.dumps(first))
     second["measured"]["engine"]["engine/kv_peak_bytes"] = 2**20
-    rows = [compare.row("sampler=full", first), compare.row("sampler=micro", second)]
-    table = compare.table(rows)
-    (kv,) = [column for column in table.columns if column.header == "KV"]
-    assert list(kv.cells) == ["4.0 MiB\n(1.00)", "1.0 MiB\n(0.25)"]
+    table = profile_table([profile_row("sampler=full", first), profile_row("sampler=micro", second)])
+    assert [row[table.columns.index("KV")] for row in table.rows] == ["4.0 MiB (1.00)", "1.0 MiB (0.25)"]
 
 
 @pytest.mark.slow
@@ -210,17 +214,17 @@ def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     assert [row["name"] for row in json.loads(Path("s/comparison.json").read_text())] == ["n=5", "n=6"]
 
 
-def test_a_picture_of_a_sweep_is_drawn_without_a_display(tmp_path: Path):
+@pytest.mark.parametrize("speed", [9.0, None], ids=["measured", "planned"])
+def test_a_picture_of_a_sweep_is_drawn_without_a_display(speed: float | None):
     pytest.importorskip("matplotlib")
-    rows = [compare.ProfileRow(f"n={n}", 1.0, 5.0, 9.0, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)]
-    compare.draw(rows, tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    rows = {f"n={n}": ProfileRow("", 1.0, 5.0, speed, 0.5, 7, 2**20 * n, "decode", {"kv": 2**20 * n}) for n in (1, 2)}
+    assert profile_picture(rows).startswith(b"\x89PNG")
 
 
 def test_another_schema_is_refused(tmp_path: Path):
     (tmp_path / "profile.json").write_text('{"schema": 0}')
     with pytest.raises(UserError, match="schema 0"):
-        read(tmp_path / "profile.json")
+        read_profile(tmp_path / "profile.json")
 
 
 class Short:

@@ -130,10 +130,10 @@ def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path):
 def test_a_narrow_screen_hides_columns_and_says_which(runs, without_matplotlib):
     wide, _ = reported(runs, width=400, terminal=True)
     narrow, _ = reported(runs, width=60, terminal=True)
-    assert "trained tokens" in wide.splitlines()[1] and "only in the page" not in wide
+    assert "trained tokens" in wide.splitlines()[1] and "only in the files" not in wide
     narrow = re.sub(r"\x1b\[[0-9;]*m", "", narrow)
     assert max(map(len, narrow.partition("The screen is narrow")[0].splitlines())) <= 60
-    assert "only in the page: trained tokens, generated tokens" in " ".join(narrow.split())
+    assert "only in the files: trained tokens, generated tokens" in " ".join(narrow.split())
     assert "0.800" in narrow and "(0.000–1.000)" in narrow
 
 

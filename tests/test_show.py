@@ -148,13 +148,13 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
     ]
     huge = f'{{"step": 1, "reward": 1{"0" * 400}, "sample": 0, "prompt": "", "reply": "", "prompt_id": ""}}\n'
     said = shown(run(tmp_path / "r", row(), *no_rows, huge, row(reply="whole")))
-    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 7, 8 cannot be read, and left out" in said
+    assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 7, 8 cannot be read and were left out" in said
     assert "    whole" in said and "2 of 2 recorded" in said
 
 
 def test_the_line_that_a_run_is_writing_is_no_damage(tmp_path):
     said = shown(run(tmp_path / "r", row(), json.dumps(row())[:50]))
-    assert said.endswith("note: rollouts.jsonl: its last line is half written, and left out\n")
+    assert said.endswith("note: rollouts.jsonl: its last line is half written and was left out\n")
 
 
 def test_a_row_with_no_more_than_a_reply_and_a_reward_is_shown(tmp_path):
@@ -176,7 +176,7 @@ def test_bad_input_is_answered_with_what_there_is(tmp_path):
     folder = run(tmp_path / "r", row(), row(step=7), "{\n")
     assert refusal(folder, "--step", str(10**9)) == (
         "error: --step=1000000000 is not recorded: there are 2 steps from 1 to 7, of which 7 is the nearest\n"
-        "rollouts.jsonl: line 3 cannot be read, and left out\n"
+        "rollouts.jsonl: line 3 cannot be read and were left out\n"
     )
     assert "recorded are those of p; did you mean p?" in refusal(folder, "--prompt", "pp")
     assert "none of the 1 rollouts was dropped: leave out --dropped" in refusal(folder, "--dropped")

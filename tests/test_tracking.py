@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import socket
 import struct
 import subprocess
 import sys
@@ -246,8 +247,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.M
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracking, "AUTO_SECONDS", 1.0)
-    monkeypatch.setattr(tracking, "EXPLICIT_SECONDS", 1.0)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     wandb.teardown()
     yield monkeypatch
     wandb.teardown()
@@ -352,30 +352,30 @@ def test_a_resumed_run_is_the_same_w_and_b_run_and_may_go_back(tmp_path: Path, l
     assert [(row["step"], row["life"]) for row in history(records)] == [(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
 
 
-def test_with_a_key_but_no_network_auto_stays_offline_and_says_so(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    lonely.setenv("WANDB_API_KEY", "a" * 40)
-    tracker = wandb_tracker(tmp_path, {}, project="p", say=said.append, warn=pytest.fail)
-    tracker.log(Record(1, METRICS))
-    tracker.close({})
-    assert "not available online" in said[0] and "wandb sync" in said[1] and len(said) == 2
-    assert [row["reward/mean"] for row in history(offline_records(tmp_path))] == [0.5]
-    assert "a" * 40 not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+@pytest.fixture
+def dumb_server(lonely: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        lonely.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield
 
 
-def test_asked_for_online_it_is_an_error_not_to_be(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no W&B API key is configured"):
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_with_a_key_a_server_that_does_not_answer_is_an_error(
+    tmp_path: Path, lonely: pytest.MonkeyPatch, dumb_server: None, mode: str
+) -> None:
+    netrc = tmp_path / "no_netrc"
+    netrc.write_text(f"machine {os.environ['WANDB_BASE_URL']} login user password {'a' * 40}\n".replace("http://", ""))
+    netrc.chmod(0o600)
+    with pytest.raises(UserError, match=f"logger.mode={mode}, but .*logger.mode=offline"):
+        wandb_tracker(tmp_path, {}, mode=mode)
+
+
+def test_asked_for_online_without_a_key_is_an_error(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="logger.mode=online, but .*`wandb login`"):
         wandb_tracker(tmp_path, {}, mode="online")
-    lonely.setenv("WANDB_API_KEY", "a" * 40)
-    with pytest.raises(UserError, match="logger.mode=online, but W&B did not start"):
-        wandb_tracker(tmp_path, {}, mode="online")
-
-
-def test_a_key_in_the_netrc_file_counts(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
-    assert not tracking._has_key()
-    (tmp_path / "no_netrc").write_text(f"machine 127.0.0.1:9 login user password {'a' * 40}\n")
-    (tmp_path / "no_netrc").chmod(0o600)
-    assert tracking._has_key()
 
 
 def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from rich.text import Text
 
-from grpo_cli.report.asked import shown
 from grpo_cli.report.read import Run, State, read_all
 from grpo_cli.report.show import STATE_STYLES
 from grpo_cli.runs import layout
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.formatting import duration, plain
+from grpo_cli.support.formatting import duration, plain, shown
 
 COLUMNS = ("command", "state", "task", "model", "n", "m", "steps", "accuracy", "interval", "of", "age", "folder")
 FOLDERS = "grpo train leaves runs in outputs/train, grpo eval in outputs/eval, grpo train -m in outputs/multirun"

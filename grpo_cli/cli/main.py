@@ -143,12 +143,12 @@ def profile(overrides: Overrides = None) -> None:
 
 def _compared(sweep: Sweep) -> int:
     """Show the profiles of a sweep side by side. Returns the exit code, 2 if one is missing."""
-    from grpo_cli.profile.compare import compare
+    from grpo_cli.report.profiles import compare_profiles
 
     done = sweep.done()
     if done:
         assert sweep.folder is not None, "the launcher has written there"
-        compare([(job.label, job.folder) for job in done], sweep.folder)
+        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
     return 0 if len(done) == len(sweep.jobs) else 2
 
 

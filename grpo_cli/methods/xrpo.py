@@ -16,9 +16,9 @@ from torch import Tensor
 
 from grpo_cli.collect.apportion import hand_out, in_proportion
 from grpo_cli.interfaces import Collection, Rounds
-from grpo_cli.metrics import NORMAL_95
 from grpo_cli.rules.advantage import grpo
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.intervals import student_95
 from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
 
 
@@ -113,42 +113,7 @@ def narrowing(count: int) -> float:
 
 
 def _half_width(count: int) -> float:
-    return student_quantile(count - 1) / math.sqrt(count)
-
-
-@cache
-def student_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution of `freedom` degrees.
-
-    By Newton's method from the normal distribution's, which is below it: P(|T| < t) is concave, so no step goes beyond.
-    Many degrees of freedom would take long: there it is the beginning of the series in 1 / freedom, to eight digits.
-    """
-    at = NORMAL_95
-    if freedom > 200:
-        second = 5 * at**5 + 16 * at**3 + 3 * at
-        third = 3 * at**7 + 19 * at**5 + 17 * at**3 - 15 * at
-        return at + (at**3 + at) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
-    log_density = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
-    for _ in range(100):
-        density = 2 * math.exp(log_density - (freedom + 1) / 2 * math.log1p(at * at / freedom))
-        step = (0.95 - _within(at, freedom)) / density
-        at += step
-        if step < 1e-12 * at:
-            break
-    return at
-
-
-def _within(at: float, freedom: int) -> float:
-    """P(|T| < at), by the finite series in cos(arctan(at / sqrt(freedom))) for whole degrees of freedom."""
-    angle = math.atan(at / math.sqrt(freedom))
-    square = math.cos(angle) ** 2
-    odd = freedom % 2 == 1
-    total, term = 0.0, math.cos(angle) if odd else 1.0
-    for j in range(3 if odd else 2, freedom + 1, 2):
-        total += term
-        term *= square * (j - 1) / j
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    return student_95(count - 1) / math.sqrt(count)
 
 
 def _check(rounds: int, most: int, explore: float, n: int) -> None:

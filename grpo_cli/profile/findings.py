@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +12,9 @@ from grpo_cli.profile.estimate import EXACT, KINDS, Prediction, total
 from grpo_cli.profile.measure import Measured, Phase
 from grpo_cli.profile.roofline import Floor, Rates
 from grpo_cli.profile.shapes import Sizes
+from grpo_cli.report.profiles import SCHEMA
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import PROFILE as FILE
-from grpo_cli.support.errors import UserError
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -149,18 +146,6 @@ def write(findings: Findings, folder: Path) -> Path:
     path = folder / FILE
     write_atomically(path, (json_line(document(findings), indent=2) + "\n").encode())
     return path
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What was written before. UserError if it is no profile, or of another schema."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a {FILE} that grpo profile wrote") from error
-    schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA:
-        raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA}: profile anew")
-    return dict(found)
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from grpo_cli.report.asked import Asked, Setting, shown
+from grpo_cli.report.asked import Asked, Setting
 from grpo_cli.report.curves import GREEDY, Curve, mean_curve
 from grpo_cli.report.read import PHASES, Run, State
 from grpo_cli.runs.layout import RUN
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import shown
+from grpo_cli.support.intervals import student_95
 
 # Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
@@ -75,25 +77,9 @@ class Arm:
     def best_accuracy(self) -> Estimate | None:
         return estimate((run.best_accuracy for run in self.runs), 0.0, 1.0)
 
-    @property
-    def seconds(self) -> Estimate | None:
-        return estimate((run.seconds for run in self.runs), 0.0)
-
-    @property
-    def generated_tokens(self) -> Estimate | None:
-        return estimate((run.generated_tokens for run in self.runs), 0.0)
-
-    @property
-    def trained_tokens(self) -> Estimate | None:
-        return estimate((run.trained_tokens for run in self.runs), 0.0)
-
-    @property
-    def peak_bytes(self) -> Estimate | None:
-        return estimate((run.peak_bytes for run in self.runs), 0.0)
-
-    @property
-    def entropy(self) -> Estimate | None:
-        return estimate((run.entropy for run in self.runs), 0.0)
+    def mean(self, figure: str) -> Estimate | None:
+        """Over seeds, of a figure of the runs that is never negative, such as `peak_bytes`."""
+        return estimate((getattr(run, figure) for run in self.runs), 0.0)
 
     @property
     def step_seconds(self) -> dict[str, float]:
@@ -170,35 +156,33 @@ def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]
     """
     keys = dict.fromkeys(key for one in asked for key in one.settings)
     differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and _differs(key, asked)]
-    given = {key for one in asked for key in one.given}
-    groups = {key for one in asked for key in one.groups}
-    implied: dict[str, str] = {}
-    for key in differing:
-        sources = [key.partition(".")[0]] if "." in key else []
-        sources += {one.references[key] for one in asked if key in one.references}
-        sources += ["experiment"]
-        for source in sources:
-            if source == key or source not in differing or key in given:
-                continue
-            follows = all(one.references.get(key) == source for one in asked if one.complete)
-            if follows or (source in groups and _determines(source, key, asked)):
-                implied[key] = source
-                break
     typed = list(dict.fromkeys(key for one in asked for key in one.given))
+    groups = frozenset[str]().union(*(one.groups for one in asked))
+    sources = {key: _source(key, differing, groups, asked) for key in differing if key not in typed}
+    implied = {key: source for key, source in sources.items() if source is not None}
     columns = [key for key in differing if key not in implied]
     # As they were typed, then the rest: the choices before single settings.
-    columns.sort(key=lambda key: (typed.index(key) if key in given else len(typed), key not in groups))
+    columns.sort(key=lambda key: (typed.index(key) if key in typed else len(typed), key not in groups))
     return tuple(columns), implied
+
+
+def _source(key: str, differing: Sequence[str], groups: frozenset[str], asked: Sequence[Asked]) -> str | None:
+    """The other differing setting that `key` follows, or that decides it in every run."""
+    known = [one for one in asked if one.complete]
+    referred = {one.references[key] for one in known if key in one.references}
+    for source in (key.partition(".")[0], *referred, "experiment"):
+        if source == key or source not in differing:
+            continue
+        pairs = {(_value(one, source), _value(one, key)) for one in known}
+        decides = source in groups and len(pairs) == len({value for value, _ in pairs})
+        if decides or all(one.references.get(key) == source for one in known):
+            return source
+    return None
 
 
 def _differs(key: str, asked: Sequence[Asked]) -> bool:
     # Of a run without a config nothing is known but what was given; of the others, an absent setting is a value too.
     return len({_value(one, key) for one in asked if one.complete or key in one.settings}) > 1
-
-
-def _determines(source: str, key: str, asked: Sequence[Asked]) -> bool:
-    pairs = {(_value(one, source), _value(one, key)) for one in asked if one.complete}
-    return len(pairs) == len({source for source, _ in pairs})
 
 
 def _value(asked: Asked, key: str) -> str:
@@ -254,19 +238,3 @@ def estimate(values: Iterable[float | None], least: float = -math.inf, most: flo
         return Estimate(mean)
     half = student_95(len(numbers) - 1) * statistics.stdev(numbers) / math.sqrt(len(numbers))
     return Estimate(mean, max(mean - half, least), min(mean + half, most), over="seeds")
-
-
-# Two-sided 95 % quantiles of Student's distribution with 1 to 9 degrees of freedom.
-_STUDENT_95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-
-
-def student_95(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's distribution, to three decimals.
-
-    From 10 degrees of freedom on by the expansion about the normal quantile (Fisher and Cornish 1960).
-    """
-    if freedom <= len(_STUDENT_95):
-        return _STUDENT_95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))

@@ -10,7 +10,7 @@ from grpo_cli import __version__
 from grpo_cli.report.compare import Comparison
 from grpo_cli.report.plots import DPI
 from grpo_cli.report.rollouts import Recording, extremes, facts, visible
-from grpo_cli.report.tables import SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_table
+from grpo_cli.report.tables import REMARKS, SET_APART, SPARKS, Table, arm_table, footnotes, run_table, settings_table
 from grpo_cli.support.formatting import plain
 
 # What a browser may load on behalf of the page: the pictures in it and its own style, and nothing from anywhere.
@@ -25,7 +25,7 @@ p.small, li { color: #55555a; font-size: .88rem; } ul { padding-left: 1.2rem; ma
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; }
 th { text-align: left; border-bottom: 2px solid #1c1c1e; padding: .35rem .7rem; vertical-align: bottom; }
 td { border-bottom: 1px solid #e3e3e6; padding: .35rem .7rem; vertical-align: top; white-space: nowrap; }
-td.said { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
+td.words { white-space: normal; min-width: 9rem; overflow-wrap: anywhere; }
 small { color: #55555a; font-weight: 400; }
 th.number, td.number { text-align: right; } tr.best td { background: #eef6ee; font-weight: 600; }
 td.spark { color: #0072b2; letter-spacing: 0; font-family: monospace; }
@@ -121,7 +121,7 @@ def _table(table: Table) -> str:
 
 
 def _class(table: Table, name: str) -> str:
-    special = {SAID: "said", "not averaged": "said", SPARKS: "spark"}
+    special = {REMARKS: "words", SET_APART: "words", SPARKS: "spark"}
     kind = "number" if name in table.numeric else special.get(name, "")
     return f' class="{kind}"' if kind else ""
 

@@ -22,8 +22,6 @@ from grpo_cli.runs.record import has_record
 from grpo_cli.support import terminal
 from grpo_cli.support.errors import UserError
 
-NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
-
 
 def make(
     folders: Sequence[Path],
@@ -44,7 +42,7 @@ def make(
     out = out or layout.new_folder("report")
     found = read_runs(folders, metric)
     comparison = compare(found.runs, target, metric)
-    notes = [] if plots.can_draw() else [NO_PICTURES]
+    notes = [] if plots.can_draw() else [plots.NO_PICTURES]
     if found.others:
         notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}

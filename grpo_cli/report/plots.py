@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from jaxtyping import Float
 
 from grpo_cli.report.compare import Arm, Comparison
 from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve, spoken
@@ -40,6 +41,7 @@ STYLE: Any = {
 DPI = 200
 MOST_BARS = 60  # of a picture
 NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
+NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
@@ -71,7 +73,7 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
             drawn["accuracy.png"] = png(
                 accuracy_figure({"": lines}, axes, targets, f"held-out {spoken(comparison.metric)}")
             )
-        measured = {name: arm for name, arm in arms if arm.peak_bytes}
+        measured = {name: arm for name, arm in arms if arm.mean("peak_bytes")}
         if measured:
             drawn["memory.png"] = png(memory_figure(measured))
         timed = {name: arm.step_seconds for name, arm in arms if arm.step_seconds}
@@ -181,50 +183,61 @@ def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, An
 
 def memory_figure(arms: Mapping[str, Arm]) -> Figure:
     """Peak memory of each arm: the mean as a bar, every run as a dot."""
-    arms, figure, panel = _bars(arms, "peak memory, MiB (dots: single runs)")
+    arms, figure, (panel,) = bars(arms, "peak memory, MiB (dots: single runs)")
     for place, arm in enumerate(arms.values()):
         runs = [run.peak_bytes / 2**20 for run in arm.runs if run.peak_bytes is not None]
         panel.barh(place, float(np.mean(runs)), color=COLOURS[5], height=0.62)
         panel.plot(runs, [place] * len(runs), ls="", marker="o", ms=3, color=COLOURS[6], alpha=0.7)
-        panel.annotate(
-            size(float(np.mean(runs)) * 2**20), (max(runs), place), (5, 0), textcoords="offset points", va="center"
-        )
-    panel.margins(x=0.12)
-    panel.set_xlim(left=0)
+        write_at_end(panel, size(float(np.mean(runs)) * 2**20), max(runs), place)
     return figure
 
 
 def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
     """Mean seconds of a step of each arm, stacked by phase."""
-    arms, figure, panel = _bars(arms, "mean seconds per step, evaluation and checkpoints left out")
-    names = [name for name in PHASE_COLOURS if any(name in phases for phases in arms.values())]
-    begun = np.zeros(len(arms))
-    for name in names:
-        seconds = np.array([phases.get(name, 0.0) for phases in arms.values()])
-        panel.barh(range(len(arms)), seconds, left=begun, color=PHASE_COLOURS[name], height=0.62, label=name)
-        begun += seconds
-    for place, total in enumerate(begun):
-        panel.annotate(f"{total:.3g} s", (total, place), (4, 0), textcoords="offset points", va="center")
-    panel.margins(x=0.12)
-    panel.set_xlim(left=0)
-    figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
+    arms, figure, (panel,) = bars(arms, "mean seconds per step, evaluation and checkpoints left out")
+    totals = stacked(figure, panel, list(arms.values()), PHASE_COLOURS)
+    for place, total in enumerate(totals):
+        write_at_end(panel, f"{total:.3g} s", total, place)
     return figure
 
 
-def _bars(arms: Mapping[str, T], caption: str) -> tuple[Mapping[str, T], Figure, Axes]:
-    """A figure with a line per arm, the first one on top, and the arms that have one: the first MOST_BARS."""
+def stacked(
+    figure: Figure, panel: Axes, bars: Sequence[Mapping[str, float]], colours: Mapping[str, str]
+) -> Float[np.ndarray, " bars"]:
+    """Draw the parts of each bar one after the other, with a legend above; returns where bars end."""
+    ends = np.zeros(len(bars))
+    names = [name for name in colours if any(bar.get(name) for bar in bars)]
+    for name in names:
+        lengths = np.array([bar.get(name, 0.0) for bar in bars])
+        panel.barh(range(len(bars)), lengths, left=ends, color=colours[name], height=0.62, label=name)
+        ends += lengths
+    figure.legend(loc="outside upper center", ncols=len(names), fontsize=8)
+    return ends
+
+
+def write_at_end(panel: Axes, text: str, end: float, place: int) -> None:
+    """At the end of a bar."""
+    panel.annotate(text, (end, place), (5, 0), textcoords="offset points", va="center")
+
+
+def bars(arms: Mapping[str, T], *captions: str) -> tuple[Mapping[str, T], Figure, Sequence[Axes]]:
+    """A figure with a panel per caption and a line per arm, the first on top, and the arms that have one: the first
+    MOST_BARS."""
     from matplotlib.figure import Figure
 
     shown = dict(itertools.islice(arms.items(), MOST_BARS))
     labels = [_broken(name) for name in shown]
     lines = sum(max(1.6, 1 + label.count("\n")) for label in labels)
-    figure = Figure(figsize=(7.2, 0.9 + 0.2 * lines), layout="constrained")
-    panel = figure.subplots()
-    panel.set_yticks(range(len(shown)), labels)
-    panel.set_ylim(len(shown) - 0.5, -0.5)
-    panel.grid(axis="y", visible=False)
-    panel.set_xlabel(caption + (f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""))
-    return shown, figure, panel
+    figure = Figure(figsize=(3.6 + 3.6 * len(captions), 0.9 + 0.2 * lines), layout="constrained")
+    panels = figure.subplots(1, len(captions), sharey=True, squeeze=False)[0]
+    left_out = f"\nthe first {len(shown)} of {len(arms)} arms" if len(shown) < len(arms) else ""
+    for panel, caption in zip(panels, captions, strict=True):
+        panel.set_yticks(range(len(shown)), labels)
+        panel.set_ylim(len(shown) - 0.5, -0.5)
+        panel.grid(axis="y", visible=False)
+        panel.set_xlabel(caption + left_out)
+        panel.margins(x=0.12)
+    return shown, figure, panels
 
 
 def _broken(label: str) -> str:

@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.report.asked import Asked, asked_of, asked_with
 from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
+from grpo_cli.report.lines import records
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import content
 from grpo_cli.runs.lock import is_held
@@ -130,10 +132,9 @@ def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
 
 def _short_name(path: Path, given: Path, num_given: int) -> str:
     """The run's folder from the one that was named; with the latter's own name if there are several."""
-    below = path.relative_to(given)
-    if below == Path("."):
-        return plain(given.resolve().name)
-    return plain(given.resolve().name / below if num_given > 1 else below)
+    if path == given or num_given > 1:
+        return plain(given.resolve().name / path.relative_to(given))
+    return plain(path.relative_to(given))
 
 
 def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str] | None]]:
@@ -155,42 +156,38 @@ def _natural(name: str) -> tuple[int, int, str]:
 
 def jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
     """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
-    told, _ = _read_object(sweep / layout.SWEEP)
     jobs: dict[Path, Sequence[str] | None] = {}
-    listed = told.get("jobs")
+    listed = _read_object(sweep / layout.SWEEP, []).get("jobs")
     for job in listed if isinstance(listed, list) else []:
-        if not isinstance(job, dict):
-            continue
         # By its last part: a sweep that was moved, or is read from another folder, is found as well.
-        name = Path(str(job.get("folder", ""))).name
+        name = Path(str(job.get("folder", ""))).name if isinstance(job, dict) else ""
         if name and name != "..":
-            overrides = job.get("overrides")
-            jobs[sweep / name] = [str(word) for word in overrides] if isinstance(overrides, list) else None
+            jobs[sweep / name] = _words(job.get("overrides"))
     return jobs
+
+
+def _words(listed: Any) -> list[str] | None:
+    return [str(word) for word in listed] if isinstance(listed, list) else None
 
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
     """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
-    status, status_note = _read_object(folder / layout.STATUS)
-    summary, summary_note = _read_object(folder / layout.SUMMARY)
-    rows, notes = read_rows(folder / layout.METRICS)
-    overrides = status.get("overrides", job)
-    overrides = [str(word) for word in overrides] if isinstance(overrides, list) else []
-    asked, asked_note = _asked(folder, overrides, str(status.get("command", "train")))
+    notes: list[str] = []
+    status = _read_object(folder / layout.STATUS, notes)
+    summary = _read_object(folder / layout.SUMMARY, notes)
+    rows, of_rows = read_rows(folder / layout.METRICS)
+    try:
+        asked = asked_of(folder)
+    except UserError as error:
+        asked = None
+        notes.insert(0, plain(str(error).removeprefix(f"{folder}{os.sep}")))
+    if asked is None:
+        asked = asked_with(_words(status.get("overrides", job)) or [], str(status.get("command", "train")))
     if asked.command == "eval":  # has no steps, and says what it found in its summary
         rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)
-    notes = [*filter(None, (asked_note, status_note, summary_note)), *notes]
-    run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=tuple(notes))
+    run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=(*notes, *of_rows))
     return _with_numbers(run, rows, metric, summary)
-
-
-def _asked(folder: Path, overrides: Sequence[str], command: str) -> tuple[Asked, str]:
-    """What the run was asked, and what is to be said if its record is damaged."""
-    try:
-        return asked_of(folder) or asked_with(overrides, command), ""
-    except UserError as error:
-        return asked_with(overrides, command), plain(str(error).removeprefix(f"{folder}{os.sep}"))
 
 
 def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any]) -> Run:
@@ -259,15 +256,18 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _read_object(path: Path) -> tuple[dict[str, Any], str | None]:
-    """A JSON object and, where it cannot be read, a note; of a file that is not there neither."""
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """A JSON object; empty if there is none, with a note if there should be."""
     try:
         value = _DECODER.decode(content(path).decode())
+        if isinstance(value, dict):
+            return value
+        notes.append(f"{path.name} holds no JSON object")
     except FileNotFoundError:
-        return {}, None
+        pass
     except (OSError, ValueError, RecursionError) as error:
-        return {}, f"{path.name} cannot be read: {plain(error)}"
-    return (value, None) if isinstance(value, dict) else ({}, f"{path.name} holds no JSON object")
+        notes.append(f"{path.name} cannot be read: {plain(error)}")
+    return {}
 
 
 # Whole numbers as floats: all metrics are, and no number is too large for one.
@@ -279,33 +279,14 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
 
     A record takes the place of what stands before it for its step and later ones: a resumed run has gone back there.
     """
-    try:
-        lines = content(path).split(b"\n")
-    except FileNotFoundError:
-        return [], []
-    except OSError as error:
-        return [], [f"{path.name} cannot be read: {error.strerror}"]
     rows: list[dict[str, float]] = []
-    bad: list[int] = []
+    notes: list[str] = []
     no_number: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = _row(line, no_number)
-        except (ValueError, RecursionError):
-            bad.append(number)
-            continue
+    for row in records(path, partial(_row, no_number=no_number), notes):
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
-    notes = [f"{path.name}: {plain(name)} is not always a number" for name in sorted(no_number)]
-    if bad and bad[-1] == len(lines):  # nothing but the newline is written after a record
-        bad.pop()
-        notes.append(f"{path.name}: its last line is half written and was left out")
-    if bad:
-        notes.append(f"{path.name}: {len(bad)} lines cannot be read and were left out (line {bad[0]} first)")
-    return rows, notes
+    return rows, [*(f"{path.name}: {plain(name)} is not always a number" for name in sorted(no_number)), *notes]
 
 
 def _row(line: bytes, no_number: set[str]) -> dict[str, float]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_cli.report.lines import records
 from grpo_cli.runs import layout
 from grpo_cli.support.formatting import plain
 
@@ -57,7 +59,7 @@ def read_recording(folder: Path, step: int | None = None) -> Recording | None:
     steps: set[int] = set()
     notes: list[str] = []
     last: int | None = None
-    for row in _rows(file, notes):
+    for row in records(file, partial(_recorded, has_step=file.name == layout.ROLLOUTS), notes):
         if row.step is not None:
             steps.add(row.step)
             if last is None or row.step > last:
@@ -104,26 +106,6 @@ def visible(text: str) -> str:
     'a\\x1b[31m\\tb\nc'
     """
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def _rows(file: Path, notes: list[str]) -> Iterator[Recorded]:
-    """Each row that can be read; what cannot is added to the notes, by the number of its line."""
-    bad, cut, has_step = [], False, file.name == RECORDS[0]
-    try:
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield _recorded(line, has_step)
-                except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-                    cut = not line.endswith(b"\n")
-                    bad += [str(number)] if line.strip() and not cut else []
-    except OSError as error:
-        notes.append(f"{file.name} cannot be read: {error.strerror}")
-    if bad:
-        lines_named = ", ".join(bad[:10]) + (", ..." if len(bad) > 10 else "")
-        notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {lines_named} cannot be read, and left out")
-    if cut:
-        notes.append(f"{file.name}: its last line is half written, and left out")
 
 
 def _recorded(line: bytes, has_step: bool) -> Recorded:

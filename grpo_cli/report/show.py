@@ -11,24 +11,26 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from grpo_cli.report.compare import Comparison
-from grpo_cli.report.tables import MEANS, SAID, SPARKS, Table, arm_table, footnotes, run_table, settings_lines
+from grpo_cli.report.tables import REMARKS, SPARKS, Table, arm_table, footnotes, run_table, settings_lines
 from grpo_cli.support import terminal
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
-
-
-# What a narrow screen can do without, the first one first. The page has it all.
-DISPENSABLE = (*MEANS[2:0:-1], MEANS[4], MEANS[0], "best accuracy", MEANS[3], "last accuracy", "seed")
-ROOM_FOR_WORDS = 24  # that the column of remarks needs; it breaks anywhere
+# What a narrow screen can do without, the first one first. What is written to files has it all.
+DISPENSABLE = (
+    *("trained tokens", "generated tokens", "last entropy", "training time", "best accuracy", "peak memory"),
+    *("last accuracy", "seed", "decode steps", "slots busy", "tokens/s", "KV"),
+)
+ROOM_FOR_REMARKS = 24  # the column breaks anywhere
 
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
     """Print the report. Where nobody looks at a screen (a file, a pipe) rows are as long as they need to be."""
     console = console or terminal.console()
-    arms = [arm_table(comparison, settings=settings) for settings in (True, False)]
+    ways = (False,) if comparison.numbered else (True, False)
+    arms = [arm_table(comparison, settings=settings) for settings in ways]
     if not console.encoding.startswith("utf"):
         arms = [table.without(SPARKS) for table in arms]
-    if _print_first_fitting(console, arms[1:] if comparison.numbered else arms) == "arm":
+    if print_first_fitting(console, arms) == "arm":
         for line in settings_lines(comparison):
             console.print(Text(line))
         console.print()
@@ -37,13 +39,12 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
     if comparison.left_out:
         console.print()
         console.print(Text("Not averaged:", style="bold"))
-        apart = [run_table(comparison, comparison.left_out, settings) for settings in (True, False)]
-        _print_first_fitting(console, apart[1:] if comparison.numbered else apart)
+        print_first_fitting(console, [run_table(comparison, comparison.left_out, settings) for settings in ways])
     for run in (run for arm in comparison.arms for run in arm.runs if run.notes):
         console.print(Text(f"note: {run.name}: {'; '.join(run.notes)}", style="yellow"))
 
 
-def _print_first_fitting(console: Console, tables: Sequence[Table]) -> str:
+def print_first_fitting(console: Console, tables: Sequence[Table]) -> str:
     """Print the first of the tables that the screen has room for; returns the name of its first column.
 
     A table may be printed in lines, or with intervals below their means, or without columns, which are then named.
@@ -56,19 +57,18 @@ def _print_first_fitting(console: Console, tables: Sequence[Table]) -> str:
             for stacked in (False, True):
                 last = table is tables[-1] and len(hidden) == len(dispensable) and stacked
                 if last or not console.is_terminal or _needs(console, shrunk, stacked) <= console.width:
-                    _print(console, _rich(shrunk, stacked))
+                    _print(console, rich_table(shrunk, stacked))
                     if hidden:
                         names = ", ".join(hidden)
-                        console.print(Text(f"The screen is narrow; only in the page: {names}.", style="dim"))
+                        console.print(Text(f"The screen is narrow; only in the files: {names}.", style="dim"))
                     return table.columns[0]
     raise AssertionError("the last table is printed in any case")
 
 
 def _needs(console: Console, table: Table, stacked: bool) -> int:
     """The columns of a screen that a table needs."""
-    if SAID not in table.columns:
-        return _width(console, _rich(table, stacked))
-    return _width(console, _rich(table.without(SAID), stacked)) + ROOM_FOR_WORDS
+    room = ROOM_FOR_REMARKS if REMARKS in table.columns else 0
+    return _width(console, rich_table(table.without(REMARKS), stacked)) + room
 
 
 def _width(console: Console, table: RichTable) -> int:
@@ -82,22 +82,22 @@ def _print(console: Console, table: RichTable) -> None:
     console.print(table)
 
 
-def _rich(table: Table, stacked: bool = False) -> RichTable:
-    """`stacked` breaks the names of columns, and brackets and parts of a list go to lines of their own."""
-    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def rich_table(table: Table, stacked: bool = False) -> RichTable:
+    """`stacked` breaks the names of columns, and brackets and parts of a list go to lines of their own.
+
+    Nothing in it is read as markup: it comes from files.
+    """
+    title = Text(table.title, style="italic") if table.title else None
+    made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in table.columns:
-        title = "\n".join(name.rsplit(" ", 1)) if stacked and len(name) > 10 else name
+        head = "\n".join(name.rsplit(" ", 1)) if stacked and len(name) > 10 else name
         right = name in table.numeric
-        made.add_column(Text(title), justify="right" if right else "left", no_wrap=right, overflow="fold")
+        made.add_column(Text(head), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for number, row in enumerate(table.rows):
-        cells = [_cell(name, text, stacked) for name, text in zip(table.columns, row, strict=True)]
-        made.add_row(*cells, style="bold" if number == table.marked else None)
+        cells = [text.replace(" (", "\n(").replace(", ", "\n") if stacked else text for text in row]
+        states = [
+            STATE_STYLES.get(text, "yellow") if name == "state" else ""
+            for name, text in zip(table.columns, row, strict=True)
+        ]
+        made.add_row(*map(Text, cells, states), style="bold" if number == table.marked else None)
     return made
-
-
-def _cell(name: str, text: str, stacked: bool) -> Text:
-    """Not read as markup: it comes from a file."""
-    style = STATE_STYLES.get(text, "yellow") if name == "state" else ""
-    if stacked:
-        text = text.replace(" (", "\n(").replace(", ", "\n")
-    return Text(text, style=style)

@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from grpo_cli.report.asked import Setting, shown
+from grpo_cli.report.asked import Setting
 from grpo_cli.report.compare import Arm, Comparison, Estimate
-from grpo_cli.report.curves import spoken
+from grpo_cli.report.curves import Curve, spoken
 from grpo_cli.report.read import Run
-from grpo_cli.support.formatting import duration, short, size, sparkline
+from grpo_cli.support.formatting import duration, short, shown, size, sparkline
 
 NOTHING = "–"
-SAID = "said of it"
 SPARKS, SPARK_WIDTH = "accuracy by step", 16
-MEANS = ("training time", "generated tokens", "trained tokens", "peak memory", "last entropy")
+REMARKS, SET_APART = "remarks", "not averaged"
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     numeric: frozenset[str] = frozenset()
     marked: int | None = None
+    title: str = ""
 
     def without(self, *columns: str) -> Table:
         kept = [place for place, name in enumerate(self.columns) if name not in columns]
@@ -37,40 +37,58 @@ class Table:
         return replace(self, columns=tuple(self.columns[place] for place in kept), rows=rows)
 
 
+def _seconds(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return str(seconds)
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
+def _share(share: float) -> str:
+    return f"{share:.3f}"
+
+
+# Columns of means over an arm's runs: the figure of a run, and how it is written.
+MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "training time": ("seconds", _seconds),
+    "generated tokens": ("generated_tokens", short),
+    "trained tokens": ("trained_tokens", short),
+    "peak memory": ("peak_bytes", size),
+    "last entropy": ("entropy", _share),
+}
+
+
 def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = True) -> Table:
     """One row per arm: its settings, or else its number, then means over its completed runs.
 
     Accuracies come with their intervals (a star marks one over problems), the rest if `intervals` asks for them.
     """
-    target = comparison.target
+    target, arms = comparison.target, comparison.arms
+    columns = comparison.columns if settings else ("arm",)
     reaching = "time to target" if target is None else f"time to {target:.3f}"
     numbers = ("runs", "final accuracy", "best accuracy", reaching, *MEANS)
-    besides = ("not averaged",) if comparison.left_out else ()
-    sparks = _sparks(comparison)
     rows = []
-    columns = comparison.columns if settings else ("arm",)
-    for place, (arm, spark) in enumerate(zip(comparison.arms, sparks, strict=True), start=1):
-        told: list[tuple[Estimate | None, Callable[[float], str]]] = [
-            (arm.seconds, _seconds),
-            (arm.generated_tokens, short),
-            (arm.trained_tokens, short),
-            (arm.peak_bytes, size),
-            (arm.entropy, "{:.3f}".format),
-        ]
-        named = _settings(arm.settings, columns) if settings else [str(place)]
-        reached = NOTHING if target is None else _reached(arm, target)
-        accuracies = [with_interval(e, "{:.3f}".format) for e in (arm.final_accuracy, arm.best_accuracy)]
-        means = [with_interval(e, form) if intervals else _mean(e, form) for e, form in told]
+    for place, (arm, spark) in enumerate(zip(arms, _sparks(arms), strict=True), start=1):
         counts = Counter(run.state.value for run in arm.others)
-        set_apart = [", ".join(f"{number} {state}" for state, number in counts.items())] if besides else []
-        rows.append((*named, str(len(arm.runs)), *accuracies, reached, *means, spark, *set_apart))
-    marked = comparison.arms.index(comparison.best) if comparison.best else None
-    table = Table((*columns, *numbers, SPARKS, *besides), tuple(rows), frozenset(numbers), marked)
-    return table if any(arm.entropy for arm in comparison.arms) else table.without(MEANS[4])  # older runs have none
+        rows.append(
+            (
+                *(_settings(arm.settings, columns) if settings else [str(place)]),
+                str(len(arm.runs)),
+                *(with_interval(found, _share) for found in (arm.final_accuracy, arm.best_accuracy)),
+                NOTHING if target is None else _reached(arm, target),
+                *(with_interval(arm.mean(figure), form, intervals) for figure, form in MEANS.values()),
+                spark,
+                ", ".join(f"{number} {state}" for state, number in counts.items()),
+            )
+        )
+    marked = arms.index(comparison.best) if comparison.best else None
+    table = Table((*columns, *numbers, SPARKS, SET_APART), tuple(rows), frozenset(numbers), marked)
+    without = [] if comparison.left_out else [SET_APART]
+    without += [] if any(arm.mean("entropy") for arm in arms) else ["last entropy"]  # older runs have none
+    return table.without(*without)
 
 
 def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
-    """One row per run: how it ended, its settings or else its arm, how far it came, and what was said of it."""
+    """One row per run: how it ended, its settings or else its arm, how far it came, and remarks."""
     columns = comparison.columns if settings else ("arm",)
     places = {id(run): i for i, arm in enumerate(comparison.arms, start=1) for run in (*arm.runs, *arm.others)}
     rows = [
@@ -80,14 +98,14 @@ def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True
             *(_settings(run.asked.settings, columns) if settings else [str(places[id(run)])]),
             NOTHING if run.asked.seed is None else shown(run.asked.seed),
             "/".join([str(run.steps), *([shown(asked)] if (asked := run.asked.settings.get("train.steps")) else [])]),
-            NOTHING if run.final_accuracy is None else f"{run.final_accuracy:.3f}",
+            NOTHING if run.final_accuracy is None else _share(run.final_accuracy),
             NOTHING if run.seconds is None else _seconds(run.seconds),
             "; ".join(filter(None, (run.reason, *run.notes))),
         )
         for run in runs
     ]
     names = ("seed", "steps", "last accuracy", "training time")
-    return Table(("run", "state", *columns, *names, SAID), tuple(rows), frozenset(names))
+    return Table(("run", "state", *columns, *names, REMARKS), tuple(rows), frozenset(names))
 
 
 def settings_table(comparison: Comparison) -> Table:
@@ -117,35 +135,34 @@ def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[s
 
 def footnotes(comparison: Comparison) -> list[str]:
     """What a reader of the tables has to know."""
-    arms, said = comparison.arms, []
-    averaged = sum(len(arm.runs) for arm in arms)
-    said.append(
-        f"Means over the {averaged} completed of {len(comparison.runs)} runs, with Student's 95 % interval over seeds "
-        f"where they differ; accuracy is the held-out {spoken(comparison.metric)}."
-    )
+    arms = comparison.arms
+    notes = [
+        f"Means over the {sum(len(arm.runs) for arm in arms)} completed of {len(comparison.runs)} runs, with Student's "
+        f"95 % interval over seeds where they differ; accuracy is the held-out {spoken(comparison.metric)}."
+    ]
     if any(arm.final_accuracy and arm.final_accuracy.over == "problems" for arm in arms):
-        said.append(
-            "* One seed, or seeds that agree: the interval is over the held-out problems, and says nothing of other "
+        notes.append(
+            "* One seed, or seeds that agree: the interval is over the held-out problems and says nothing about other "
             "seeds."
         )
-    if comparison.target is not None:
-        said.append(
-            f"Time to an accuracy of {comparison.target:.3f} ({comparison.target_is}): training seconds up to the "
-            "first evaluation that has it, mean over the runs that get there."
-        )
+    if comparison.target is None:
+        notes.append("No run was evaluated, so there is no accuracy (eval.every).")
     else:
-        said.append("No run was evaluated, so there is no accuracy (eval.every).")
+        notes.append(
+            f"Time to an accuracy of {comparison.target:.3f} ({comparison.target_is}): training seconds up to the "
+            "first evaluation that reaches it, mean over the runs that get there."
+        )
     differing = _code_differences([run.code for arm in arms for run in arm.runs])
     if differing:
-        said.append(f"These runs are of different code, and compared all the same: {'; '.join(differing)}.")
+        notes.append(f"These runs are of different code, but compared as equals: {'; '.join(differing)}.")
     of_source: dict[str, list[str]] = {}
     for key, source in comparison.implied.items():
         if key != f"{source}._target_":  # that is what the choice is
             of_source.setdefault(source, []).append(key)
     if of_source:
         lists = "; ".join(f"with {source}: {', '.join(keys)}" for source, keys in of_source.items())
-        said.append(f"Also different, but only along with another setting: {lists}.")
-    return said
+        notes.append(f"Also different, but only along with another setting: {lists}.")
+    return notes
 
 
 def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -171,16 +188,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _arm_json(arm: Arm, target: float | None) -> dict[str, Any]:
-    names = (
-        "final_accuracy",
-        "best_accuracy",
-        "seconds",
-        "generated_tokens",
-        "trained_tokens",
-        "peak_bytes",
-        "entropy",
-    )
-    estimates = {name: getattr(arm, name) for name in names}
+    means = {figure: arm.mean(figure) for figure, _ in MEANS.values()}
+    estimates = {"final_accuracy": arm.final_accuracy, "best_accuracy": arm.best_accuracy, **means}
     return {
         "settings": arm.settings,
         **{name: None if found is None else asdict(found) for name, found in estimates.items()},
@@ -191,44 +200,27 @@ def _arm_json(arm: Arm, target: float | None) -> dict[str, Any]:
     }
 
 
+_OF_A_RUN = ("folder", "reason", "notes", "steps", "step_seconds", "code", *(figure for figure, _ in MEANS.values()))
+
+
 def _run_json(run: Run, averaged: bool) -> dict[str, Any]:
     return {
-        "folder": run.folder,
+        **{name: getattr(run, name) for name in _OF_A_RUN},
         "state": run.state.value,
-        "reason": run.reason,
-        "notes": run.notes,
         "averaged": averaged,
         "seed": run.asked.seed,
         "overrides": run.asked.given,
-        "steps": run.steps,
-        "seconds": run.seconds,
-        "generated_tokens": run.generated_tokens,
-        "trained_tokens": run.trained_tokens,
-        "peak_bytes": run.peak_bytes,
-        "entropy": run.entropy,
-        "step_seconds": run.step_seconds,
-        "code": run.code,
         "curve": asdict(run.curve),
     }
 
 
-def with_interval(estimate: Estimate | None, form: Callable[[float], str]) -> str:
+def with_interval(estimate: Estimate | None, form: Callable[[float], str], intervals: bool = True) -> str:
     if estimate is None:
         return NOTHING
-    if not estimate.over:
+    if not estimate.over or not intervals:
         return form(estimate.mean)
     star = "*" if estimate.over == "problems" else ""
     return f"{form(estimate.mean)} ({form(estimate.low)}–{form(estimate.high)}){star}"
-
-
-def _mean(estimate: Estimate | None, form: Callable[[float], str]) -> str:
-    return NOTHING if estimate is None else form(estimate.mean)
-
-
-def _seconds(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return str(seconds)
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
 def _reached(arm: Arm, target: float) -> str:
@@ -239,16 +231,16 @@ def _reached(arm: Arm, target: float) -> str:
     return f"{_seconds(found.seconds)}{some}"
 
 
-def _sparks(comparison: Comparison) -> list[str]:
+def _sparks(arms: Sequence[Arm]) -> list[str]:
     """Each arm's mean accuracy over its steps, all drawn between the least and the greatest of any arm."""
-    curves = [arm.mean_curve for arm in comparison.arms]
+    curves = [arm.mean_curve for arm in arms]
     everything = [value for curve in curves for value in curve.accuracy]
     low, high = min(everything, default=0.0), max(everything, default=1.0)
-    sparks = []
-    for curve in curves:
+
+    def spark(curve: Curve) -> str:
         if not curve.steps:
-            sparks.append("")
-            continue
+            return ""
         places = np.linspace(curve.steps[0], curve.steps[-1], min(SPARK_WIDTH, len(curve.steps)))
-        sparks.append(sparkline(np.interp(places, curve.steps, curve.accuracy).tolist(), low, high))
-    return sparks
+        return sparkline(np.interp(places, curve.steps, curve.accuracy).tolist(), low, high)
+
+    return list(map(spark, curves))

@@ -26,7 +26,7 @@ from grpo_cli.support.errors import UserError
 _PIECE = 2**20  # bytes of a file that are read at once
 
 
-class StepRows(NamedTuple):
+class WrittenRows(NamedTuple):
     """Rows up to `step` that stand together. Without lines: a step of which a record, or a part of one, was lost."""
 
     step: int
@@ -53,9 +53,9 @@ class Ledger:
         self.last_step = max(self.last_step, step)
         self.lost.append(step)
 
-    def blocks(self) -> list[StepRows]:
-        written = [StepRows(self.last_step, 1, self.size, self.crc)] if self.size else []
-        return [*written, *(StepRows(step, 0, 0, 0) for step in self.lost)]
+    def blocks(self) -> list[WrittenRows]:
+        written = [WrittenRows(self.last_step, 1, self.size, self.crc)] if self.size else []
+        return [*written, *(WrittenRows(step, 0, 0, 0) for step in self.lost)]
 
 
 def save_ledgers(folder: Path, ledgers: Mapping[str, Ledger]) -> None:
@@ -64,13 +64,13 @@ def save_ledgers(folder: Path, ledgers: Mapping[str, Ledger]) -> None:
     np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
 
 
-def load_ledgers(folder: Path) -> dict[str, list[StepRows]]:
+def load_ledgers(folder: Path) -> dict[str, list[WrittenRows]]:
     """The blocks of a checkpoint, by file; empty if it is of a version that left none."""
     if not (folder / LEDGER).exists():
         return {}
     try:
         with open(folder / LEDGER, "rb", opener=regular) as file, np.load(file, allow_pickle=False) as found:
-            blocks = {name: [StepRows(*row) for row in rows.tolist()] for name, rows in found.items()}
+            blocks = {name: [WrittenRows(*row) for row in rows.tolist()] for name, rows in found.items()}
         if any(type(number) is not int or number < 0 for rows in blocks.values() for row in rows for number in row):
             raise ValueError("it holds what no count is")
         return blocks
@@ -78,7 +78,7 @@ def load_ledgers(folder: Path) -> dict[str, list[StepRows]]:
         raise UserError(f"{folder / LEDGER} is damaged ({error}); name another checkpoint of the run") from error
 
 
-def as_written(path: Path, blocks: Sequence[StepRows]) -> Ledger | None:
+def as_written(path: Path, blocks: Sequence[WrittenRows]) -> Ledger | None:
     """The ledger of a file that begins with exactly what was written to it until then; None if it does not."""
     ledger = Ledger()
     if (path.stat().st_size if path.exists() else 0) < sum(block.size for block in blocks):
@@ -103,7 +103,7 @@ def _pieces(file: BinaryIO, count: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Remains:
+class RecordState:
     """A file of a run that goes on: what of it stays, and what is wrong with that. `intact`: it is the beginning."""
 
     ledger: Ledger
@@ -111,12 +111,12 @@ class Remains:
     problems: Sequence[str] = ()
 
 
-def look(path: Path, last: int, blocks: Sequence[StepRows] | None, every_step: bool) -> Remains:
+def look(path: Path, last: int, blocks: Sequence[WrittenRows] | None, every_step: bool) -> RecordState:
     """A file of a run that goes on after step `last`. Only where nothing is known of what was written, or where that is
     not what is there, its rows are read: none may be damaged, and with `every_step` each step has to have one."""
     intact = as_written(path, blocks) if blocks is not None else None
     if intact is not None:
-        return Remains(intact)
+        return RecordState(intact)
     problems = [] if blocks is None else [f"{path.name} is not as it was when the checkpoint was saved"]
     lost = {block.step for block in blocks or () if not block.lines}
     ledger, seen = Ledger(last), []
@@ -133,10 +133,10 @@ def look(path: Path, last: int, blocks: Sequence[StepRows] | None, every_step: b
         wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
         problems.append(f"{path.name} {wrong}")
     ledger.lost = sorted(lost)
-    return Remains(ledger, False, problems)
+    return RecordState(ledger, False, problems)
 
 
-def cut(path: Path, found: Remains) -> None:
+def cut(path: Path, found: RecordState) -> None:
     """Leave of a file what was found: rows of later steps go, and a last line that was cut short."""
     if not path.exists() or path.stat().st_size == found.ledger.size:
         return

@@ -5,17 +5,15 @@ A tracker that was asked for must start. Once training runs it may only warn: th
 
 from __future__ import annotations
 
-import netrc
 import os
 import shlex
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import content, json_line, write_atomically
@@ -24,19 +22,17 @@ from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record
 
-# How long W&B's server may take to answer, before an automatic choice becomes offline and an explicit one an error; how
-# long W&B's own process may take to start, which needs no network; and how long a finished run may go on sending.
-AUTO_SECONDS, EXPLICIT_SECONDS, OFFLINE_SECONDS, FINISH_SECONDS = 15.0, 60.0, 60.0, 60.0
+FINISH_SECONDS = 60.0  # how long a finished run may go on sending
 MODES = ("auto", "online", "offline", "disabled")
 
 
 class WandbTracker:
     """Sends records to Weights & Biases, its files below `run_dir`.
 
-    `mode=auto` (in which the environment's WANDB_MODE is heeded) goes online when an API key is configured, in the
-    environment or in the netrc file. Without one, or when the server does not answer soon, it stays offline and
-    says how to send the run later. Asked for `online` or `offline`, it starts that way or raises UserError. Once it has
-    started, the first failure of W&B is told through `warn` and ends the sending; metrics.jsonl has everything anyway.
+    `mode=auto` is WANDB_MODE if that is set, else online where W&B finds an API key and offline where it does not;
+    offline, it says how to send the run later. What W&B cannot start, for as long as its own `WANDB_INIT_TIMEOUT`, is a
+    UserError. Once it has started, its first failure is told through `warn` and ends the sending; metrics.jsonl has
+    everything anyway.
 
     The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run; under `wandb
     agent` it is the agent's. A job of a sweep is in the group of the sweep's name, unless one is given. `choices`
@@ -73,7 +69,7 @@ class WandbTracker:
         self._rows: list[list[Any]] = []
         self._records = 0
         self._run: Any = None
-        self._folders = "run-*"
+        self._folders = "*run-*"
         if self._mode != "disabled":
             arguments = {
                 "project": project,
@@ -84,7 +80,7 @@ class WandbTracker:
                 "tags": [*tags, *_choice_tags(choices or {})],
                 "config": without_secrets({**config, "choices": choices or {}}),
             }
-            with self._as_it_should_see_it():
+            with self._own_folders():
                 self._start(arguments)
 
     def log(self, record: Record) -> None:
@@ -108,69 +104,43 @@ class WandbTracker:
         self._run = None
 
     def _start(self, arguments: Mapping[str, Any]) -> None:
-        """Online or offline, whichever `mode` asks for and the network allows."""
-        explicit = self._mode != "auto"
-        online = self._mode == "online" or (self._mode == "auto" and _has_key())
-        if online and explicit and not _has_key():
-            raise UserError(
-                "logger.mode=online, but no W&B API key is configured. Run `wandb login`, or use logger.mode=offline."
-            )
+        import wandb
+
         try:
-            if online:
-                online = self._try_online(arguments, explicit)
-            if not online:
-                self._folders = "offline-run-*"
-                self._run = self._init("offline", arguments, timeout=OFFLINE_SECONDS)
+            wandb.setup(settings=wandb.Settings(silent=True))
+            online = self._mode in ("auto", "online") and wandb.login(prompt=False, verify=False)
+            if self._mode == "online" and not online:
+                raise UserError(
+                    "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or "
+                    "choose logger.mode=offline."
+                )
+            self._run = wandb.init(
+                dir=str(self._run_dir),
+                mode="online" if online else "offline",
+                id=_run_id(self._run_dir),
+                resume="allow",
+                reinit="create_new",
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",  # it would record the live view's every frame
+                    disable_code=True,
+                    finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
+                    finish_timeout_raises=True,
+                ),
+                **arguments,
+            )
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
         except Exception as error:
             if not _is_wandb_failure(error):
                 raise
-            self._stop_service()
-            if explicit:
-                raise UserError(
-                    f"logger.mode={self._mode}, but W&B did not start: {_first_line(error)}. Check the key and the "
-                    "network, or choose logger.mode=auto or logger=jsonl."
-                ) from error
-            self._warn(f"W&B did not start ({_first_line(error)}): this run has metrics.jsonl and rollouts.jsonl only.")
-            return
-        where = self._run.url if online else f"offline; send this run later with: {self._sync_command()}"
-        self._say(f"W&B: {where}")
-
-    def _try_online(self, arguments: Mapping[str, Any], explicit: bool) -> bool:
-        try:
-            self._run = self._init("online", arguments, timeout=EXPLICIT_SECONDS if explicit else AUTO_SECONDS)
-        except Exception as error:
-            if explicit or not _is_wandb_failure(error):
-                raise
-            self._stop_service()  # it still holds the run's id
-            self._say(f"W&B is not available online ({_first_line(error)}).")
-            return False
-        return True
-
-    def _init(self, mode: Literal["online", "offline"], arguments: Mapping[str, Any], timeout: float) -> Any:
-        import wandb
-
-        # A run that ends without a network must not wait for one: what was not sent stays on the disk.
-        settings = wandb.Settings(
-            silent=True,
-            console="off",  # it would record the live view's every frame
-            disable_code=True,
-            init_timeout=timeout,
-            finish_timeout=FINISH_SECONDS,
-            finish_timeout_raises=True,
-        )
-        wandb.setup(settings=wandb.Settings(silent=True))
-        run = wandb.init(
-            dir=str(self._run_dir),
-            mode=mode,
-            id=_run_id(self._run_dir),
-            resume="allow",
-            reinit="create_new",
-            settings=settings,
-            **arguments,
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        return run
+            _stop_service()
+            raise UserError(
+                f"logger.mode={self._mode}, but W&B did not start: {_first_line(error)}. Check the key and the "
+                "network, or choose logger.mode=offline or logger=jsonl."
+            ) from error
+        self._folders = "run-*" if online else "offline-run-*"
+        self._say(f"W&B: {self._run.url if online else f'offline; send this run later with: {self._sync_command()}'}")
 
     def _take_table(self) -> dict[str, Any]:
         import wandb
@@ -181,42 +151,33 @@ class WandbTracker:
     @contextmanager
     def _warn_only(self) -> Iterator[None]:
         try:
-            with self._as_it_should_see_it():
+            with self._own_folders():
                 yield
         except Exception as error:
             if not _is_wandb_failure(error):
                 raise
             self._run = None
-            self._stop_service()
+            _stop_service()
             self._warn(
                 f"W&B failed ({_first_line(error)}), and gets nothing more of this run; metrics.jsonl has it all. "
                 f"What W&B has on disk can be sent with: {self._sync_command()}"
             )
 
     @contextmanager
-    def _as_it_should_see_it(self) -> Iterator[None]:
-        """W&B stages tables and writes service logs in the home directory unless these variables say otherwise, and
-        notes the command line, which may hold a secret."""
-        folder = self._run_dir / layout.WANDB
+    def _own_folders(self) -> Iterator[None]:
+        """W&B stages tables and writes its service's logs in the home directory unless these variables name another,
+        and keeps the command line, which may hold a secret."""
+        folder, argv = self._run_dir / layout.WANDB, sys.argv
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
         missing = {name: value for name, value in ours.items() if name not in os.environ}
         os.environ.update(missing)
-        argv, sys.argv = sys.argv, arguments_without_secrets(sys.argv)
+        sys.argv = arguments_without_secrets(argv)
         try:
             yield
         finally:
             sys.argv = argv
             for name in missing:
-                os.environ.pop(name, None)
-
-    def _stop_service(self) -> None:
-        import wandb
-
-        try:
-            wandb.teardown(1)
-        except Exception as error:  # a service that died cannot be told to stop
-            if not _is_wandb_failure(error):
-                raise
+                del os.environ[name]
 
     def _sync_command(self) -> str:
         return f"wandb sync {shlex.quote(str(self._run_dir / layout.WANDB))}/{self._folders}"
@@ -233,6 +194,14 @@ def _table_row(step: int, example: Example) -> list[Any]:
 def _is_wandb_failure(error: Exception) -> bool:
     """Whether W&B or its connection failed, rather than this program. W&B's errors have no common base class."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "wandb"
+
+
+def _stop_service() -> None:
+    """End W&B's process, which would otherwise be waited for at exit."""
+    import wandb
+
+    with suppress(Exception):  # one that has died cannot be told to stop
+        wandb.teardown(1)
 
 
 def _first_line(error: Exception) -> str:
@@ -261,23 +230,3 @@ def _choice_tags(choices: Mapping[str, str]) -> list[str]:
     """Choices as words to find a run by; W&B takes up to 64 characters."""
     left_out = ("logger",)
     return [f"{group}={choice}"[:64] for group, choice in choices.items() if group not in left_out and choice != "none"]
-
-
-def _has_key() -> bool:
-    """Whether W&B would find credentials without asking the person at the terminal."""
-    import wandb
-
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    settings = wandb.setup(settings=wandb.Settings(silent=True)).settings
-    if settings.api_key:
-        return True
-    hosts = {urlsplit(settings.base_url).netloc}
-    if "WANDB_BASE_URL" not in os.environ:
-        hosts.add("api.wandb.ai")  # keys stored under the public server's old name are taken for the new one
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc").expanduser()
-    try:
-        stored = netrc.netrc(path)
-    except (OSError, netrc.NetrcParseError):
-        return False  # W&B says what is wrong with the file when it is asked to go online
-    return any(stored.authenticators(host) for host in hosts)

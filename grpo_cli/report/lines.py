@@ -1,0 +1,41 @@
+"""Files of records, a line each, that a process may be writing or that were damaged: what can be read, and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from grpo_cli.runs.files import regular
+
+Row = TypeVar("Row")
+_NO_RECORD = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+MOST_NAMED = 10  # lines, in a note
+
+
+def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iterator[Row]:
+    """What `parse` makes of each line; the numbers of those that it raises for are added to the notes.
+
+    Only a newline is written after a record: a last line that lacks one and cannot be read is half written.
+    """
+    bad: list[str] = []
+    cut = False
+    try:
+        with open(file, "rb", opener=regular) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield parse(line)
+                except _NO_RECORD:
+                    cut = not line.endswith(b"\n")
+                    bad += [] if cut else [str(number)]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notes.append(f"{file.name} cannot be read: {error.strerror}")
+    if bad:
+        named = ", ".join(bad[:MOST_NAMED]) + (", ..." if len(bad) > MOST_NAMED else "")
+        notes.append(f"{file.name}: {'line' if len(bad) == 1 else 'lines'} {named} cannot be read and were left out")
+    if cut:
+        notes.append(f"{file.name}: its last line is half written and was left out")

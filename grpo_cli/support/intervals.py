@@ -1,0 +1,87 @@
+"""Intervals and quantiles of small samples: Student's for means, Wilson's for shares. Needs no library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+NORMAL_95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal distribution
+
+
+@cache
+def student_95(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t distribution of so many degrees of freedom, by bisection.
+
+    Above 200, where that would take long, by the expansion in 1 / freedom, to seven digits (Fisher and Cornish 1960).
+    """
+    if freedom > 200:
+        z = NORMAL_95
+        terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    low, high = NORMAL_95, 12.71  # that of one degree, the largest, is 12.7062
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|T| < t): a finite series in the cosine of arctan(t / sqrt(freedom)) (Abramowitz and Stegun, 26.7.3 and 4)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    total, term = 0.0, math.cos(angle) if odd else 1.0
+    for j in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (j - 1) / j
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def pass_at_k(correct: int, n: int, k: int) -> float:
+    """Unbiased probability that at least one of k answers is right, from n answers of which `correct` are.
+
+    1 - C(n - c, k) / C(n, k), the share of k-subsets with a right answer (Chen et al. 2021, arXiv 2107.03374). The
+    naive 1 - (1 - c/n)^k is biased low.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= correct <= n, got correct={correct}, n={n}")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def wilson_interval(successes: float | int, n: float | int) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927): inside [0, 1] and of sensible width even at 0 and at n.
+
+    `n` may be an effective number of trials and need not be whole. Without trials nothing is known: (0, 1).
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes in {n} trials")
+    if n == 0:
+        return 0.0, 1.0
+    share, z2 = successes / n, NORMAL_95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = NORMAL_95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    # At 0 and at n the ends are exactly 0 and 1; the arithmetic misses them by a rounding.
+    return 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half
+
+
+def mean_interval(values: Sequence[float], trials: int = 1) -> tuple[float, float]:
+    """95 % interval of the mean of values in [0, 1], such as one pass@k per problem; problems are what is sampled.
+
+    The Wilson interval with an effective number of trials: n p(1-p) / s^2 coin flips with the mean's probability have
+    a mean as uncertain as this one. Values of 0 and 1 alone thus give `wilson_interval`, also when they are all 0 or
+    all 1, where a normal or a bootstrap interval would have no width. `trials` is how many coin flips a value stands
+    for at most (the samples per problem); it bounds how certain nearly equal values can make us, and 1 is safe.
+    """
+    if not all(0.0 <= value <= 1.0 for value in values):
+        raise ValueError("mean_interval takes values between 0 and 1")
+    n = len(values)
+    if n == 0:
+        return 0.0, 1.0
+    share = math.fsum(values) / n
+    coin, spread = share * (1 - share), math.fsum((value - share) ** 2 for value in values) / n
+    if coin == 0:
+        flips = float(n)
+    else:
+        flips = n * (trials if spread * trials <= coin else coin / spread)
+    return wilson_interval(min(share * flips, flips), flips)

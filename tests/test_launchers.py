@@ -202,7 +202,7 @@ def preempted(process: psutil.Process) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "plugin", "taken_away", "by_itself"),
     [

@@ -74,7 +74,6 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-@pytest.mark.slow
 def test_a_sweep_survives_a_killed_job_and_is_finished_by_resuming_it(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     folders = [sweep / str(number) for number in range(4)]

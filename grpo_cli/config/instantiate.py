@@ -110,12 +110,12 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     return rule
 
 
-def says(name: str, part: Mapping[str, Any], word: str) -> bool:
-    """Whether the class or function that a part names has an attribute, and it is true. False for a part that cannot be
-    had: it is refused where it is made."""
+def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
+    """What the class or function that a part names says of itself (`interfaces.facts`). None where it says nothing, and
+    for a part that cannot be made, which is refused elsewhere."""
     with suppress(UserError):
-        return bool(getattr(_factory(name, part, {}).func, word, False))
-    return False
+        return getattr(_factory(name, part, {}).func, fact, None)
+    return None
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:

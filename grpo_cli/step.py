@@ -193,34 +193,40 @@ class Step:
             self._warn_of_rejection(step)
             progress.empty_steps += 1
             return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
-        advantages = torch.cat([selection.advantages for selection in selected])
-        batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
-        weighted = bool(batch.weights.any())
-        batch = self._credited(batch, selected)
-        by_credit = weighted and not batch.weights.any()
-        of_all = verdict is not None or len(batch) == len(everything)
-        rejections: Sequence[str] = ()
+        batch, by_credit = self._batch_of(selected, everything)
+        asked_before, rejections = verdict is not None, list[str]()
         with self._span("logprobs"):
-            if self._parts.reference is not None:
-                with self._span("ref_logprobs"):
-                    reference = self.learner.logprobs(self._parts.reference, batch)
-                batch = replace(batch, ref_logprobs=reference)
+            batch = self._with_reference(batch)
             if verdict is None and (self._old_policy_first or self.old_policy.apart):
                 batch, verdict = self._corrected(batch)
-                rejections = verdict.reasons
+                rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
         tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
         if not tokens:
             self._warn_of_rejection(step, by_credit)
         with self._span("update"):
             updates = self._update(batch, step, progress)
-        if not any(update.moved or update.fault for update in updates):
-            progress.empty_steps += 1
+        progress.empty_steps += not any(update.moved or update.fault for update in updates)
         if verdict is None and updates:  # the learner's own pass was of the policy before it moved
             verdict = self._verdict(batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         reuse |= self._settled(updates, mismatch)
+        of_all = asked_before or len(batch) == len(everything)
         return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
+
+    def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> tuple[Batch, bool]:
+        """The rows of what was selected, with advantages and what each token counts before a correction; and whether
+        it is the credit that leaves none of them a weight."""
+        advantages = torch.cat([selection.advantages for selection in selected])
+        batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
+        credited = self._credited(batch, selected)
+        return credited, bool(batch.weights.any()) and not credited.weights.any()
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        if self._parts.reference is None:
+            return batch
+        with self._span("ref_logprobs"):
+            return replace(batch, ref_logprobs=self.learner.logprobs(self._parts.reference, batch))
 
     def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
         """Tell the old policy what became of the step, if it moved anything; a loss need not say what it clipped."""

@@ -113,16 +113,14 @@ def clock_of(threads: int) -> Callable[[], float]:
     return time.process_time if threads == 1 else time.perf_counter
 
 
-def in_a_process(
-    script: str, *words: str, threads: int, folder: Path, python: str = "", checkout: Path = ROOT
-) -> tuple[Any, str]:
+def in_a_process(script: str, *words: str, threads: int, folder: Path, python: str = "") -> tuple[Any, str]:
     """What `script --child <words> <file>` of a process of its own leaves in the file; or None, and the reason.
 
-    The package is that of `checkout`, the interpreter this one unless another is named.
+    Its interpreter is this one unless another is named.
     """
     out = folder / "measured.json"
     out.unlink(missing_ok=True)
-    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
     command = [python or sys.executable, script, "--child", *words, str(out)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)

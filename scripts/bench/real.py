@@ -15,7 +15,7 @@ floor     our decode step beside the product floor: every linear layer of a step
 train     rounds of 2 problems x 8 completions of up to 96 tokens, every weight trained; in float32 and autocast beside
           TRL's (the extra `bench`), also with train.shared_prefix=true; the peaks of all processes
 kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
-          reserve the limit: ours by that budget, and in 8 slots; `--against` another checkout, by that budget
+          reserve the limit: ours by that budget, and in 8 slots
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ COLUMNS: Mapping[str, dict[str, tuple[str, str]]] = {
 
 @dataclass
 class Line(Row):
-    """An arm of a group, ours the first; which interpreter and which checkout it runs with."""
+    """An arm of a group, ours the first; which interpreter it runs with."""
 
     python: str = ""
-    checkout: Path = ROOT
 
 
 Groups = dict[str, dict[str, Line]]
@@ -144,8 +143,7 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
             lines = {"ours": Line("budget", wanted), "reserved": Line("infinite", wanted)}
-            against = {"against": Line("budget", wanted, checkout=args.against)} if args.against else {}
-            found[f"kv: {precision}"] = lines | against
+            found[f"kv: {precision}"] = lines
     if "rollout" in args.parts and not args.quick:
         folder = weights_folder("50m", "cpu", args.seed, scratch)
         random = dict(model="50m", folder=folder, prompts=1, n=32, lengths="forced", max_new_tokens=128)
@@ -162,7 +160,7 @@ def run(groups: Groups, args: argparse.Namespace, scratch: Path) -> None:
             if line.reason:
                 continue
             print(f"round {turn + 1} of {args.rounds}: {title}, {arm}", flush=True)
-            where = dict(threads=args.threads, folder=scratch, python=line.python, checkout=line.checkout)
+            where = dict(threads=args.threads, folder=scratch, python=line.python)
             figures, line.reason = in_a_process(__file__, line.arm, json.dumps(asdict(line.case)), **where)
             if figures is not None:
                 line.rounds.append(figures | derived(line.case, figures))
@@ -184,7 +182,7 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     """What is wanted of a group, as far as its arms have run."""
     part, lines = title.partition(":")[0], groups[title]
     ours = lines["ours"]
-    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5, "against": 1.5}
+    least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5}
     # What it is, what was found, at least and at most.
     asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm in least]
     if SHARED in lines:
@@ -228,7 +226,6 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--steps", type=int, default=3, help="of training, measured per turn, after one that is not")
     parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
-    parser.add_argument("--against", type=Path, help="another checkout, for kv")
     tiny = files("grpo_cli.model") / "tiny"
     args = parsed(parser, words, rounds=1, model=Path(str(tiny)), precisions=("float32",), rows=[4], steps=1)
     if not (args.model / "config.json").is_file():

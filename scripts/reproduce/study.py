@@ -37,7 +37,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,24 +91,25 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a YAML file says. `levels` of the results: seeds; arms and seeds; parts, arms and seeds."""
+    """What a YAML file says. `levels` of the results: seeds; arms and seeds; parts, arms and seeds. `key`: where in the
+    JSON they go. `needs`: a model, data."""
 
     name: str
     about: str
     parts: Mapping[str, Part]
-    steps: int | None
-    seeds: Sequence[int]
-    words: Sequence[str]
-    means: Sequence[str]
-    sooner_than: Sequence[str]
-    evaluated: Mapping[str, Sequence[str]]
-    measured: Mapping[str, str]
-    variables: Mapping[str, Any]
     quick: Mapping[str, Any]
-    profiled: str
-    needs: Sequence[str]
-    levels: int
-    key: str
+    steps: int | None = None
+    seeds: Sequence[int] = (0, 1, 2)
+    words: Sequence[str] = ()
+    means: Sequence[str] = ()
+    sooner_than: Sequence[str] = ()
+    evaluated: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    measured: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    profiled: str = ""
+    needs: Sequence[str] = ()
+    levels: int = 3
+    key: str = "results"
 
     @property
     def arms(self) -> list[str]:
@@ -117,10 +118,8 @@ class Plan:
 
 def plan_of(name: str) -> Plan:
     found = yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
-    usual = {"steps": None, "seeds": [0, 1, 2], "words": [], "means": [], "sooner_than": [], "evaluated": {}}
-    usual |= {"measured": {}, "variables": {}, "profiled": "", "needs": [], "levels": 3, "key": "results"}
     parts = {part: Part(**{"words": [], **of}) for part, of in found.pop("parts").items()}
-    return Plan(name=name, parts=parts, **usual | found)
+    return Plan(name=name, parts=parts, **found)
 
 
 # What is asked
@@ -132,7 +131,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         raise SystemExit(f"name a study: {', '.join(STUDIES)}")
     plan = plan_of(words[0])
     made = parser(f"{plan.about}\n    scripts/reproduce.sh {plan.name}", threads=1)
-    made.add_argument("--seeds", type=int, nargs="+", default=plan.seeds)
+    made.add_argument("--seeds", type=int, nargs="+", default=list(plan.seeds))
     made.add_argument("--steps", type=positive, default=plan.steps, help="of every run; default: %(default)s, as named")
     made.add_argument("--jobs", type=positive, default=2, help="runs at a time")
     parts = [*plan.parts, *plan.measured]

@@ -15,7 +15,7 @@ from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import INNER, fact_of, inner_engine
 from grpo_cli.interfaces import Rules
 from grpo_cli.settings import RunSettings
-from grpo_cli.support.errors import whosever
+from grpo_cli.support.errors import own_code_unless_ours
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Chosen:
         """What all parts say by a hook."""
         for group, part in self.parts.items():
             if callable(ask := fact_of(group, part, hook)):
-                with whosever(f"{group}._target_={part['_target_']}: {hook}", ask):
+                with own_code_unless_ours(f"{group}._target_={part['_target_']}: {hook}", ask):
                     found = [*ask(part, self)]
                 yield from found
 

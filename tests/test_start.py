@@ -123,7 +123,7 @@ def test_the_choice_of_another_part_is_named_and_so_is_one_of_ones_own(run: Path
     assert "changed since this run was started: task=arithmetic is countdown\n" in result.stderr
     assert "changed since this run was started: loss=grpo is dapo\n" in result.stderr
     assert "_target_" not in result.stderr
-    Path("mine.py").write_text("from grpo_cli.rules.downsample import *\n")
+    Path("mine.py").write_text("from grpo_cli.methods.pods import *\n")
     result = grpo("train", "resume=R", "train.steps=3", "downsample._target_=mine.maxvar")
     assert result.exit_code == 0, result.output
     assert "downsample._target_=grpo_cli.methods.pods.maxvar is mine.maxvar\n" in result.stderr

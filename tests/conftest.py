@@ -56,6 +56,17 @@ def _denormal_numbers_in_each_test() -> Iterator[None]:
 
 
 @pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many threads as the test's parameter says."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def no_collection() -> Iterator[None]:
     """For input that ends in a RecursionError: Hypothesis's hook on the garbage collector fails with it, by chance."""
     gc.disable()

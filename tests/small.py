@@ -57,6 +57,20 @@ def small_model(family: str = "qwen2", *, seed: int = 0, **config: Any) -> PreTr
     return model.eval()
 
 
+def adapted_model() -> Any:
+    """With adapters that do something, which new ones do not."""
+    pytest.importorskip("peft")
+    from grpo_cli.model.adapters import with_adapters
+
+    lora = made.lora(rank=2, alpha=8.0, dropout=0.5, targets=("q_proj", "v_proj", "down_proj"))
+    model = with_adapters(small_model(), replace(made.model(), lora=lora)).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight += torch.randn(weight.shape, generator=generator) * 0.1
+    return model
+
+
 def some_requests(prompts: int = 3, n: int = 4, *, tokens: int = 30, seed: int = 0, **words: Any) -> list[Request]:
     """`n` requests for each of `prompts` prompts of 3 to 39 random tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,6 +114,12 @@ def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=full())
     defaults |= {word: value for word, value in made.part("engine", "vllm").items() if word != "_target_"}
     return VllmEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
+
+
+def one_and_the_rest(cases: Sequence[Any], one: Any) -> list[Any]:
+    """Parameters of which only `one` is not marked as `matrix`."""
+    assert one in cases
+    return [case if case == one else pytest.param(case, marks=pytest.mark.matrix) for case in cases]
 
 
 class FakeEngine:

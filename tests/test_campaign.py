@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.study
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "crash_campaign.py"
 
 
@@ -22,22 +24,19 @@ def carried_out(out: Path, campaign: str, count: int) -> list[dict[str, Any]]:
     return json.loads(told.read_text())["trials"]
 
 
-@pytest.mark.slow
 def test_runs_that_are_killed_at_any_moment_come_to_what_they_come_to_undisturbed(tmp_path: Path) -> None:
-    trials = carried_out(tmp_path, "kills", 15)
-    assert sum(trial["kills"] + trial["stops"] for trial in trials) >= 12
-    again = carried_out(tmp_path, "kills", 15)
+    trials = carried_out(tmp_path, "kills", 10)
+    assert sum(trial["kills"] + trial["stops"] for trial in trials) >= 8
+    again = carried_out(tmp_path, "kills", 10)
     assert again == trials, "what was carried out is not carried out again"
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_noticed_or_makes_no_difference(tmp_path: Path) -> None:
     outcomes = {trial["outcome"] for trial in carried_out(tmp_path, "damage", 8)}
     assert outcomes <= {"refused", "passed over, said", "differs, said", "made no difference"}
     assert outcomes & {"refused", "passed over, said"}
 
 
-@pytest.mark.slow
 def test_of_two_that_continue_one_run_the_second_is_refused(tmp_path: Path) -> None:
     (trial,) = carried_out(tmp_path, "doubles", 1)
     assert trial["outcome"] == "refused"

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from made import model as model_settings
-from small import contents, make_engine, small_model, some_requests
+from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.settings import LoraSettings
-
-LORA = LoraSettings(rank=2, alpha=8.0, dropout=0.5, targets=("q_proj", "v_proj", "down_proj"))
-
-
-def made(adapted: bool) -> Any:
-    """A small model; its adapters do something, which new ones do not."""
-    if not adapted:
-        return small_model()
-    pytest.importorskip("peft")
-    from grpo_cli.model.adapters import with_adapters
-
-    model = with_adapters(small_model(), replace(model_settings(), lora=LORA)).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in (weight for weight in model.parameters() if weight.requires_grad):
-            weight += torch.randn(weight.shape, generator=generator) * 0.1
-    return model
 
 
 class Casts(TorchDispatchMode):
@@ -48,7 +28,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_decode_step_casts_no_weight(adapted: bool) -> None:
-    model = made(adapted)
+    model = adapted_model() if adapted else small_model()
     counts = []
     for tokens in (4, 12):
         engine = make_engine(model, eos_token_ids=(10**6,))
@@ -61,7 +41,7 @@ def test_a_decode_step_casts_no_weight(adapted: bool) -> None:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_weights_that_are_cast_once_say_what_autocast_says(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = made(adapted), some_requests(prompts=2, n=3)
+    model, requests = adapted_model() if adapted else small_model(), some_requests(prompts=2, n=3)
     with torch.autocast("cpu", torch.bfloat16):
         once = contents(make_engine(model).generate(requests))
         monkeypatch.setattr(Decoder, "in_its_precision", lambda self: self)

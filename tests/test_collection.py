@@ -433,12 +433,6 @@ def test_rules_that_learn_are_not_exchanged_on_the_way(tmp_path: Path) -> None:
         make_trainer(settings_for(tmp_path / "counting"), checkpoint=newest(tmp_path / "counting"))
 
 
-def test_a_kind_of_one_group_is_not_taken_for_another() -> None:
-    order = Epochs(PROBLEMS, 2, 0)
-    with pytest.raises(UserError, match="holds what curriculum=dps has learnt, but this run has curriculum=epochs"):
-        order.load_state_dict({"kind": "dps"})
-
-
 MINE = """
 from grpo_cli.types import GroupRequest, Round
 

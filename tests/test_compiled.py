@@ -9,14 +9,14 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+from captured import Again
 from flash import force
 from made import full, infinite
 from made import model as make_model
 from made import optim as make_optim
 from made import train as make_train
-from small import contents, make_engine, small_model, some_requests
-from test_casts import made
-from test_graph import Again, served
+from small import adapted_model, contents, make_engine, small_model, some_requests
+from test_graph import served
 from test_learner import make_batch, steep
 from torch import nn
 from torch._inductor.utils import run_and_get_code
@@ -56,8 +56,7 @@ def tokens(rollouts: Any) -> dict[Any, Any]:
     return {name: words[0] for name, words in contents(rollouts).items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("family", "flash"), [("llama", False), ("qwen3", True)])
 def test_one_compilation_serves_all_layers_and_all_numbers_of_rows(
     family: str, flash: bool, compiler: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +90,7 @@ def test_where_every_operation_is_watched_nothing_is_compiled(compiler: Counting
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_layers_in_bfloat16_are_compiled_with_their_adapters(adapted: bool, compiler: Counting) -> None:
-    model = made(adapted)
+    model = adapted_model() if adapted else small_model()
     for name, weight in model.named_parameters():
         weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
     list(make_engine(model, compile=True).generate(some_requests(prompts=1, n=4, tokens=8)))
@@ -131,6 +130,7 @@ def test_log_probabilities_of_tokens_are_compiled_for_any_number_of_rows(
     assert compiler.compiled == 3 * 2
 
 
+@pytest.mark.process  # the compiler's
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch of itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_gradient_is_written_over_the_logits_by_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,7 +270,7 @@ def mean_on_bank(choice: str, **changed: Any) -> float:
     return float(np.mean([np.mean(on_bank(choice, seed, **changed).mixed) for seed in range(3)]))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("choice", "changed", "expected"),
     [
@@ -287,12 +287,11 @@ def test_a_share_of_groups_is_mixed(choice: str, changed: Mapping[str, Any], exp
     assert mean_on_bank(choice, **changed) == pytest.approx(expected, abs=0.04)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_who_never_forgets_is_late_where_ability_grows() -> None:
     assert mean_on_bank("dps", pool=32, decay=1.0) < mean_on_bank("dps", pool=32) - 0.06
 
 
-@pytest.mark.slow
 def test_predictions_come_true_and_every_problem_is_visited_by_target() -> None:
     run = on_bank("dps", 0)
     late = run.metrics[50:]
@@ -304,7 +303,7 @@ def test_predictions_come_true_and_every_problem_is_visited_by_target() -> None:
     assert np.mean([m["curriculum/predicted_rate"] for m in aimed.metrics]) == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_on_a_large_bank_dps_makes_twice_as_many_groups_mixed() -> None:
     size = (2000, 64, 8, 200)
     assert np.mean(on_bank("dps", 0, size=size, pool=32).mixed) >= 0.8
@@ -312,26 +311,6 @@ def test_on_a_large_bank_dps_makes_twice_as_many_groups_mixed() -> None:
 
 
 # What is kept
-
-
-@pytest.mark.parametrize("choice", RULES)
-def test_a_run_that_goes_on_picks_what_it_would_have_picked(choice: str) -> None:
-    def start(ability: float = 0.0) -> BankRun:
-        bank, history = Bank(60), History()
-        bank.ability = ability
-        rule = curriculum(choice, bank.problems, per_step=4, history=history)
-        return BankRun(bank, rule, history, prompts=4, n=4)
-
-    whole, first = start().steps(range(30)), start().steps(range(13))
-    saved = io.BytesIO()
-    torch.save({"curriculum": first.curriculum.state_dict(), "history": first.history.state_dict()}, saved)
-    kept = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
-    rest = start(first.bank.ability)
-    rest.history.load_state_dict(kept["history"])
-    rest.curriculum.load_state_dict(kept["curriculum"])
-    rest.steps(range(13, 30))
-    assert rest.picked == whole.picked[13:] and rest.metrics == whole.metrics[13:]
-    assert whole.picked[13:] != whole.picked[:17]
 
 
 COURSES = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=6, max_size=6)), max_size=8)
@@ -350,7 +329,9 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
         groups = [group_of(prompt, solved[i], 5) for i, prompt in enumerate(picked[:-1] if solved[0] else picked)]
         history.observe(step, groups)
         first.observe(step, groups)
-    state = first.state_dict()
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     again = curriculum(choice, prompts, seed=seed, history=history, **words)
     again.load_state_dict(state)
     step = len(course)
@@ -467,13 +448,8 @@ def test_an_order_without_a_place_begins_where_steps_alone_would_have_led() -> N
 @pytest.mark.parametrize("choice", ["dps", "target"])
 def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
     build = partial(curriculum, choice, problems(100), per_step=4)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match=f"curriculum={choice} .*steps=24 .*96 times .*train_problems=24.*=epochs"):
         build(steps=24)
-    assert str(told.value) == (
-        f"curriculum={choice} learns from earlier visits of a problem, but train.steps=24 of train.prompts=4 visit the "
-        "task's 100 problems 96 times in all: give the task fewer (such as task.train_problems=24), raise train.steps, "
-        "or take curriculum=epochs"
-    )
     build(steps=25)
     build(steps=24, history=History({f"q{i}": [Visit(PROFILED, 1, 8)] for i in range(4)}))
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from made import fptas, full, infinite, micro, prefix_head
+from orders import Backwards, Forgetful, PromptsFirst
 from small import EOS, contents, make_engine, small_model, some_requests
 from tiny_hf import FAMILIES, LLAMA3_ROPE
 
 from grpo_cli.engine.batching import KvShape
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.kv.padding import TILE, round_up
-from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
+from grpo_cli.engine.order.schedule import Fifo, Lpt
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.torch import generation
 from grpo_cli.engine.torch.engine import _sum
@@ -23,8 +23,6 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
-
-SAMPLERS = [micro(slots=1), micro(slots=5), infinite(slots=1), infinite(slots=3), infinite(slots=7), infinite(slots=99)]
 
 
 def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
@@ -36,8 +34,7 @@ def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
     return logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("family", "kv_heads"), [*zip(FAMILIES, (1, 2, 4, 2), strict=True)])
 def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int) -> None:
     model = small_model(family, num_key_value_heads=kv_heads)
     for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
@@ -63,72 +60,6 @@ def test_what_families_differ_in_is_respected(family: str, config: dict[str, Any
         torch.testing.assert_close(
             torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
         )
-
-
-@pytest.mark.bits
-def test_a_rollout_does_not_depend_on_its_neighbours() -> None:
-    model, requests = small_model(), some_requests(prompts=3, n=4)
-    together = contents(make_engine(model).generate(requests))
-    for request in requests:
-        alone = contents(make_engine(model).generate([request]))
-        key = (request.prompt.id, request.sample)
-        assert alone[key] == together[key]
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_the_number_of_slots_never_changes_a_rollout(sampler: Any, kv_heads: int) -> None:
-    model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=4, n=4)
-    assert contents(make_engine(model, sampler=sampler).generate(requests)) == contents(
-        make_engine(model).generate(requests)
-    )
-
-
-class Backwards(Fifo):
-    """The last request first, into the last free slot: mixes prompts, and fills slots out of order."""
-
-    needs_lengths = True
-
-    def start(self, waiting: Sequence[Waiting], slots: int) -> None:
-        pass
-
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        return Plan(tuple((w.index, slot) for w, slot in zip(reversed(waiting), reversed(free_slots), strict=False)))
-
-
-class Forgetful(NoPredictor):
-    """Has seen two tokens of everybody and makes its prediction from the sample's number."""
-
-    prefix_tokens = 2
-
-    def predict(self, requests: Sequence[Request], hidden: torch.Tensor | None) -> Sequence[float] | None:
-        assert hidden is not None and hidden.shape == (len(requests), 32)
-        return [float(7 * request.sample % 5 + 1) for request in requests]
-
-    def learn(self, finished: Sequence[Rollout], hidden: torch.Tensor | None) -> Mapping[str, float]:
-        assert hidden is not None and len(hidden) == len(finished)
-        return {"predictor/kendall_tau": 0.5}
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("scheduler", [Backwards, Sjf, Lpt, fptas])
-@pytest.mark.parametrize("sampler", [micro(slots=3), infinite(slots=3)], ids=str)
-def test_schedulers_and_predictors_change_time_never_tokens(scheduler: type, sampler: Any) -> None:
-    model, requests = small_model(), some_requests(prompts=3, n=4)
-    engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Forgetful())
-    assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
-    assert engine.stats().details["predictor/kendall_tau"] == 0.5
-
-
-@pytest.mark.bits
-def test_the_prefix_predictor_learns_in_the_engine_and_costs_no_rollout() -> None:
-    model = small_model()
-    engine = make_engine(model, sampler=infinite(slots=4), scheduler=Lpt(), predictor=prefix_head(prefix_tokens=3))
-    for seed in range(3):
-        requests = some_requests(prompts=2, n=8, seed=seed)
-        assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
-    assert "engine/probe_steps" in engine.stats().details
 
 
 class Witness(Forgetful):
@@ -173,6 +104,7 @@ def test_what_a_plan_promises_is_among_the_figures() -> None:
     engine = make_engine(small_model(), sampler=infinite(slots=3), scheduler=scheduler, predictor=Forgetful())
     list(engine.generate(some_requests(prompts=3, n=4)))
     assert scheduler.details and scheduler.details.items() <= engine.stats().details.items()
+    assert engine.stats().details["predictor/kendall_tau"] == 0.5
 
 
 @pytest.mark.bits
@@ -203,19 +135,6 @@ def test_attempts_add_up_by_the_steps_that_they_took() -> None:
     assert _sum([EngineStats(slots=4), EngineStats(slots=2)]).slot_utilisation == 1.0
 
 
-def test_cached_equals_uncached() -> None:
-    """Decoding with the cache and asking the model anew for every token draw the same tokens."""
-    model = small_model()
-    (request,) = some_requests(prompts=1, n=1)
-    (rollout,) = make_engine(model).generate([request])
-    ids = list(request.prompt.token_ids)
-    for token, logprob in zip(rollout.token_ids, rollout.sampler_logprobs, strict=True):
-        with torch.no_grad():
-            logprobs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-        assert abs(float(logprobs[token]) - logprob) < 2e-5
-        ids.append(token)
-
-
 def test_every_rollout_ends_where_it_should() -> None:
     rollouts = list(make_engine(small_model()).generate(some_requests(prompts=4, n=8, tokens=20)))
     assert {rollout.finish for rollout in rollouts} == {Finish.EOS, Finish.LENGTH} and len(rollouts) == 32
@@ -226,20 +145,6 @@ def test_every_rollout_ends_where_it_should() -> None:
         else:
             assert len(rollout) == 20 and rollout.token_ids[-1] != EOS
         assert len(rollout.sampler_logprobs) == len(rollout) and rollout.kept_kv == len(rollout) - 1
-
-
-@pytest.mark.bits
-def test_requests_of_different_lengths_and_temperatures_share_a_batch() -> None:
-    model = small_model()
-    requests = []
-    for index, base in enumerate(some_requests(prompts=1, n=6)):
-        sampling = Sampling.plain([1, 4, 17, 30, 2, 9][index], temperature=[0.0, 0.5, 1.0][index % 3])
-        requests.append(Request(base.prompt, base.sample, base.seed, sampling))
-    together = contents(make_engine(model, sampler=infinite(slots=2)).generate(requests))
-    for request in requests:
-        key = (request.prompt.id, request.sample)
-        assert together[key] == contents(make_engine(model).generate([request]))[key]
-        assert len(together[key][0]) <= request.sampling.max_new_tokens
 
 
 def test_greedy_is_the_most_probable_token_and_certain() -> None:
@@ -267,6 +172,9 @@ def test_the_kv_peak_is_what_the_shapes_say() -> None:
 def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> None:
     model, requests = small_model(), some_requests(prompts=3, n=4)
     prompt_tokens = sum(len(r.prompt.token_ids) for r in requests[::4])
+    engine = make_engine(model, sampler=infinite(slots=2), scheduler=PromptsFirst())
+    list(engine.generate(requests))
+    assert engine.stats().prefill_tokens == prompt_tokens, "also where more prompts are open than there are slots"
     for sampler in (full(), micro(slots=4), infinite(slots=4)):
         engine = make_engine(model, sampler=sampler)
         steps = [len(r) - 1 for r in sorted(engine.generate(requests), key=lambda r: requests.index(r.request))]
@@ -291,19 +199,6 @@ def test_continuous_sampling_takes_no_more_steps_than_rounds() -> None:
         assert refilled.stats().decode_steps <= rounds.stats().decode_steps
 
 
-@pytest.mark.bits
-def test_prompt_entries_grow_when_a_scheduler_opens_more_prompts_than_slots() -> None:
-    class OneOfEach(Backwards):
-        def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-            order = sorted(waiting, key=lambda w: (w.index % 3, w.index))  # all first samples, then all second ones
-            return Plan(tuple((w.index, slot) for w, slot in zip(order, free_slots, strict=False)))
-
-    model, requests = small_model(), some_requests(prompts=7, n=3)
-    engine = make_engine(model, sampler=infinite(slots=2), scheduler=OneOfEach())
-    assert contents(engine.generate(requests)) == contents(make_engine(model).generate(requests))
-    assert engine.stats().prefill_tokens == sum(len(r.prompt.token_ids) for r in requests[::3])
-
-
 def test_a_plan_is_checked_before_anything_moves() -> None:
     class Greedy(Backwards):
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
@@ -313,7 +208,7 @@ def test_a_plan_is_checked_before_anything_moves() -> None:
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
             return Plan(())
 
-    for scheduler, words in ((Greedy(), "who waits, once"), (Idle(), "must admit somebody")):
+    for scheduler, words in ((Greedy(), "waiting sequences, once"), (Idle(), "must admit a request")):
         with pytest.raises(AssertionError, match=words):
             list(make_engine(small_model(), scheduler=scheduler).generate(some_requests()))
 

@@ -9,15 +9,15 @@ import flash as operation
 import numpy as np
 import pytest
 import torch
+from captured import Again
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import full, infinite, micro
+from made import full, infinite
 from small import contents, make_engine, small_model, some_requests
-from test_graph import Again, served
+from test_graph import served
 from torch import Tensor
 
 from grpo_cli.engine.gpu import flash
-from grpo_cli.engine.kv import cache
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.keeper import KeepAll
 from grpo_cli.engine.kv.rows import Rows
@@ -104,20 +104,6 @@ def tokens(rollouts: Any) -> dict[Any, Any]:
     return {name: words[0] for name, words in contents(rollouts).items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=7), infinite(kv_budget=60_000)])
-def test_rollouts_are_the_same(family: str, sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, requests = small_model(family), some_requests(prompts=4, n=4, tokens=40)
-    expected = tokens(make_engine(model, sampler=sampler).generate(requests))
-    calls = operation.force(monkeypatch)
-    with (
-        patch.multiple(cache, PAGE_BYTES=1, PAGE_TOKENS=16),
-        patch("grpo_cli.engine.step.decoder.least_page", lambda _: 1),
-    ):
-        engine = make_engine(model, sampler=sampler)
-        assert tokens(engine.generate(requests)) == expected and calls
-
-
 @pytest.mark.parametrize("sampler", [full(), infinite(slots=20)])
 def test_steps_of_fixed_shape_come_in_few_numbers_of_rows(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 48 rows, of several prompts that come and go, at all lengths: 16, 32 and all of them."""
@@ -130,17 +116,11 @@ def test_steps_of_fixed_shape_come_in_few_numbers_of_rows(sampler: Any, monkeypa
     assert capture.captured == len({16, 32, slots} - set(range(slots + 1, 99)))
 
 
-@pytest.mark.parametrize("protect", [False, True])
-def test_evictions_are_the_same_and_who_looks_at_weights_keeps_them(
-    protect: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words: dict[str, Any] = dict(budget=12, buffer=4, window=4, sinks=2, protect_prompt=protect, per_head=True)
-    policies = [Rkv(**words, kernel=3, importance=0.5, threshold=0.5), H2o(**words)]
-    requests = some_requests(prompts=3, n=3, tokens=40)
-    expected = [tokens(make_engine(small_model(), sparsity=policy).generate(requests)) for policy in policies]
+def test_a_policy_that_looks_at_weights_attends_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: dict[str, Any] = dict(budget=12, buffer=4, window=4, sinks=2, protect_prompt=True, per_head=True)
     calls = operation.force(monkeypatch)
-    for policy, rollouts, asked in zip(policies, expected, (True, False), strict=True):
-        assert tokens(make_engine(small_model(), sparsity=policy).generate(requests)) == rollouts
+    for policy, asked in ((Rkv(**words, kernel=3, importance=0.5, threshold=0.5), True), (H2o(**words), False)):
+        list(make_engine(small_model(), sparsity=policy).generate(some_requests(tokens=20)))
         assert bool(calls) == asked
         calls.clear()
 

@@ -16,6 +16,12 @@ from processes import ROOT, Forked
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
+PARTS = [
+    "decode",
+    *(pytest.param(part, marks=pytest.mark.study) for part in ("contact", "rollouts", "sparse", "update", "learn")),
+]
+
+
 @pytest.fixture
 def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS / "gpu"))
@@ -33,7 +39,7 @@ def run(line: list[str], stdout: TextIO, **settings: Any) -> subprocess.Complete
     return subprocess.CompletedProcess(line, process.wait())
 
 
-@pytest.mark.parametrize("part", ["contact", "decode", "rollouts", "sparse", "update", "learn"])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs_at_toy_size(part: str, campaign: ModuleType, tmp_path: Path) -> None:
     assert campaign.main([part, str(tmp_path), "--device", "cpu"]) == 0
     told = json.loads((tmp_path / f"{part}.json").read_text())

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import made
 import numpy as np
 import pytest
 import torch
+from captured import Again
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns, Turned
+from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns, TurnOutput
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.rows import Rows
@@ -26,29 +26,8 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.support.errors import UserError
-
-
-class Again:
-    """A capture that, like a graph, repeats a function that it was given once, and overwrites its results."""
-
-    def __init__(self) -> None:
-        self.captured = self.replayed = 0
-
-    def __call__(self, run: Callable[[], Turned]) -> Callable[[], Turned]:
-        hidden, tokens, logprobs = (result.clone() for result in run())
-        self.captured += 1
-
-        def replay() -> Turned:
-            self.replayed += 1
-            for mine, its in zip((hidden, tokens, logprobs), run(), strict=True):
-                mine.copy_(its)
-            return hidden, tokens, logprobs
-
-        return replay
 
 
 def padded(model: Any) -> Decoder:
@@ -73,27 +52,6 @@ def served(
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=1), infinite(slots=3), infinite(slots=7)])
-def test_steps_of_fixed_shape_change_no_bit(sampler: Any) -> None:
-    requests, capture = some_requests(prompts=4, n=4, tokens=40), Again()
-    assert served(sampler, capture, requests) == contents(make_engine(small_model()).generate(requests))
-    assert capture.captured and capture.replayed > capture.captured
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("protect", [True, False])
-@pytest.mark.parametrize("policy", [Streaming, H2o, partial(Rkv, kernel=3, importance=0.3, threshold=0.5)])
-def test_rows_are_cut_down_between_captured_steps(policy: Any, protect: bool) -> None:
-    """What policies note is written in place by the capture; who is cut down, and how, is as in eager steps."""
-    requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
-    sparsity = policy(budget=10, buffer=4, window=3, sinks=1, protect_prompt=protect, per_head=True)
-    found = served(infinite(slots=5), capture, requests, sparsity=sparsity)
-    eager = make_engine(small_model(), sampler=infinite(slots=5), sparsity=sparsity)
-    assert found == contents(eager.generate(requests)) and eager.stats().details["engine/evictions"] > 10
-    assert capture.replayed > capture.captured > 0
-
-
-@pytest.mark.bits
 def test_a_width_is_cut_to_what_a_slot_holds() -> None:
     # Nobody ends early: 79 keys in slots of 96, which a power of two would pass.
     requests, never = some_requests(prompts=1, n=2, tokens=80), (VOCABULARY,)
@@ -113,14 +71,6 @@ def test_a_full_slot_that_nobody_runs_in_writes_nowhere() -> None:
     assert generation.slots.capacity == decoder.padding.slot_tile
     rollouts = contents(rollout for _, rollout in generation.serve(Fifo()))
     assert rollouts == contents(make_engine(small_model(), eos_token_ids=never).generate(requests))
-
-
-@pytest.mark.bits
-def test_a_capture_survives_a_pause() -> None:
-    requests, capture = some_requests(prompts=3, n=4, tokens=40), Again()
-    paused = served(infinite(slots=3), capture, requests, park_at=9)
-    assert paused == contents(make_engine(small_model()).generate(requests))
-    assert capture.replayed
 
 
 def test_few_shapes_occur() -> None:
@@ -178,8 +128,8 @@ class Asked(TorchDispatchMode):
 def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
     asked = Asked()
 
-    def capture(run: Callable[[], Turned]) -> Callable[[], Turned]:
-        def watched() -> Turned:
+    def capture(run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
+        def watched() -> TurnOutput:
             # In inference mode `item` goes by without being dispatched.
             with torch.inference_mode(False), torch.no_grad(), asked:
                 return run()

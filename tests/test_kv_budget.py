@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import fptas, full, infinite, mean_length, micro, prefix_head
+from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
 from small import VOCABULARY, contents, make_engine, small_model, some_requests
-from test_engine import Backwards, Forgetful
 
 from grpo_cli.engine.batching import KvShape
-from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.kv import cache
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.eviction import Dense
@@ -42,37 +40,6 @@ TOKEN = 256  # bytes of small_model: 2 layers x keys and values x 2 heads x 8 nu
 MODEL = small_model()
 DENSE = Dense()
 PADDING = invariance_of(Decoder(MODEL)).padding  # found before anything is counted
-
-
-class AnyOrder(Backwards):
-    """Whom it likes, into whichever slot, and not always as many as it might; relies on its plans being followed."""
-
-    def __init__(self) -> None:
-        self._random = random.Random(0)
-        self._left: set[int] = set()
-
-    def start(self, waiting: Sequence[Waiting], slots: int) -> None:
-        self._left = {view.index for view in waiting}
-
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        assert {view.index for view in waiting} == self._left
-        assert not self._left & {view.index for view in running}
-        some = min(len(waiting), self._random.randint(0 if running else 1, len(free_slots)))
-        indices, slots = self._random.sample(sorted(self._left), some), self._random.sample(list(free_slots), some)
-        self._left -= set(indices)
-        return Plan(tuple(zip(indices, slots, strict=True)))
-
-
-class PromptsFirst(Backwards):
-    """One rollout of every prompt before another one of any: opens as many prompts as it can."""
-
-    def start(self, waiting: Sequence[Waiting], slots: int) -> None:
-        names = [view.prompt_id for view in waiting]
-        self._rank = {view.index: names[:place].count(view.prompt_id) for place, view in enumerate(waiting)}
-
-    def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
-        order = sorted(waiting, key=lambda view: (self._rank[view.index], view.index))
-        return Plan(tuple((w.index, slot) for w, slot in zip(order, free_slots, strict=False)))
 
 
 class Ledger:

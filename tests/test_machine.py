@@ -1,4 +1,4 @@
-"""What was promised on one machine, on others: numbers of threads, sizes of models, instruction sets.
+"""What holds on one machine, on others: numbers of threads, instruction sets, products that depend on their rows.
 
 A test of bits runs where the engine finds that they can be held, and says so where they cannot.
 """
@@ -9,32 +9,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import made
 import pytest
 import torch
-from made import full, infinite, micro, prefix_head
 from safetensors.torch import load_file
-from small import contents, make_engine, require_bits, small_model, some_requests
+from small import make_engine, require_bits, small_model, some_requests
+from test_same_rollouts import embedded, same_in_short
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.engine.kv.eviction import Budget, Dense
-from grpo_cli.engine.order.schedule import Lpt
 from grpo_cli.engine.step.block import _silu
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
-from grpo_cli.methods.h2o import H2o
-from grpo_cli.methods.rkv import Rkv
-from grpo_cli.methods.streaming_llm import Streaming
-from grpo_cli.model.load import load_model
 from grpo_cli.support.processor import strict_branch
-from grpo_cli.types import Request
 
-THREADS = (1, 2, 3, 8, 16)
 SETTLED = """
 import torch
 from grpo_cli.experiment import pick_device
@@ -49,22 +39,7 @@ bits = optimizer.state[weight]["exp_avg"].view(torch.int32).abs()
 print([int(((half > 0) & (half < 1 << 23)).sum()) for half in bits.chunk(2)])
 """
 WEIGHTS = "checkpoints/step_000002/model.safetensors"
-# Hidden size, intermediate size, query heads, key-value heads, head dimension: from the tests' own to SmolLM2-135M's.
-SIZES = {
-    "32, heads of 8": (32, 64, 4, 2, 8),
-    "64, one key head of 16": (64, 172, 4, 1, 16),
-    "192, heads of 24": (192, 512, 8, 8, 24),
-    "256, heads of 32": (256, 688, 8, 2, 32),
-    "576, heads of 64": (576, 1536, 9, 3, 64),
-}
-
-
-@pytest.fixture(params=THREADS, ids=lambda count: f"{count} threads")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+MANY_THREADS = [2, *(pytest.param(count, marks=pytest.mark.matrix) for count in (1, 3, 8, 16))]
 
 
 def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:
@@ -74,30 +49,7 @@ def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:
     assert said.stdout == "[0, 0]\n"
 
 
-def sized(name: str) -> Any:
-    hidden, inner, heads, kv_heads, dim = SIZES[name]
-    shape = dict(hidden_size=hidden, intermediate_size=inner, head_dim=dim)
-    return small_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, **shape)
-
-
-def embedded() -> Any:
-    return load_model(made.model(), torch.device("cpu"))
-
-
-def same_rollouts(model: Any, requests: list[Request], sparsity: Dense | Budget | None = None) -> None:
-    """Full, micro and infinite sampling, in order and by predicted length, against one another."""
-    found = [
-        contents(make_engine(model, sparsity=sparsity or Dense(), **parts).generate(requests))
-        for parts in (
-            {"sampler": full()},
-            {"sampler": micro(slots=5)},
-            {"sampler": infinite(slots=7)},
-            {"sampler": infinite(slots=16), "scheduler": Lpt(), "predictor": prefix_head(prefix_tokens=3)},
-        )
-    ]
-    assert all(other == found[0] for other in found[1:])
-
-
+@pytest.mark.parametrize("threads", MANY_THREADS, indirect=True)
 def test_the_default_run_goes_with_any_number_of_threads(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,38 +59,7 @@ def test_the_default_run_goes_with_any_number_of_threads(
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rollout_is_the_same_under_every_sampler_for_models_of_any_size(threads: int, size: str) -> None:
-    model = sized(size)
-    require_bits(model)
-    same_rollouts(model, some_requests(prompts=3, n=6, tokens=14))
-
-
-def test_a_rollout_of_the_embedded_model_is_the_same_under_every_sampler(threads: int) -> None:
-    """240 rollouts at a time: so many rows that threads share the elements of a layer among them."""
-    model = embedded()
-    require_bits(model)
-    same_rollouts(model, some_requests(prompts=12, n=20, tokens=16))
-
-
-EVICTING: dict[str, Any] = dict(budget=8, buffer=4, window=3, sinks=2, per_head=True)
-
-
-@pytest.mark.parametrize(
-    "sparsity",
-    [
-        Streaming(**EVICTING, protect_prompt=True),
-        H2o(**EVICTING, protect_prompt=False),
-        Rkv(**EVICTING, protect_prompt=False, kernel=3, importance=0.1, threshold=0.5),
-    ],
-    ids=lambda sparsity: type(sparsity).__name__,
-)
-def test_an_evicted_rollout_is_the_same_under_every_sampler(threads: int, sparsity: Budget) -> None:
-    model = small_model()
-    require_bits(model)
-    same_rollouts(model, some_requests(prompts=3, n=6, tokens=30), sparsity)
-
-
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 16], indirect=True)
 def test_silu_has_the_same_bits_for_any_number_of_rows(threads: int) -> None:
     """PyTorch's own has not, where threads share 115 or 456 rows of 288 so that a share ends within a vector."""
     x = 3.0 * torch.randn(512, 288, generator=torch.Generator().manual_seed(0))
@@ -163,19 +84,21 @@ import os, sys
 from grpo_cli.support.processor import settle
 settle()
 import torch
-import test_machine
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.invariance import invariance_of
+from test_same_rollouts import POLICIES, same_in_short
 for threads in (3, 8):
     torch.set_num_threads(threads)
-    small, large = test_machine.some_requests(prompts=3, n=5, tokens=8), test_machine.some_requests(8, 16, tokens=8)
-    for model, requests in [(test_machine.embedded(), large), (test_machine.sized("576, heads of 64"), small)]:
-        holds = test_machine.invariance_of(test_machine.Decoder(model)).holds
+    for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
+        model = policy.model()
+        holds = invariance_of(Decoder(model)).holds
         if holds:
-            test_machine.same_rollouts(model, requests)
+            same_in_short(model, policy.requests())
         print("held" if holds else "not held")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_where_a_processor_is_found_to_hold_bits_it_does(processor: str) -> None:
     """For two models with 3 and 8 threads; what is found not to hold is said, and not compared."""
@@ -226,7 +149,7 @@ def test_rows_are_padded_until_they_agree() -> None:
     require_bits(small_model())
     found = invariance_of(Decoder(model))
     assert found.holds and found.padding.least >= 24
-    same_rollouts(model, some_requests(prompts=2, n=8, tokens=14))
+    same_in_short(model, some_requests(prompts=2, n=8, tokens=14))
 
 
 def test_no_bits_are_promised_in_bfloat16() -> None:
@@ -236,25 +159,20 @@ def test_no_bits_are_promised_in_bfloat16() -> None:
     assert engine.facts()["invariant"] is False and said == []
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.matrix)], indirect=True)
 def test_a_corrected_run_trains_to_the_same_weights_under_every_sampler(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Importance weights are made of the sampler's log-probabilities: one bit of one token would move the weights."""
     monkeypatch.chdir(tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        require_bits(embedded())
-        words = ["logger=jsonl", "eval.every=0", "correction=tis", "n=16", "train.prompts=8", "train.steps=2"]
-        for name, sampler in (("full", []), ("infinite", ["sampler=infinite", "sampler.slots=16"])):
-            result = CliRunner().invoke(app, ["train", *words, *sampler, f"hydra.run.dir={tmp_path / name}"])
-            assert result.exit_code == 0, result.output
-    finally:
-        torch.set_num_threads(before)
+    require_bits(embedded())
+    words = ["logger=jsonl", "eval.every=0", "correction=tis", "n=16", "train.prompts=8", "train.steps=2"]
+    for name, sampler in (("full", []), ("infinite", ["sampler=infinite", "sampler.slots=16"])):
+        result = CliRunner().invoke(app, ["train", *words, *sampler, f"hydra.run.dir={tmp_path / name}"])
+        assert result.exit_code == 0, result.output
     full, infinite = (load_file(tmp_path / name / WEIGHTS) for name in ("full", "infinite"))
     start = load_file(tmp_path / "full" / WEIGHTS.replace("000002", "000000"))
     assert all(torch.equal(full[name], infinite[name]) for name in full)
     assert not all(torch.equal(full[name], start[name]) for name in full)
     summary = json.loads((tmp_path / "full" / "summary.json").read_text())
-    assert summary["engine"]["invariant"] is True and summary["engine"]["threads"] == count
+    assert summary["engine"]["invariant"] is True and summary["engine"]["threads"] == threads

@@ -130,15 +130,6 @@ def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, tmp_path: Path)
         load_model(settings(tmp_path), CPU)
 
 
-def test_the_supported_architectures_are_the_four_llama_shaped_ones() -> None:
-    assert supported_architectures() == (
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    )
-
-
 def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     small_model("qwen2").config.save_pretrained(tmp_path)  # a config alone, without weights
     torch.manual_seed(1)
@@ -172,7 +163,7 @@ def test_heads_that_nothing_can_be_computed_with_are_named(changed: dict, said: 
         model_config(settings("org/name", architecture={"model_type": "llama", **SMALL, "head_dim": 7}))
 
 
-@pytest.mark.parametrize("size", [2, 12, 20, 80, 96, 288])
+@pytest.mark.parametrize("size", [2, 12, 96])
 def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
     model = made_model(head_dim=size)
     for rollout in make_engine(model).generate(some_requests(1, 2, tokens=6)):
@@ -180,14 +171,6 @@ def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
         mask = torch.arange(ids.shape[1])[None] >= len(rollout.request.prompt.token_ids)
         policy = token_logprobs(model, ids, mask, 1.0, 64)[mask]
         torch.testing.assert_close(policy.detach(), torch.tensor(rollout.sampler_logprobs), atol=1e-5, rtol=0)
-
-
-def test_weights_are_read_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    saved = small_model("llama")
-    saved.save_pretrained(tmp_path)
-    loaded = load_model(settings(tmp_path, dtype="bfloat16"), CPU)
-    for name, weight in saved.state_dict().items():
-        assert torch.equal(weight.bfloat16(), loaded.state_dict()[name]), name
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
@@ -273,17 +256,11 @@ def test_what_is_saved_loads_with_plain_transformers(
     assert again.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_missing_folder_says_what_a_path_may_be(tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no folder; give a folder .* a hub id such as"):
         load_model(settings(tmp_path / "nowhere"), CPU)
-
-
-def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"model folder {tmp_path} has no config.json"):
         load_model(settings(tmp_path), CPU)
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     small_model("qwen2").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"model folder {tmp_path} has no tokenizer .*tokenizer.save_pretrained"):
         load_tokenizer(settings(tmp_path))
@@ -459,32 +436,22 @@ def test_the_shipped_tokenizer_has_a_token_for_every_character() -> None:
         assert tokenizer.decode(tokenizer.encode(other)) == other
 
 
-def test_the_shipped_model_is_a_mediocre_solver_of_held_out_problems(
+def test_the_shipped_model_is_a_mediocre_solver_whose_replies_vary_in_length(
     tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
+    """Of held-out problems it solves a fifth to three fifths; lengths deviate from their mean by half of it."""
     model, tokenizer = tiny
     problems = made.task("arithmetic", tokenizer, eval_problems=140).prompts("eval")
-    assert 0.2 <= share_solved(model, tokenizer, problems, sampled=True) <= 0.6
-    assert share_solved(model, tokenizer, problems, sampled=False) <= 0.6
 
+    def solved(replies: list[list[int]]) -> float:
+        ended = [tokens[-1] == tokenizer.eos_token_id for tokens in replies]
+        right = [final_answer(tokenizer.decode(r[:-1])) == p.answer for r, p in zip(replies, problems, strict=True)]
+        return sum(map(all, zip(ended, right, strict=True))) / len(problems)
 
-def test_the_lengths_of_the_shipped_models_replies_vary_by_half_their_mean(
-    tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> None:
-    model, tokenizer = tiny
-    problems = made.task("arithmetic", tokenizer, eval_problems=70).prompts("eval")
-    lengths = torch.tensor([float(len(reply)) for reply in replies_to(model, tokenizer, problems, sampled=True)])
-    assert lengths.std() / lengths.mean() >= 0.5
-
-
-def share_solved(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Prompt], sampled: bool
-) -> float:
-    replies = replies_to(model, tokenizer, problems, sampled)
-    return sum(
-        tokens[-1] == tokenizer.eos_token_id and final_answer(tokenizer.decode(tokens[:-1])) == problem.answer
-        for tokens, problem in zip(replies, problems, strict=True)
-    ) / len(problems)
+    sampled = replies_to(model, tokenizer, problems, sampled=True)
+    lengths = torch.tensor([float(len(reply)) for reply in sampled])
+    assert 0.2 <= solved(sampled) <= 0.6 and lengths.std() / lengths.mean() >= 0.5
+    assert solved(replies_to(model, tokenizer, problems, sampled=False)) <= 0.6
 
 
 def replies_to(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small import small_model
+from small import one_and_the_rest, small_model
 from test_seams import Spy, quiet
 from test_train import Recorder, make_trainer, settings_for
 
@@ -125,7 +125,7 @@ def given_then_old(made_now: Rollout, version: int) -> Rollout:
     return replace(made_now, sampler_logprobs=(math.nan, *made_now.sampler_logprobs[1:]), spans=spans)
 
 
-@pytest.mark.parametrize("choice", choices("correction"))
+@pytest.mark.parametrize("choice", one_and_the_rest(choices("correction"), "mis"))
 @pytest.mark.parametrize("m", [2, 4])
 def test_no_number_of_a_step_with_given_tokens_is_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str, m: int
@@ -446,9 +446,9 @@ def test_rollouts_that_are_worth_a_tenth_of_their_number_are_warned_of() -> None
     ("parts", "ess", "warned"),
     [
         ({}, "none", True),
-        ({"correction": made.correction("tis")}, "none", False),
+        pytest.param({"correction": made.correction("tis")}, "none", False, marks=pytest.mark.matrix),
         ({"correction": made.correction(prox="drawn")}, "none", False),
-        ({"correction": made.correction(prox="ewma")}, "none", True),
+        pytest.param({"correction": made.correction(prox="ewma")}, "none", True, marks=pytest.mark.matrix),
         ({}, "sqrt", False),
     ],
     ids=["nothing", "tis", "drawn", "ewma", "ess"],
@@ -468,34 +468,18 @@ def test_what_answers_for_old_tokens(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["optim.ess=square"], "optim.ess=square must be one of none, sqrt, linear; did you mean sqrt?"),
-        (["optim.ess_reference=0"], "optim.ess_reference=0.0 must be more than 0"),
-        (
-            ["optim.ess_reference=1.5"],
-            "optim.ess_reference=1.5 must be more than 0 and at most 1: it is a share of the rollouts",
-        ),
-        (
-            ["correction.prox=drawn", "engine=vllm"],
-            "correction.prox=drawn takes the sampler for the old policy, which engine=vllm is not; use "
-            "correction.prox=now",
-        ),
-        (
-            ["correction.prox=drawn", "engine=ray", "engine.inner=vllm"],
-            "correction.prox=drawn takes the sampler for the old policy, which engine.inner=vllm is not; use "
-            "correction.prox=now",
-        ),
-        (
-            ["correction.prox=drawn", "sparsity=rkv"],
-            "correction.prox=drawn takes the sampler for the old policy, which sparsity=rkv is not; use "
-            "correction.prox=now",
-        ),
-        (["correction=ftis", "correction.gate=-1"], "correction.gate=-1.0 must be more than 0, or null for no bound"),
+        ("optim.ess=square", "optim.ess=square.* sqrt"),
+        ("optim.ess_reference=0", "optim.ess_reference=0"),
+        ("optim.ess_reference=1.5", "optim.ess_reference=1.5 .*at most 1"),
+        ("correction.prox=drawn engine=vllm", "prox=drawn .*engine=vllm .*correction.prox=now"),
+        ("correction.prox=drawn engine=ray engine.inner=vllm", "prox=drawn .*engine.inner=vllm .*correction.prox=now"),
+        ("correction.prox=drawn sparsity=rkv", "prox=drawn .*sparsity=rkv .*correction.prox=now"),
+        ("correction=ftis correction.gate=-1", "correction.gate=-1.* null"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: list[str], message: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check(settings_of(*words))
-    assert message in str(refused.value).splitlines()
+def test_what_cannot_work_is_refused_before_a_model_is_loaded(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(settings_of(*words.split()))
 
 
 def test_drawn_is_taken_where_the_sampler_is_the_policy() -> None:
@@ -525,20 +509,11 @@ class Silent:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "Rejects",
-            "correction: one that rejects is asked before rollouts are chosen, when nobody knows their advantages; "
-            "leave out the parameter advantages, or say rejects = False",
-        ),
-        (
-            "Silent",
-            "correction: test_off_policy.Silent has no count_rejected, prox, prox_window; see "
-            "grpo_cli.interfaces.Correction",
-        ),
+        ("Rejects", "correction: .*leave out the parameter advantages, or say rejects = False"),
+        ("Silent", "correction: test_off_policy.Silent has no count_rejected, prox, prox_window"),
     ],
 )
 def test_a_correction_of_one_s_own_that_cannot_be_asked_is_refused(kind: str, message: str) -> None:
     parts = {**made.settings().parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=message):
         rehearsed_rules(parts, 4, 4, 2)
-    assert str(refused.value) == message

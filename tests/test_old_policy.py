@@ -11,12 +11,12 @@ from typing import Any
 import made
 import pytest
 import torch
-from small import small_model
+from small import one_and_the_rest, small_model
 from test_off_policy import aged, given_then_old
 from test_seams import Counted, Spy, close, quiet, said_by
 from test_train import Recorder, make_trainer, settings_for
 
-from grpo_cli.learner.old_policy import AveragedPolicy, OldPolicy, average_bytes, old_policy, pass_before
+from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes, pass_before
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.support.errors import UserError
@@ -63,9 +63,7 @@ def moved(policy: AveragedPolicy, model: Weights, *values: float) -> None:
         policy.follow()
 
 
-@pytest.mark.parametrize(
-    ("window", "beta"), [(0, 0.0), (1, 1 / 3), (2, 0.5), (4, 2 / 3), (8, 0.8), (16, 8 / 9)], ids=str
-)
+@pytest.mark.parametrize(("window", "beta"), [(0, 0.0), (1, 1 / 3), (4, 2 / 3), (16, 8 / 9)], ids=str)
 def test_the_average_is_decayed_by_its_window_and_has_no_bias_of_its_beginning(window: int, beta: float):
     model = Weights(5.0)
     policy = averaged(model, window)
@@ -75,14 +73,6 @@ def test_the_average_is_decayed_by_its_window_and_has_no_bias_of_its_beginning(w
     moved(policy, model, 1.0, 10.0)
     plain = beta * (beta * (1 - beta) * 3.0 + (1 - beta) * 1.0) + (1 - beta) * 10.0
     assert seen(policy) == pytest.approx(plain / (1 - beta**3), rel=1e-6)
-
-
-def test_without_a_window_it_is_the_learner_to_the_bit():
-    model = Weights()
-    policy = averaged(model, 0)
-    for value in (0.1, -3.7, 1e-8, 5e7):
-        moved(policy, model, value)
-        assert seen(policy) == float(model.trained.detach())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -152,7 +142,7 @@ def made_passes(trainer: Any) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("choice", ["none", "tis", "mis", "sparse_rl", "ftis"])
+@pytest.mark.parametrize("choice", one_and_the_rest(["none", "tis", "mis", "sparse_rl", "ftis"], "ftis"))
 def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
@@ -180,7 +170,7 @@ def test_drawn_measures_from_where_each_token_was_drawn_and_makes_no_pass(
     assert first["off/active"] == 1.0 - first["loss/clip_fraction"] and "off/prox_resets" not in first
 
 
-@pytest.mark.parametrize("choice", ["none", "tis"])
+@pytest.mark.parametrize("choice", one_and_the_rest(["none", "tis"], "tis"))
 def test_what_was_drawn_now_is_the_same_from_now_and_from_drawn(tmp_path: Path, choice: str) -> None:
     found: dict[str, list[Any]] = {}
     for prox in ("now", "drawn"):
@@ -201,12 +191,8 @@ def test_drawn_is_refused_where_tokens_were_given(tmp_path: Path, monkeypatch: p
     aged(monkeypatch, given_then_old)
     trainer = make_trainer(quiet(settings_for(tmp_path)), correction=made.correction(prox="drawn"))
     trainer._learner.updates = 10
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="prox=drawn .* 12 tokens .*use correction.prox=now"):
         trainer.fit()
-    assert str(refused.value) == (
-        "correction.prox=drawn takes the sampler for the old policy, but 12 tokens of the step were given, which "
-        "nobody drew; use correction.prox=now"
-    )
 
 
 class Weightless(Counted):
@@ -251,7 +237,7 @@ def test_the_average_follows_every_update_and_no_fault(tmp_path: Path) -> None:
     assert trainer._step.old_policy._count == 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("window", one_and_the_rest([0, 4], 4))
 @pytest.mark.parametrize("high", [None, 1.0])
 def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
     tmp_path: Path, window: int, high: float | None
@@ -285,43 +271,17 @@ def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
-    [
-        (
-            "ewma",
-            "now",
-            "the checkpoint holds what correction.prox=ewma has learnt, but this run has correction.prox=now; resume "
-            "with correction.prox=ewma, or start a new run",
-        ),
-        (
-            "ewma",
-            "drawn",
-            "the checkpoint holds what correction.prox=ewma has learnt, but this run has correction.prox=drawn; resume "
-            "with correction.prox=ewma, or start a new run",
-        ),
-        (
-            "now",
-            "ewma",
-            "the checkpoint holds nothing for correction.prox=ewma; leave correction.prox as the run had it, or start "
-            "a new one",
-        ),
-    ],
+    [("ewma", "drawn", "prox=ewma .*prox=drawn; .*prox=ewma"), ("now", "ewma", "nothing for correction.prox=ewma")],
 )
 def test_a_run_does_not_go_on_from_another_old_policy(tmp_path: Path, before: str, after: str, message: str) -> None:
     settings = quiet(settings_for(tmp_path, steps=1))
     make_trainer(settings, correction=made.correction(prox=before)).fit()
     checkpoint = find_checkpoint(tmp_path).path
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=message):
         make_trainer(settings, correction=made.correction(prox=after), checkpoint=checkpoint)
-    assert str(refused.value) == message
 
 
 def test_an_average_of_other_weights_is_refused():
     policy = averaged(Weights(), 4)
     with pytest.raises(UserError, match="of other weights than those that are trained here; resume with the same"):
         policy.load_state_dict({"kind": "ewma", "count": 1, "resets": 0, "average": [torch.zeros(2)]})
-
-
-def test_each_kind_is_an_old_policy(tmp_path: Path) -> None:
-    trainer = make_trainer(quiet(settings_for(tmp_path)))
-    for prox in ("now", "drawn", "ewma"):
-        assert isinstance(old_policy(prox, 4, small_model(), trainer._learner), OldPolicy)

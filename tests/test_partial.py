@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head
-from small import FakeEngine, contents, make_engine, small_model, some_requests
-from test_graph import Again
+from small import FakeEngine, make_engine, small_model, some_requests
 from test_resume import rows, trained
 from test_stop import cut, stopping
 from test_stop import engine as reading_engine
@@ -161,15 +161,6 @@ def test_what_ends_in_the_same_step_has_ended_and_the_rest_is_as_far_as_it_came(
     made = list(engine.generate(requests, after(1)))
     assert [(len(r), r.finish.value) for r in made] == [(6, "length")] * 2 + [(0, "partial")] * 2
     assert engine.stats().decode_steps == 5
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_what_is_never_enough_changes_no_bit(sampler: str) -> None:
-    plain, asked = engine_of(sampler, "fifo"), engine_of(sampler, "fifo")
-    expected = contents(plain.generate(some_requests()))
-    assert contents(asked.generate(some_requests(), lambda rollout: False)) == expected
-    assert asked.stats() == plain.stats()
 
 
 def test_predictors_learn_from_what_has_ended_by_itself_and_from_its_beginning_on() -> None:

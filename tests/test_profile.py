@@ -194,7 +194,7 @@ def test_a_sweep_ends_in_one_table_with_ratios_to_its_first_row():
     assert [row[table.columns.index("KV")] for row in table.rows] == ["4.0 MiB (1.00)", "1.0 MiB (0.25)"]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_sweep_of_profiles_is_run_as_any_other_and_compared_at_its_end():
     words = [*SMALL[:1], *SMALL[2:], "eval.every=0", "n=4,5,6", "m=5", "profile.plan_only=true", "hydra.sweep.dir=s"]
     told = grpo("profile", "-m", *words)

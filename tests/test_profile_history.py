@@ -407,7 +407,6 @@ def test_of_very_many_problems_those_of_the_profile_are_trained_on() -> None:
 # By the program
 
 
-@pytest.mark.slow
 def test_a_profile_is_written_read_and_resumed_by_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def grpo(*words: str) -> Any:
         return CliRunner().invoke(app, words)

@@ -23,6 +23,7 @@ from grpo_cli.tracking.introduction import doubts, introduction
 FRONT = (Path(__file__).parent.parent / "README.md").read_text()
 REAL = re.findall(r"^    grpo train (task=\w+ .*?|experiment=gsm8k\w+) *(?:# (\d+) GB.*)?$", FRONT, re.MULTILINE)
 CARD = 24e9
+ONE_AND_THE_REST = [REAL[0], *(pytest.param(*line, marks=pytest.mark.matrix) for line in REAL[1:])]
 
 
 def numbers(*words: str) -> tuple[float, ...]:
@@ -132,15 +133,14 @@ def test_there_are_real_models_on_the_front_page():
     assert len(REAL) == 4 and sum(bool(size) for _, size in REAL) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("line", "size"), REAL, ids=lambda value: value)
+@pytest.mark.parametrize(("line", "size"), ONE_AND_THE_REST, ids=lambda value: value)
 def test_every_line_with_a_real_model_fits_one_card_of_24_gb_as_the_front_page_says(line, size, tmp_path):
     peak = peak_on_a_gpu(*planned_words(line), f"task.path={problems(tmp_path)}")
     assert peak < CARD
     assert not size or float(size) == pytest.approx(peak / 1e9, abs=0.6)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gsm8k_qwen2_5_0_5b", "gsm8k_qwen2_5_3b_lora"])
 def test_a_whole_recipe_fits_one_card_of_24_gb(name, tmp_path):
     assert peak_on_a_gpu(f"experiment={name}", f"task.path={problems(tmp_path)}") < CARD

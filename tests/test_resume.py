@@ -113,22 +113,24 @@ class Halfway(Fifo):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [
-        (),
-        ("curriculum=dps", "collector=partial", "credit=gdro", FEW),
-        ("curriculum=target", "collector=mixed", "collector.pool=2", FEW),
+        pytest.param((), id="plain"),
+        pytest.param(
+            ("curriculum=dps", "collector=partial", "credit=gdro", FEW), id="learning", marks=pytest.mark.process
+        ),
+        pytest.param(
+            ("curriculum=target", "collector=mixed", "collector.pool=2", FEW), id="history", marks=pytest.mark.process
+        ),
     ],
-    ids=["plain", "learning", "by_history"],
 )
 def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path, rules: tuple[str, ...]) -> None:
     held_up = (HELD, "advantage._target_=held.advantage", "outputs/train/killed/checkpoints/step_000002/COMPLETE")
     kill_and_resume(tmp_path, (*WORDS, *rules), *held_up)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("max_lag", [4, 1])
 def test_kill_9_in_the_middle_of_a_round_loses_no_partial_rollout(tmp_path: Path, max_lag: int) -> None:
     words = (*WORDS, "collector=partial", f"collector.max_lag={max_lag}", "sampler=infinite", "sampler.slots=3")
@@ -164,7 +166,6 @@ def kill_and_resume(tmp_path: Path, words: tuple[str, ...], code: str, held_up: 
     assert [row["step"] for row in rows(tmp_path / "alone")] == list(range(7))
 
 
-@pytest.mark.slow
 def test_sigterm_ends_a_run_well(tmp_path: Path) -> None:
     run = start(tmp_path, *WORDS, "train.steps=1000", "hydra.run.dir=run")
     wait_for(tmp_path, "run/checkpoints/step_000002/COMPLETE", run)

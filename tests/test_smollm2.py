@@ -31,7 +31,6 @@ def test_the_preset_is_the_shape_of_the_folder() -> None:
     assert shape["rope_parameters"] == told["rope_parameters"]
 
 
-@pytest.mark.slow
 def test_greedy_rollouts_are_those_of_transformers() -> None:
     settings = settings_of(
         "model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from made import full, infinite, micro, prefix_head
+from made import full, infinite, prefix_head
 from slow_eviction import slow_scores
-from small import contents, make_engine, small_model, some_requests
+from small import make_engine, small_model, some_requests
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -250,31 +250,6 @@ def test_a_budget_that_is_never_reached_is_dense_bit_for_bit(policy: type[Budget
             assert stats.details[f"engine/{name}"] == 0
     _, engine = generate_to_the_limit(make(policy, **words, budget=longest - 5, buffer=4), requests)
     assert engine.stats().details["engine/evictions"] == (4 if words["protect_prompt"] else 2), "one key less"
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize(("policy", "words"), KINDS)
-def test_a_sparse_rollout_does_not_depend_on_its_neighbours(policy: type[Budget], words: dict[str, Any]) -> None:
-    requests, budget = some_requests(prompts=2, n=3, tokens=32), make(policy, **words)
-    together, _ = generate(budget, requests)
-    for sampler in (micro(slots=4), infinite(slots=1)):
-        assert generate(budget, requests, sampler=sampler)[0] == together
-    # With a pause after 17 tokens, which is after an eviction, and an order of its own.
-    predictor = prefix_head(prefix_tokens=16, min_rollouts=2)
-    paused, engine = generate(budget, requests, sampler=infinite(slots=2), scheduler=Lpt(), predictor=predictor)
-    assert paused == together
-    assert engine.stats().details["engine/probe_steps"] > 0
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_heads_of_any_grouping_keep_keys_independently_of_neighbours(kv_heads: int) -> None:
-    model, requests = small_model(num_key_value_heads=kv_heads), some_requests(prompts=2, n=2, tokens=30)
-    for policy in (H2o, Rkv):  # one that adds up weights, and one that multiplies queries and keys
-        engine = make_engine(model, sparsity=make(policy), sampler=infinite(slots=2))
-        assert contents(engine.generate(requests)) == contents(
-            make_engine(model, sparsity=make(policy)).generate(requests)
-        )
 
 
 def test_memory_is_what_the_shapes_say_and_half_of_it_makes_twice_the_slots() -> None:

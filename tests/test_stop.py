@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from made import infinite, micro, prefix_head
+from made import infinite
 from small import contents, make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.schedule import Fifo, Sjf
+from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.types import Finish, Request, Rollout
 
@@ -51,13 +51,10 @@ def stopping(requests: Sequence[Request], stop: tuple[str, ...]) -> list[Request
         ("longer than any of these texts",),
     ],
 )
-@pytest.mark.parametrize("parts", [{}, {"sampler": infinite(slots=3)}, {"sampler": micro(slots=4)}])
-def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
-    stop: tuple[str, ...], parts: dict[str, object]
-) -> None:
+def test_a_rollout_is_cut_after_the_token_that_completes_a_string(stop: tuple[str, ...]) -> None:
     requests = some_requests(n=6)
-    plain = list(engine(**parts).generate(requests))
-    stopped = contents(engine(**parts).generate(stopping(requests, stop)))
+    plain = list(engine().generate(requests))
+    stopped = contents(engine(sampler=infinite(slots=3)).generate(stopping(requests, stop)))
     reasons = set()
     for rollout in plain:
         count, reason = cut(rollout, stop)
@@ -65,14 +62,6 @@ def test_a_rollout_is_cut_after_the_token_that_completes_a_string(
         assert stopped[name] == (rollout.token_ids[:count], rollout.sampler_logprobs[:count], reason)
         reasons.add(reason)
     assert len(stop[0]) > 5 or "stop" in reasons  # the case has cases
-
-
-@pytest.mark.bits
-def test_a_rollout_that_waited_with_its_keys_kept_is_cut_too() -> None:
-    requests = stopping(some_requests(n=6), ("ab", "d"))
-    alone = contents(engine().generate(requests))
-    parts = {"sampler": infinite(slots=3), "scheduler": Sjf(), "predictor": prefix_head(prefix_tokens=4)}
-    assert contents(engine(**parts).generate(requests)) == alone
 
 
 def test_each_request_has_its_own_strings() -> None:

@@ -115,7 +115,6 @@ def test_no_function_writes_to_its_arguments(name: str) -> None:
     assert contents(arguments) == before
 
 
-@pytest.mark.slow
 def test_the_embedded_task_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default run's first 20 of 80 steps, half as many prompts: greedy accuracy from 50 % to over 80 %."""
     monkeypatch.chdir(tmp_path)

@@ -148,7 +148,6 @@ def test_what_is_stopped_goes_on_where_it_was(model: PreTrainedModel, task: Arit
     assert contents(stopped_and_resumed(engine, greedy)) == contents(make_engine(model).generate(greedy))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [False, True])
 def test_rollouts_are_those_of_the_torch_engine_in_distribution(
     engine: VllmEngine, model: PreTrainedModel, task: Arithmetic, stopped: bool
@@ -336,7 +335,6 @@ main()
 """
 
 
-@pytest.mark.slow
 def test_the_policy_learns_and_a_failure_leaves_what_was_learned(tmp_path: Path):
     words = "train engine=vllm sampler=infinite sampler.slots=64 train.steps=20 train.checkpoint_every=100 "
     words += f"eval.every=8 eval.problems=100 eval.k=1 logger=jsonl hydra.run.dir={tmp_path}"

@@ -16,7 +16,7 @@ import pytest
 from processes import ROOT, Forked
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 WORDS = (

@@ -20,7 +20,7 @@ from fake_cuda import CUDA, Watched, gpu, model_of
 from made import full, infinite
 from small import make_generation, some_requests
 
-from grpo_cli.engine.gpu.graph import FixedTurns, Turned
+from grpo_cli.engine.gpu.graph import FixedTurns, TurnOutput
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.torch.generation import Generation
@@ -47,7 +47,7 @@ class Trial:
     lengths: list[int]
 
 
-def again(run: Callable[[], Turned]) -> Callable[[], Turned]:
+def again(run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
     """A capture, as far as a graph can be had."""
     return run
 

@@ -1,0 +1,318 @@
+"""A rollout is a function of the weights and its request, whichever way it is made.
+
+`POLICIES` lists what rollouts are made by, `WAYS` how. Every way makes the rollouts of every policy as one batch of all
+of them does: to the bit, or, where a way adds up in another order (`ROUNDED`), token by token. The default run takes a
+diagonal of the table, on which each policy and each way occurs; `matrix` takes all of it, and more threads. Rollouts
+of Ray's workers are compared in tests/cluster; vLLM draws from streams of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import jaxtyping
+import made
+import pytest
+import torch
+from captured import Again
+from conftest import SMOLLM2
+from flash import forward
+from made import fptas, infinite, micro, prefix_head
+from orders import AnyOrder, Backwards, Forgetful, PromptsFirst
+from small import adapted_model, contents, make_engine, require_bits, small_model, some_requests
+
+from grpo_cli.engine.gpu import flash
+from grpo_cli.engine.kv import cache
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.order.schedule import Lpt, Sjf
+from grpo_cli.engine.step import decoder as decoders
+from grpo_cli.engine.torch import generation
+from grpo_cli.engine.torch.engine import TorchEngine
+from grpo_cli.methods.h2o import H2o
+from grpo_cli.methods.rkv import Rkv
+from grpo_cli.methods.snapkv import SnapKv
+from grpo_cli.methods.streaming_llm import Streaming
+from grpo_cli.model import compiling
+from grpo_cli.model.load import load_model
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Request, Rollout
+
+# ---- what rollouts are made by
+
+
+@dataclass(frozen=True)
+class Policy:
+    model: Callable[[], Any] = small_model
+    requests: Callable[[], list[Request]] = functools.partial(some_requests, prompts=3, n=6)
+    sparsity: Any = field(default_factory=Dense)
+    packed: bool = False  # whether weights as small as these are multiplied by packed copies
+    page: int | None = None  # tokens of a page of keys, where not as many as there may be
+
+    @contextmanager
+    def constants(self) -> Iterator[None]:
+        """Those of the engine that decide about the order of sums."""
+        with ExitStack() as stack:
+            if self.packed:
+                stack.enter_context(patch.object(decoders, "PACKED_FROM", 0))
+            if self.page:
+                stack.enter_context(patch.multiple(cache, PAGE_BYTES=1, PAGE_TOKENS=self.page))
+                stack.enter_context(patch.object(decoders, "least_page", lambda group: 1))
+            yield
+
+
+def sized(hidden: int, inner: int, heads: int, kv_heads: int, dim: int) -> Callable[[], Any]:
+    shape = dict(hidden_size=hidden, intermediate_size=inner, head_dim=dim)
+    return functools.partial(small_model, "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, **shape)
+
+
+def embedded() -> Any:
+    return load_model(made.model(), torch.device("cpu"))
+
+
+def smollm2() -> Any:
+    return load_model(made.model(str(SMOLLM2)), torch.device("cpu"))
+
+
+def some_of_each() -> list[Request]:
+    """Of several lengths and temperatures, with stop strings and without, of 1 token and of 60."""
+    words = [dict(max_new_tokens=m) for m in (1, 4, 17, 60, 2, 9)]
+    requests = some_requests(prompts=4, n=6)
+    return [
+        replace(r, sampling=replace(r.sampling, **words[i % 6], temperature=(0.0, 0.5, 1.0)[i % 3], stop=stop))
+        for i, r in enumerate(requests)
+        for stop in [(("ab", "d") if i % 2 else ())]
+    ]
+
+
+def evicting(policy: Any, protect: bool, **words: Any) -> Policy:
+    budget: dict[str, Any] = dict(budget=10, buffer=4, window=3, sinks=1, protect_prompt=protect, per_head=protect)
+    model = functools.partial(small_model, num_key_value_heads=4 if protect else 1)
+    return Policy(model, functools.partial(some_requests, tokens=40), policy(**budget, **words))
+
+
+SHORT = functools.partial(some_requests, prompts=3, n=6, tokens=14)
+RKV: dict[str, Any] = dict(kernel=3, importance=0.3, threshold=0.5)
+# 240 rollouts at a time: so many rows that threads share the elements of a layer among them.
+POLICIES = {
+    "qwen2": Policy(),
+    "qwen3": Policy(functools.partial(small_model, "qwen3", head_dim=16)),
+    "llama": Policy(functools.partial(small_model, "llama", attention_bias=True, mlp_bias=True)),
+    "mistral": Policy(functools.partial(small_model, "mistral", tie_word_embeddings=False)),
+    "one key head": Policy(functools.partial(small_model, num_key_value_heads=1)),
+    "a key head each": Policy(functools.partial(small_model, num_key_value_heads=4)),
+    "192 wide": Policy(sized(192, 512, 8, 8, 24), SHORT),
+    "576 wide": Policy(sized(576, 1536, 9, 3, 64), SHORT),  # as SmolLM2-135M
+    "embedded": Policy(embedded, functools.partial(some_requests, prompts=12, n=20, tokens=16)),
+    "packed": Policy(packed=True),
+    "adapted, packed": Policy(adapted_model, packed=True),
+    "all kinds of requests": Policy(requests=some_of_each),
+    "all kinds, in pages of 16 tokens": Policy(requests=some_of_each, page=16),
+    "streaming": evicting(Streaming, True),
+    "h2o": evicting(H2o, True),
+    "h2o, prompt too": evicting(H2o, False),
+    "snapkv, prompt too": evicting(SnapKv, False, kernel=3),
+    "rkv": evicting(Rkv, True, **RKV),
+    "rkv, prompt too": evicting(Rkv, False, **RKV),
+}
+REAL = {"smollm2": Policy(smollm2, functools.partial(some_requests, prompts=2, n=2, tokens=6))}
+
+# ---- how
+
+Make = Callable[..., TorchEngine]
+Way = Callable[[Make, Sequence[Request]], Iterable[Rollout]]
+
+
+def by(**parts: Callable[[], Any]) -> Way:
+    """By an engine of these parts, which are made anew for each of its uses."""
+    return lambda make, requests: make(**{name: new() for name, new in parts.items()}).generate(requests)
+
+
+def each_alone(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+    for request in requests:
+        yield from make().generate([request])
+
+
+def asked_whether_that_is_enough(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
+    return make(sampler=infinite(slots=5)).generate(requests, lambda rollout: False)
+
+
+def with_prompts_read_in_parts(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
+    with patch.object(generation, "PREFILL_TOKENS", 64):
+        yield from make().generate(requests)
+
+
+def in_little_memory(sampler: Callable[..., Any]) -> Way:
+    """In twice as much as one sequence takes: rollouts that begin make room for others, and are made again."""
+
+    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+        with pytest.raises(UserError) as refused:
+            list(make(sampler=sampler(kv_budget=1)).generate(requests))
+        budget = 2 * int(str(refused.value).partition("would do is ")[2].partition(" bytes")[0])
+        engine = make(sampler=sampler(kv_budget=budget), scheduler=AnyOrder())
+        yield from engine.generate(requests)
+        assert engine.stats().kv_peak_bytes <= budget
+
+    return way
+
+
+def by_steps_of_fixed_shape(**parts: Callable[[], Any]) -> Way:
+    """As a GPU graph repeats them."""
+
+    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+        engine, capture = make(**{name: new() for name, new in parts.items()}), Again()
+        engine._capture = capture  # type: ignore[assignment]
+        yield from engine.generate(requests)
+        assert capture.replayed > capture.captured > 0 or len(requests) < 9
+
+    return way
+
+
+def a_step_behind(**parts: Callable[[], Any]) -> Way:
+    """The host looks at what a step has drawn only when the next one has been launched, as on a GPU."""
+
+    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+        with patch.dict(generation.BEHIND, cpu=1):
+            yield from by(**parts)(make, requests)
+
+    return way
+
+
+def without_copies_of_weights(make: Make, requests: Sequence[Request]) -> Iterable[Rollout]:
+    return make(packed_weights=False).generate(requests)
+
+
+def by_flash_attention(**parts: Callable[[], Any]) -> Way:
+    def way(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+        without = patch.object(decoders, "reason_against", lambda device, dtype, dim: "")
+        with without, patch.object(flash, "_forward", forward):
+            yield from by(**parts)(make, requests)
+
+    return way
+
+
+def compiled(make: Make, requests: Sequence[Request]) -> Iterator[Rollout]:
+    """By a compiler that gives back what it is given. Annotations would be compiled too, so they are not checked."""
+    torch._dynamo.reset()
+    with patch.object(jaxtyping.config, "jaxtyping_disable", True), patch.object(compiling, "BACKEND", "eager"):
+        yield from make(sampler=infinite(slots=12), compile=True).generate(requests)
+
+
+PREFIX: dict[str, Callable[[], Any]] = dict(
+    sampler=lambda: infinite(slots=4), scheduler=Lpt, predictor=lambda: prefix_head(prefix_tokens=8, min_rollouts=2)
+)
+FORGETFUL: dict[str, Callable[[], Any]] = dict(sampler=lambda: infinite(slots=3), predictor=Forgetful)
+WAYS: dict[str, Way] = {
+    "each alone": each_alone,
+    "rounds": by(sampler=lambda: micro(slots=5)),
+    "one at a time": by(sampler=lambda: infinite(slots=1)),
+    "continuous": by(sampler=lambda: infinite(slots=7)),
+    "the last first": by(**FORGETFUL | {"scheduler": Backwards}),
+    "a rollout of every prompt first": by(sampler=lambda: infinite(slots=2), scheduler=PromptsFirst),
+    "the shortest first": by(**FORGETFUL | {"scheduler": Sjf}),
+    "the longest first, in rounds": by(**FORGETFUL | {"sampler": lambda: micro(slots=3), "scheduler": Lpt}),
+    "by a plan": by(**FORGETFUL | {"scheduler": fptas}),
+    "by lengths told from a prefix": by(**PREFIX),
+    "asked whether that is enough": asked_whether_that_is_enough,
+    "prompts read in parts": with_prompts_read_in_parts,
+    "little memory, in rounds": in_little_memory(micro),
+    "little memory": in_little_memory(infinite),
+    "captured": by_steps_of_fixed_shape(),
+    "captured, continuous": by_steps_of_fixed_shape(sampler=lambda: infinite(slots=5)),
+    "captured, by lengths": by_steps_of_fixed_shape(**PREFIX),
+    "a step behind, continuous": a_step_behind(sampler=lambda: infinite(slots=5)),
+    "a step behind, by lengths": a_step_behind(**PREFIX),
+    "no copies of weights": without_copies_of_weights,
+    "flash": by_flash_attention(sampler=lambda: infinite(slots=7)),
+    "compiled": compiled,
+}
+# Products in another order, with rounding of its own.
+ROUNDED = {"no copies of weights", "flash", "compiled"}
+
+# ---- the table
+
+
+@functools.cache
+def of_all_at_once(name: str, threads: int) -> tuple[Any, Sequence[Request], Any]:
+    """The model, the requests, and what their rollouts say."""
+    policy = (POLICIES | REAL)[name]
+    model, requests = policy.model(), policy.requests()
+    return model, requests, contents(maker(policy, model)().generate(requests))
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join("_.abcdefghijklmnopqrstuvw"[token] for token in token_ids)
+
+
+def maker(policy: Policy, model: Any) -> Make:
+    words: dict[str, Any] = dict(sparsity=policy.sparsity, warn=made.unexpected)
+    if policy.requests is some_of_each:
+        words["decode"] = letters
+    return functools.partial(make_engine, model, **words)
+
+
+def same(name: str, way: str) -> None:
+    policy, threads = (POLICIES | REAL)[name], torch.get_num_threads()
+    with policy.constants():
+        model, requests, expected = of_all_at_once(name, threads)
+        require_bits(model)
+        found = contents(WAYS[way](maker(policy, model), requests))
+    if way not in ROUNDED:
+        assert found == expected
+        return
+    assert found.keys() == expected.keys()
+    for key, (tokens, logprobs, finish) in expected.items():
+        assert (found[key][0], found[key][2]) == (tokens, finish)
+        assert found[key][1] == pytest.approx(logprobs, abs=2e-4)
+
+
+def same_in_short(model: Any, requests: Sequence[Request]) -> None:
+    """The ways that differ most, for a model that is none of the table's."""
+    make = functools.partial(make_engine, model)
+    expected = contents(make().generate(requests))
+    for way in ("rounds", "continuous", "by lengths told from a prefix"):
+        assert contents(WAYS[way](make, requests)) == expected
+
+
+DIAGONAL = [
+    (list(POLICIES)[place % len(POLICIES)], list(WAYS)[place % len(WAYS)])
+    for place in range(max(len(POLICIES), len(WAYS)))
+]
+WHOLE = [
+    pytest.param(policy, way, marks=[] if (policy, way) in DIAGONAL else pytest.mark.matrix)
+    for policy in POLICIES
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("policy", "way"), WHOLE)
+def test_rollouts_are_the_same_whichever_way_they_are_made(policy: str, way: str) -> None:
+    same(policy, way)
+
+
+@pytest.mark.parametrize("policy", ["576 wide", "embedded"])
+@pytest.mark.parametrize("threads", [2, 3], indirect=True)
+def test_so_they_are_with_two_threads_and_with_three(threads: int, policy: str) -> None:
+    same(policy, "continuous")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("way", ["rounds", "by lengths told from a prefix"])
+@pytest.mark.parametrize(
+    "policy", ["192 wide", "576 wide", "embedded", "streaming", "h2o, prompt too", "rkv, prompt too"]
+)
+@pytest.mark.parametrize("threads", [2, 3, 8, 16], indirect=True)
+def test_so_they_are_with_any_number_of_threads(threads: int, policy: str, way: str) -> None:
+    same(policy, way)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize(
+    "way", ["continuous", *(pytest.param(way, marks=pytest.mark.matrix) for way in ("rounds", "captured", "flash"))]
+)
+def test_so_are_those_of_a_real_model(way: str) -> None:
+    same("smollm2", way)

@@ -63,20 +63,22 @@ def can_draw() -> bool:
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
     """PNG files by name; only those for which some run has something to show."""
-    arms = [(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True) if arm.runs]
-    lines = [_line_of(name, arm) for name, arm in zip(comparison.names, comparison.arms, strict=True)]
+    arms = dict(zip(comparison.names, comparison.arms, strict=True))
+    lines = [
+        ArmLine(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
+        for name, arm in arms.items()
+    ]
+    measured = {name: arm for name, arm in arms.items() if arm.mean("peak_bytes")}
+    timed = {name: arm.step_seconds for name, arm in arms.items() if arm.step_seconds}
     drawn: dict[str, bytes] = {}
     with paper_style():
         if any(line.curves or line.unfinished for line in lines):
             axes = {axis: AXES[axis] for axis in ("clock/train_seconds", "tokens/generated")} | {"step": "steps"}
             targets = {} if comparison.target is None else {"": comparison.target}
-            drawn["accuracy.png"] = png(
-                accuracy_figure({"": lines}, axes, targets, f"held-out {spoken(comparison.metric)}")
-            )
-        measured = {name: arm for name, arm in arms if arm.mean("peak_bytes")}
+            caption = f"held-out {spoken(comparison.metric)}"
+            drawn["accuracy.png"] = png(accuracy_figure({"": lines}, axes, targets, caption))
         if measured:
             drawn["memory.png"] = png(memory_figure(measured))
-        timed = {name: arm.step_seconds for name, arm in arms if arm.step_seconds}
         if timed:
             drawn["step_time.png"] = png(step_time_figure(timed))
     return drawn
@@ -95,10 +97,6 @@ def paper_style() -> Iterator[None]:
 
     with matplotlib.rc_context(STYLE):
         yield
-
-
-def _line_of(name: str, arm: Arm) -> ArmLine:
-    return ArmLine(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
 
 
 def accuracy_figure(

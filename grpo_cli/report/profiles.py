@@ -68,17 +68,9 @@ def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
         held_by = phases[peak["phase"]]["held_by"]
         return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"], held_by)
     engine, peak, phases = measured["engine"], measured["peak"], measured["phases"]
-    return ProfileRow(
-        name,
-        phases["step"]["seconds_median"],
-        engine["engine/decode_steps"],
-        phases["decode"]["tokens_per_second"],
-        engine["engine/slot_utilisation"],
-        int(engine["engine/kv_peak_bytes"]),
-        peak["bytes"],
-        peak["phase"],
-        peak["held_by"],
-    )
+    seconds, speed = phases["step"]["seconds_median"], phases["decode"]["tokens_per_second"]
+    steps, busy, kv = (engine[f"engine/{name}"] for name in ("decode_steps", "slot_utilisation", "kv_peak_bytes"))
+    return ProfileRow(name, seconds, steps, speed, busy, int(kv), peak["bytes"], peak["phase"], peak["held_by"])
 
 
 def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Console | None = None) -> None:

@@ -110,26 +110,17 @@ def visible(text: str) -> str:
 
 def _recorded(line: bytes, has_step: bool) -> Recorded:
     """One row. ValueError, TypeError, KeyError, AttributeError or OverflowError if the line is none."""
-    row: dict[str, Any] = json.loads(line)
-    step = row["step"] if has_step else None
-    texts = [row[name] for name in ("prompt_id", "prompt", "reply")]
-    texts += [row.get(name, "") for name in ("answer", "finish", "reason")]
-    whole = [number for number in (row["sample"], step, row.get("length")) if number is not None]
-    if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in whole):
+    row: dict[str, Any] = {"answer": "", "finish": "", "reason": "", **json.loads(line)}
+    texts = {name: row[name] for name in ("prompt_id", "prompt", "reply", "answer", "finish", "reason")}
+    whole = {"sample": row["sample"], "step": row["step"] if has_step else None, "length": row.get("length")}
+    numbers = [number for number in whole.values() if number is not None]
+    if not all(isinstance(text, str) for text in texts.values()) or not all(type(number) is int for number in numbers):
         raise TypeError("another type")
-    prompt_id, prompt, reply, answer, finish, reason = texts
     return Recorded(
-        prompt_id,
-        row["sample"],
-        prompt,
-        reply,
-        float(row["reward"]),
-        step,
-        answer,
-        {str(name): float(value) for name, value in row.get("parts", {}).items()},
-        row.get("length"),
-        finish,
-        row.get("kept") is True,
-        reason,
-        None if row.get("advantage") is None else float(row["advantage"]),
+        **texts,
+        **whole,
+        reward=float(row["reward"]),
+        parts={str(name): float(value) for name, value in row.get("parts", {}).items()},
+        kept=row.get("kept") is True,
+        advantage=None if row.get("advantage") is None else float(row["advantage"]),
     )

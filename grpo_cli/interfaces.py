@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -83,6 +83,54 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave."""
+
+
+@runtime_checkable
+class Others(Protocol):
+    """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
+    `goes_with` or `undone_by`. `n` and `m` are the run's."""
+
+    n: int
+    m: int
+    unequal: bool  # whether the collector makes groups of other sizes than n; False before its rehearsal
+
+    def says(self, group: str, fact: str) -> Any:
+        """What the part chosen of this group says of itself (see `facts`), None where it says nothing."""
+
+    def named(self, group: str) -> str:
+        """`group=choice`, as a person types it."""
+
+    def setting(self, group: str, key: str) -> Any:
+        """A setting of the part, None where it has none of this name."""
+
+
+Part = TypeVar("Part")
+
+
+def facts(**said: Any) -> Callable[[Part], Part]:
+    """A decorator: what a part, a function or a class, says of itself before it is made, as attributes.
+
+    | of | fact | says |
+    |---|---|---|
+    | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
+    | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
+    | advantage | divides | whether it divides by the deviation of the group |
+    | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
+    | curriculum | needs_history | whether it needs `train.history` |
+    | replay | replays | whether it brings groups of earlier weights |
+    | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
+    | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
+    | sparsity | evicts | whether KV entries are dropped |
+    | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
+    | engine | stops_early | whether it can stop rollouts before their end |
+    """
+
+    def with_facts(part: Part) -> Part:
+        for name, value in said.items():
+            setattr(part, name, value)
+        return part
+
+    return with_facts
 
 
 @runtime_checkable

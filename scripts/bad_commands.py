@@ -14,21 +14,26 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.cli import main as cli
+import yaml
+
 from grpo_cli.config.choices import choices, groups_of, parts_of, shipped
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from processes import Forked  # noqa: E402
 
 LIMIT_SECONDS = 60.0  # whatever runs longer was not refused
 NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
@@ -48,7 +53,7 @@ class BadCommand:
 
 def bad_commands(seed: int) -> list[BadCommand]:
     """All of them, none twice, in an order of the seed's."""
-    found = list(dict.fromkeys([*_numbers(), *_keys(), *_choices(), *_files(), *_together()]))
+    found = list(dict.fromkeys([*_numbers(), *_keys(), *_choices(), *_listed()]))
     random.Random(seed).shuffle(found)
     return found
 
@@ -120,17 +125,9 @@ def _keys() -> Iterator[BadCommand]:
         if group != "experiment":
             yield _train(f"{group}.zzz", f"{group}.zzz=1")
             yield _train(f"{group}.zzz" if group == "model" else "zzz", f"+{group}.zzz=1")
-    yield _train("zzz", "~zzz")
-    yield _train("n", "+n=3")
-    for word in ("fast", "n=[1", "=5", "n", "==", "{}=1", "n=${zzz}", "n=${oc.env:NO_SUCH_VARIABLE}", "n={a:", "a b=1"):
-        yield _train("n" if word.startswith("n=$") else word, word)
-    yield _train("--no-such-flag", "--no-such-flag")
-    yield _train("--resolve", "--resolve")
-    yield _train("--config-name=eval", "--config-name", "eval")
     for group in parts_of("train"):
         yield _train(group, f"~{group}")
         yield _train(group, f"{group}=null")
-    yield _train("hydra.sweeper.max_batch_size", "-m", "hydra.sweeper.max_batch_size=0", "seed=1,2")
 
 
 def _choices() -> Iterator[BadCommand]:
@@ -138,183 +135,43 @@ def _choices() -> Iterator[BadCommand]:
     for command in ("train", "eval", "profile"):
         for group in groups_of(command):
             yield BadCommand((command, f"{group}=zzz"), group)
-    yield _train("hydra/launcher", "-m", "hydra/launcher=zzz", "seed=1,2")
-    words = ["optim.name", "optim.schedule", "model.dtype", "model.autocast", "model.quantize", "device"]
-    words += ["loss.aggregation", "correction.importance", "correction.is_mode", "correction.rejection"]
-    words += ["sampler.on_oom", "advantage.stats_over"]
-    yield from (_train(word, f"{word}=zzz") for word in words)
-    for word in ("grading", "long_prompts", "formats_on", "on_crash", "reward", "template", "weights"):
-        yield _train(f"task.{word}", *GOOD, f"task.{word}=zzz")
-    for word in ("question_field", "answer_field"):
-        yield _train(f"task.{word}", *GOOD, f"task.{word}=zzz")
-    yield _train("engine.options", "engine=vllm", "engine.options=zzz")
-    yield _train("logger.tags", "logger=wandb", "logger.tags=zzz")
-    yield _train("scheduler.refill", "scheduler=fptas", "scheduler.refill=zzz")
-    yield _train("sampler.kv_budget", "sampler=infinite", "sampler.kv_budget=lots")
-    for size in ("0", "-1", "1e400", "9" * 400, "0GB", "nan"):
-        yield _train("sampler.kv_budget", "sampler=infinite", f"sampler.kv_budget={size}")
-        yield BadCommand(("profile", f"profile.fit={size}"), "profile.fit")
-    yield BadCommand(("profile", "profile.lengths=zzz"), "profile.lengths")
-    yield BadCommand(("profile", "profile.device=zzz"), "device")
     for key, kind in _typed(ProfileRunSettings, ""):
         if kind is bool:
             yield BadCommand(("profile", f"{key}=7"), key)
         elif kind is str and key not in ("run_dir", "device"):
             yield BadCommand(("profile", f"{key}=7"), key)
-    for group, choice, name in (("task", "countdown", "use_all"), ("sparsity", "h2o", "per_head")):
-        yield _train(f"{group}.{name}", f"{group}={choice}", f"{group}.{name}=7")
     for group in parts_of("train"):
         yield _train(group, f"{group}._target_=no_such_module.Part")
         for name in ("math.pi", "builtins.int", "syntax_error.f", "raises.f", "exits.f", "ends.f", "works.no_such"):
             yield _train(group, f"{group}._target_={name}")
-    yield _train("downsample", "downsample._target_=works.crash", "m=2", "n=4")
 
 
-def _files() -> Iterator[BadCommand]:
-    """Files, folders and modules that cannot be used."""
-    for name in (name for name in FILES if name.endswith(".jsonl") and name != "good.jsonl"):
-        yield _train(name, "task=jsonl", f"task.path={name}")
-        yield _train(name, *GOOD, f"task.eval_path={name}")
-    for name in ("nowhere.jsonl", "folder", "pipe", "/dev/zero", "hub:x", "hub::", ""):
-        yield _train("task.path", "task=jsonl", f"task.path={name}")
-        yield _train("predictor.lengths", "scheduler=lpt", "predictor=oracle", f"predictor.lengths={name or 'none'}")
-        yield BadCommand(
-            ("profile", "profile.lengths=trace", f"profile.trace_file={name or 'null'}"), "profile.trace_file"
-        )
-        if name:
-            yield _train("task.eval_path", *GOOD, f"task.eval_path={name}")
-            yield _train("task.few_shot_path", *GOOD, "task.few_shot=1", f"task.few_shot_path={name}")
-    yield _train("task.few_shot", *GOOD, "task.few_shot=99")
-    for module in (
-        "syntax_error:f",
-        "raises:f",
-        "exits:f",
-        "ends:f",
-        "..mod:f",
-        "works:no_such",
-        "works",
-        ":f",
-        "a b:c",
-    ):
-        yield _train("task.reward", *GOOD, f"task.reward={module}")
-    for function in ("raised", "exited", "ended", "huge", "endless", "text", "none", "wants", "far", "odd", "worse"):
-        yield _train("task.reward", *GOOD, f"task.reward=works:{function}", "sampling.max_new_tokens=4")
-    yield _train("task.reward", *GOOD, "task.reward=builtins:int")
-    for place in ("nowhere/at/all", "folder", "damaged", "", "good.jsonl", "piped"):
-        for command in ("train", "eval", "profile"):
-            yield BadCommand((command, "logger=jsonl", f"model.path={place}"), place or "model.path")
-        yield _train("model.adapter", f"model.adapter={place}", "model.lora.rank=4")
-        yield BadCommand(("eval", "logger=jsonl", f"checkpoint={place}"), place or "checkpoint")
-        yield _train("resume", f"resume={place or 'nowhere'}")
-        if place and place != "folder":
-            yield BadCommand(("show", place), place)
-            yield BadCommand(("merge", place, "merged"), place)
-    for command in ("report", "ls"):
-        yield BadCommand((command, "nowhere"), "nowhere")
-    yield from (BadCommand((command, ""), "empty") for command in ("report", "ls", "show"))
-    yield BadCommand(("report", ".", "--out", ""), "--out")
-    yield BadCommand(("explain", "zzz"), "zzz")
+def _listed() -> Iterator[BadCommand]:
+    """Those of the YAML file."""
+    broken = [name for name in FILES if name.endswith(".jsonl") and name != "good.jsonl"]
+    for entry in LISTED["commands"]:
+        asked = entry if isinstance(entry, dict) else {"key": entry[0], "words": entry[1:], "each": [None]}
+        each = broken if asked["each"] == ["BAD"] else _flat(asked["each"])
+        for one in each:
+            key, *words = (word if one is None else word.replace("{}", one) for word in (asked["key"], *asked["words"]))
+            words = [word.replace("NINES", 400 * "9") for word in words]
+            words = [word for given in words for word in (GOOD if given == "GOOD" else (given,))]
+            yield BadCommand(tuple(words), key) if words[0] in COMMANDS else _train(key, *words)
 
 
-def _together() -> Iterator[BadCommand]:
-    """Settings that are fine alone."""
-    yield _train("m", "m=4", "n=2")
-    yield _train("m", "m=1", "n=2", "advantage.stats_over=kept")
-    yield _train("downsample", "m=2", "n=4", "downsample=all")
-    yield _train("train.minibatches", "train.minibatches=99")
-    yield _train("train.prompts", "train.prompts=1" + 12 * "0")
-    yield _train("n=4611686018427387904", "n=4611686018427387904")
-    yield _train("eval.k", "eval.k=4611686018427387904")
-    yield _train("collector", "collector=partial", "collector.surplus=1e12")
-    yield _train("replay.path", "replay=folder", "replay.path=")
-    for word in ("_partial_=true", "_args_=[1]", "_recursive_=false", "_convert_=all"):
-        yield _train(f"loss.{word.partition('=')[0]}", f"++loss.{word}")
-    yield _train("logger.x._target_", "+logger.x._target_=os.mkdir")
-    yield _train("sampling.temperature", "sampling.temperature=0")
-    yield _train("sampling.top_p", "sampling.top_p=0.5")
-    yield _train("sampling.top_k", "sampling.top_k=5")
-    yield _train("sampling.stop", "sampling.stop=['']")
-    yield _train("sampling.stop", r"sampling.stop=['\q']")
-    yield _train("sampling.max_new_tokens", "sampling.max_new_tokens=1000000", *GOOD)
-    yield _train("optim.weight_decay", "optim.weight_decay=1e4", "optim.lr=1e-3")
-    for key, value in (
-        ("optim.lr", "2"),
-        ("optim.eps", "2"),
-        ("optim.max_grad_norm", "1e20"),
-        ("optim.betas", "[1,1]"),
-    ):
-        yield _train(key, f"{key}={value}")
-    for key in ("sampling.temperature", "eval.temperature"):
-        yield _train(key, f"{key}=1e-30")
-        yield _train(key, f"{key}=1e30")
-    yield _train("optim.name", "optim.name=adamw8bit", "device=cpu")
-    yield _train("model.quantize", "model.quantize=4bit")
-    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[]")
-    yield _train("model.lora.targets", "model.lora.rank=4", "model.lora.targets=[zzz]")
-    yield _train("model.eos_tokens", "model.eos_tokens=[zzz]")
-    yield _train("model.architecture", "model.random_init=true", "model.path=x", "model.architecture={model_type: zzz}")
-    yield _train("scheduler=lpt", "scheduler=lpt", "predictor=none")
-    yield _train("engine=vllm", "engine=vllm", "sparsity=h2o")
-    yield _train("engine.cuda_graph", "engine.cuda_graph=true", "device=cpu")
-    yield _train("sparsity.budget", "sparsity=h2o", "sparsity.budget=8")
-    yield _train("sparsity.kernel", "sparsity=snapkv", "sparsity.kernel=2")
-    yield _train("task.eval_fraction", *GOOD, "task.eval_fraction=1")
-    yield _train("task.grading", *GOOD, "task.reward=works:good", "task.grading=strict")
-    yield _train("task.weights.zzz", *GOOD, "+task.weights.zzz=1")
-    for task in ("arithmetic", "countdown"):
-        for key in ("task.train_problems", "task.eval_problems"):
-            yield _train(key, f"task={task}", f"{key}=1" + 12 * "0")
-    yield BadCommand(("profile", "profile.mean=1000"), "profile.mean")
-    yield BadCommand(("profile", "profile.lengths=trace"), "profile.trace_file")
-    yield BadCommand(("profile", "profile.cv=1e200"), "profile.cv")
-    yield BadCommand(("eval", "eval.problems=0"), "eval.problems")
-    yield _train("resume", "-m", "resume=folder", "seed=1,2")
+def _flat(values: Sequence[Any]) -> list[str]:
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]
 
 
+LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+COMMANDS = ("train", "eval", "profile", "show", "merge", "report", "ls", "explain")
 ROW = '{"question": "%s", "answer": "4"}\n'
 FILES: Mapping[str, str | bytes] = {
     "good.jsonl": "".join(ROW % f"{i}+{i}" for i in range(40)),
-    "empty.jsonl": "",
-    "no_json.jsonl": "{",
-    "a_list.jsonl": "[1]",
-    "no_object.jsonl": "7",
-    "other_fields.jsonl": '{"\\u001b[31mprompt": 1}',
-    "blank.jsonl": '{"question": " ", "answer": "4"}',
-    "no_answer.jsonl": '{"question": "a", "answer": "none"}',
-    "no_text.jsonl": '{"question": {}, "answer": "4"}',
-    "half.jsonl": '{"question": "\\ud800", "answer": "4"}',
     "latin.jsonl": b'{"question": "\xe9", "answer": "4"}',
-    "no_number.jsonl": '{"question": "a", "answer": NaN}',
     "deep.jsonl": 9000 * "[",
     "long.jsonl": ROW % (10_000_000 * "a") + ROW % "2+2",
-    "syntax_error.py": "def f(:",
-    "raises.py": "1 / 0",
-    "exits.py": "import sys; sys.exit(0)",
-    "ends.py": "raise GeneratorExit",
-    "works.py": """
-import sys
-def good(reply): return 1.0
-def raised(reply): return 1 / 0
-def exited(reply): sys.exit(0)
-def ended(reply): raise GeneratorExit
-def huge(reply): return 10**400
-def endless(reply): return float("inf")
-def text(reply): return "1"
-def none(reply): return None
-def wants(zzz): return 1.0
-def far(reply): return 1e308
-def crash(group, keep, rng): return [][1]
-class Odd(float):
-    def __float__(self): raise ValueError
-    def __abs__(self): raise ValueError
-    __str__ = __repr__ = __abs__
-class Untold(Exception):
-    def __str__(self): raise self
-def odd(reply): return Odd(1)
-def worse(reply): raise Untold
-""",
-    "damaged/config.json": "{",
-    "piped/config.json": '{"model_type": "qwen2"}',
+    **LISTED["files"],
 }
 
 
@@ -347,58 +204,23 @@ class Answer:
 
 
 def answers(commands: Sequence[BadCommand], jobs: int) -> Iterator[Answer]:
-    """What `grpo` says to each, as they end; `jobs` at a time."""
-    with tempfile.TemporaryDirectory() as place:
-        waiting = list(enumerate(commands))[::-1]
-        running: dict[int, tuple[int, BadCommand, float]] = {}
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                number, command = waiting.pop()
-                folder = Path(place, str(number))
-                folder.mkdir()
-                make_files(folder)
-                running[_forked(command, folder)] = number, command, time.monotonic() + LIMIT_SECONDS
-            for pid in [pid for pid, (_, _, deadline) in running.items() if time.monotonic() > deadline]:
-                os.killpg(pid, signal.SIGKILL)
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                time.sleep(0.01)
-                continue
-            number, command, _ = running.pop(pid)
-            said = Path(place, str(number), "said").read_text(encoding="utf-8", errors="replace")
-            yield Answer(command, os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None, said)
+    """What `grpo` says to each; `jobs` at a time, each in a folder of its own."""
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(lambda given: _answer(given[1], Path(place, str(given[0]))), enumerate(commands))
 
 
-def _forked(command: BadCommand, folder: Path) -> int:
-    """The process that runs it, in a group of its own; what it prints goes into the file `said`."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(folder)
-        said = os.open("said", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        sys.argv = ["grpo", *command.arguments]
-        code = _exit_code(cli.main)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
-def _exit_code(program: Callable[[], None]) -> int:
-    try:
-        program()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+def _answer(command: BadCommand, folder: Path) -> Answer:
+    folder.mkdir()
+    make_files(folder)
+    process = Forked(*command.arguments, cwd=folder, env={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"})
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while (code := process.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if code is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    said, _ = process.communicate()
+    shutil.rmtree(folder)
+    return Answer(command, code if code is None or code >= 0 else None, said)
 
 
 def main() -> None:
@@ -409,9 +231,6 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="where to write every command with its answer")
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    import grpo_cli.experiment  # noqa: F401  so that no fork has to load PyTorch, and none has threads of its own
-
     asked = [c for c in bad_commands(args.seed) if args.only in " ".join(c.arguments)][: args.count]
     found = []
     for answer in answers(asked, args.jobs):

@@ -8,8 +8,8 @@ Every trial is drawn from --seed and its number alone. What a trial came to is a
 same command again goes on where it was stopped, and with a larger --count adds to what is there. Compared with a run
 left alone are the weights, metrics.jsonl without times and memory, rollouts.jsonl, and the summary's counts.
 
-Most processes are forked from one that has loaded the libraries; some are started anew (--anew, a share), so that
-moments of loading are among those at which they are killed.
+Most processes are forked from one that has loaded the libraries (tests/processes.py); some are started anew (--anew, a
+share), so that moments of loading are among those at which they are killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
+
+from common import document, write  # noqa: E402
+from processes import Forked  # noqa: E402
+
 SHORT = ("n=4", "train.prompts=2", "train.steps=5", "train.checkpoint_every=2", "sampling.max_new_tokens=8")
 EXAM = ("eval.every=2", "eval.problems=3", "eval.k=1")
 COMMON = ("logger=jsonl", *SHORT, *EXAM)
@@ -72,71 +74,41 @@ class Came:
 
 
 class Process:
-    """A command of grpo in a process of its own, forked or started anew; what it prints is kept in a file."""
+    """A command of grpo in a process of its own, forked from one that has loaded the libraries or started anew."""
 
-    def __init__(self, words: Sequence[str], place: Path, log: Path, anew: bool) -> None:
-        self.log = log
-        self._started = (
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "grpo_cli", *words],
-                cwd=place,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdin=subprocess.DEVNULL,
-                stdout=open(log, "wb"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            if anew
-            else None
+    def __init__(self, words: Sequence[str], place: Path, anew: bool) -> None:
+        self._file, environment = tempfile.TemporaryFile(), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._forked = None if anew else Forked(*words, cwd=place, env=environment)
+        self._said = ""
+        self._process: Any = self._forked or subprocess.Popen(
+            [sys.executable, "-P", "-m", "grpo_cli", *words],
+            cwd=place,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        self.pid = self._started.pid if self._started else _forked(words, place, log)
-        self._code: int | None = None
+        self.pid = self._process.pid
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
         """The exit code, or minus the signal; None if it goes on for so long."""
         end = time.monotonic() + seconds
-        while self._code is None and time.monotonic() < end:
-            if self._started:
-                self._code = self._started.poll()
-            elif (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-                self._code = os.waitstatus_to_exitcode(ended[1])
-            if self._code is None:
-                time.sleep(0.002)
-        return self._code
+        while (code := self._process.poll()) is None and time.monotonic() < end:
+            time.sleep(0.002)
+        return code
 
     def said(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""  # killed before it could open it
-
-
-def _forked(words: Sequence[str], place: Path, log: Path) -> int:
-    from grpo_cli.cli.main import main
-
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(place)
-        for target, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, os.open(log, os.O_WRONLY | os.O_CREAT, 0o644))):
-            os.dup2(file, target)
-        os.dup2(1, 2)
-        sys.argv = ["grpo", *words]
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except KeyboardInterrupt:
-        code = 130
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        """What an ended process has printed."""
+        if self._forked and not self._said:
+            self._said = self._forked.communicate()[0]
+        elif not self._said:
+            self._file.seek(0)
+            self._said = self._file.read().decode(errors="replace")
+        return self._said
 
 
 class Campaign:
@@ -145,17 +117,12 @@ class Campaign:
     def __init__(self, out: Path, seed: int, anew: float) -> None:
         self.out, self._seed, self._anew = out, seed, anew
         self._alone: dict[tuple[str, ...], tuple[list[Any], float]] = {}
-        self._processes, self._logs = 0, list[Path]()
 
     def rng(self, campaign: str, number: int) -> random.Random:
         return random.Random(f"{self._seed}/{campaign}/{number}")
 
     def start(self, words: Sequence[str], rng: random.Random) -> Process:
-        self._processes += 1
-        log = self.out / "logs" / f"{os.getpid()}_{self._processes}.txt"
-        log.parent.mkdir(exist_ok=True)
-        self._logs.append(log)
-        return Process(words, self.out, log, rng.random() < self._anew)
+        return Process(words, self.out, rng.random() < self._anew)
 
     def alone(self, words: tuple[str, ...]) -> tuple[list[Any], float]:
         """What the command comes to when nothing disturbs it, and how many seconds it takes."""
@@ -206,7 +173,8 @@ class Campaign:
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
         file = rng.choice(files)
         came = Came(number, name, about=f"{rng.choice(tuple(DAMAGES))} {file.relative_to(folder)}")
-        DAMAGES[came.about.partition(" ")[0]](file, rng)
+        left = DAMAGES[came.about.partition(" ")[0]](file.read_bytes(), rng)
+        file.unlink() if left is None else file.write_bytes(left)
         process = self.start(["train", f"resume={folder}"], rng)
         code = process.wait(LIMIT_SECONDS)
         _look(process, code, came, (0, 2))
@@ -265,12 +233,9 @@ class Campaign:
         return self._kept(came, folder)
 
     def _kept(self, came: Came, folder: Path) -> Came:
-        """The folder of a trial, and what its processes have said, stay only if something is wrong there."""
+        """The folder of a trial stays only if something is wrong there."""
         if not came.faults:
             shutil.rmtree(folder)
-            for log in self._logs:
-                log.unlink(missing_ok=True)
-        self._logs.clear()
         return came
 
 
@@ -328,9 +293,9 @@ def _look(process: Process, code: int | None, came: Came, allowed: Sequence[int]
     # A ctrl-C that comes while the interpreter starts is answered by Python, before a line of ours has run.
     in_python_itself = said.rstrip().endswith("KeyboardInterrupt") and "grpo_cli" not in said
     if "Traceback (most recent call last)" in said and not in_python_itself:
-        came.faults.append(f"a traceback: {_last(process)} ({process.log.name})")
+        came.faults.append(f"a traceback: {_last(process)}")
     elif code not in allowed:
-        came.faults.append(f"exit code {code}: {_last(process)} ({process.log.name})")
+        came.faults.append(f"exit code {code}: {_last(process)}")
 
 
 def _last(process: Process) -> str:
@@ -346,35 +311,27 @@ def _wait_for_jobs(folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def _cut(file: Path, rng: random.Random) -> None:
-    os.truncate(file, rng.randrange(max(1, file.stat().st_size)))
+def _flipped(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content or b"x")
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
 
 
-def _flip(file: Path, rng: random.Random) -> None:
-    content = bytearray(file.read_bytes() or b"x")
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    file.write_bytes(content)
+def _lines(content: bytes, rng: random.Random, double: bool) -> bytes:
+    """Without one of its lines, or with one of them a second time."""
+    lines = content.splitlines(keepends=True) or [b"x"]
+    one = rng.randrange(len(lines))
+    return b"".join([lines[one], *lines] if double else [*lines[:one], *lines[one + 1 :]])
 
 
-def _cut_a_line(file: Path, rng: random.Random) -> None:
-    lines = file.read_bytes().splitlines(keepends=True) or [b""]
-    del lines[rng.randrange(len(lines))]
-    file.write_bytes(b"".join(lines))
-
-
-def _double_a_line(file: Path, rng: random.Random) -> None:
-    lines = file.read_bytes().splitlines(keepends=True) or [b"x"]
-    lines.insert(0, rng.choice(lines))
-    file.write_bytes(b"".join(lines))
-
-
-DAMAGES: Mapping[str, Callable[[Path, random.Random], None]] = {
-    "deleted": lambda file, rng: file.unlink(),
-    "emptied": lambda file, rng: file.write_bytes(b"") and None,
-    "cut": _cut,
-    "flipped": _flip,
-    "line-cut": _cut_a_line,
-    "line-doubled": _double_a_line,
+# What becomes of a file's content; None: it is deleted.
+DAMAGES: Mapping[str, Callable[[bytes, random.Random], bytes | None]] = {
+    "deleted": lambda content, rng: None,
+    "emptied": lambda content, rng: b"",
+    "cut": lambda content, rng: content[: rng.randrange(max(1, len(content)))],
+    "flipped": _flipped,
+    "line-cut": lambda content, rng: _lines(content, rng, double=False),
+    "line-doubled": lambda content, rng: _lines(content, rng, double=True),
 }
 
 
@@ -392,16 +349,6 @@ def carried_out(campaign: Campaign, name: str, count: int) -> Iterator[Came]:
         yield before[number]
 
 
-def show(name: str, all_of_it: Sequence[Came]) -> None:
-    by = "config" if name == "kills" else "outcome"
-    table = Table(by, "trials", "kills", "stops", "with faults", title=name)
-    for word, _ in Counter(getattr(came, by) for came in all_of_it).most_common():
-        these = [came for came in all_of_it if getattr(came, by) == word]
-        numbers = (len(these), *(sum(getattr(c, key) for c in these) for key in ("kills", "stops")))
-        table.add_row(word, *map(str, numbers), str(sum(bool(came.faults) for came in these)))
-    Console(width=120).print(table)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaign", choices=("kills", "damage", "doubles"))
@@ -411,26 +358,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--anew", type=float, default=0.1, help="share of processes that are started, not forked")
     parser.add_argument("--json", type=Path, help="where all that it came to goes, with settings and environment")
     args = parser.parse_args(words)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # whoever forks must not have threads
-    sys.path.insert(0, str(ROOT))
-    from grpo_cli.support.processor import settle
-
-    settle()
-    import grpo_cli.cli.start
-    import grpo_cli.experiment
-    import grpo_cli.tracking.wandb  # noqa: F401
-
     args.out.mkdir(parents=True, exist_ok=True)
     campaign, found = Campaign(args.out.resolve(), args.seed, args.anew), []
     for came in carried_out(campaign, args.campaign, args.count):
         found.append(came)
         for fault in came.faults:
             print(f"trial {came.number} ({came.config} {came.about}): {fault}", flush=True)
-    show(args.campaign, found)
+    print(f"{len(found)} trials: {dict(Counter(came.outcome for came in found))}")
     if args.json:
-        sys.path.append(str(ROOT / "scripts" / "bench"))
-        from common import document, write
-
         write(args.json, {**document(args), "trials": [asdict(came) for came in found]})
     return int(any(came.faults for came in found))
 

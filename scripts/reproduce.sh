@@ -20,8 +20,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_sampling) ensure_venv && exec python scripts/bench/rollout.py --case infinite_sampling "${@:2}" ;;
-default) ensure_venv && exec python scripts/reproduce/default.py "${@:2}" ;;
-pods | sparse_rl | frontier_a | frontier_b | pods_real | infinite_real | sparse_rl_real) ensure_venv plot && exec python "scripts/reproduce/$1.py" "${@:2}" ;;
+infinite_real) ensure_venv && exec python scripts/reproduce/real_rollouts.py "${@:2}" ;;
+default | pods | sparse_rl | frontier_a | frontier_b | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
 *) echo "error: name a study: default, infinite_sampling, pods, sparse_rl, frontier_a, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

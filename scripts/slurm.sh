@@ -11,9 +11,9 @@
 set -u
 folder=${1:?name a folder: sbatch scripts/slurm.sh <folder> [settings of grpo train]}
 asked=
+trap 'asked=yes; kill -TERM $!' USR1 TERM # before the run starts: there is no moment without it
 grpo train "${@:2}" "hydra.run.dir='$folder'" resume=here &
 run=$!
-trap 'asked=yes; kill -TERM $run' USR1 TERM
 while kill -0 $run 2>/dev/null; do wait $run; done # a signal ends `wait`, while the run ends its step
 wait $run
 code=$?

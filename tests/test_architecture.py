@@ -155,6 +155,30 @@ def test_a_method_says_its_source_and_what_was_measured_of_it():
             assert all((PACKAGE.parent / page).is_file() for page in re.findall(r"scripts/\S+\.md", said)), module
 
 
+# Where a choice is made or a run is put together; words there that mean something else than the choice of that name.
+KNOWS_NO_CHOICE = ("config/", "step", "train", "experiment", "evaluate", "select", "profile/from_settings")
+OTHER_MEANING = {
+    "config/check": {"none", "sqrt", "full", "epochs"},  # values of model.quantize, optim.ess, profile.lengths; a key
+    "config/compose": {"profile"},  # the command
+    "config/instantiate": {"all"},  # Hydra's word for _convert_
+    "config/overrides": {"hf"},  # whose YAML lists every setting of a model
+    "config/recipe": {"hf"},
+    "config/precision": {"none"},  # a value of model.autocast
+    "train": {"none"},  # a value of optim.ess
+    "profile/from_settings": {"none", "profile"},  # values of model.quantize; a field of the settings
+}
+
+
+def test_parts_are_asked_and_not_known_by_the_names_of_their_choices():
+    files = PACKAGE.parent.glob("conf/*/[!_]*.yaml")
+    names = {file.stem for file in files}
+    wrong = []
+    for module, node in definitions(ast.Constant):
+        if module.startswith(KNOWS_NO_CHOICE) and node.value in names - OTHER_MEANING.get(module, set()):
+            wrong.append(f"{module}, line {node.lineno}: {node.value!r}")
+    assert wrong == []
+
+
 def definitions(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
     for module, file in modules().items():
         yield from ((module, node) for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, kind))

@@ -9,20 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.arithmetic import (
-    Arithmetic,
-    Sum,
-    draw_sum,
-    final_answer,
-    is_well_formed,
-    worked_solution,
-)
-from grpo_cli.tasks.generated import is_held_out
+from grpo_cli.tasks.arithmetic import Arithmetic, Sum, draw_sum, final_answer, is_well_formed, worked_solution
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout
 
 TOKENIZER = load_tokenizer(made.model())
@@ -78,27 +68,10 @@ def test_only_the_last_number_decides(reply: str) -> None:
     assert judge(reply, "44").total == 1.0
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "",
-        "=",
-        "44=",
-        "044",
-        "+44",
-        "-44",
-        "4 4",
-        "4<pad>4",
-        "<eos>44",
-        "44+0",
-        "(44)",
-        "44,",
-        "14+30",
-        "144",
-        "4",
-        "é44",
-    ],
-)
+NO_NUMBER = ["", "4 4", *"= 44= 044 +44 -44 4<pad>4 <eos>44 44+0 (44) 44, 14+30 144 4 é44".split()]
+
+
+@pytest.mark.parametrize("reply", NO_NUMBER)
 def test_anything_but_the_plain_number_earns_nothing(reply: str) -> None:
     assert judge(reply, "44").total == 0.0
 
@@ -128,26 +101,6 @@ def test_a_reply_as_long_as_a_book_is_judged_at_once() -> None:
     assert not is_well_formed("1+" * 100_000)
 
 
-def test_problems_are_a_function_of_seed_and_index() -> None:
-    first, again, other = task(3).prompts("train"), task(3).prompts("train"), task(4).prompts("train")
-    assert [first[i] for i in (7, 2, 5)] == [again[i] for i in (7, 2, 5)]
-    assert first[0:20] != other[0:20]
-    assert first[-1] == first[len(first) - 1]
-    with pytest.raises(IndexError):
-        first[len(first)]
-    assert len(list(task(train_problems=5).prompts("train"))) == 5
-    assert task(3).prompts("eval") == task(4).prompts("eval")
-
-
-def test_the_splits_are_disjoint_by_what_a_problem_is() -> None:
-    train, held_out = task(1).prompts("train"), task(1).prompts("eval")
-    texts = [TOKENIZER.decode(list(prompt.token_ids)) for prompt in held_out]
-    assert len(set(texts)) == len(texts) == 448
-    assert not {prompt.token_ids for prompt in train[0:2000]} & {prompt.token_ids for prompt in held_out}
-    assert all(is_held_out(str(as_sum(prompt))) for prompt in held_out)
-    assert not any(is_held_out(str(as_sum(prompt))) for prompt in train[0:500])
-
-
 def as_sum(prompt: Prompt) -> Sum:
     text = TOKENIZER.decode(list(prompt.token_ids)).removesuffix("=")
     return Sum(tuple(int(term) for term in text.replace("-", "+-").split("+")))
@@ -174,25 +127,3 @@ def test_the_lengths_of_careful_replies_within_one_step_vary_by_half_their_mean(
     step = task().prompts("train")[0:16]
     lengths = np.array([len(worked_solution(as_sum(prompt))) + 1 for prompt in step])
     assert lengths.std() / lengths.mean() >= 0.5
-
-
-def test_settings_that_cannot_work_are_all_named_at_once() -> None:
-    with pytest.raises(UserError) as caught:
-        task(min_terms=1, max_operand=60, train_problems=0)
-    message = str(caught.value)
-    assert "task.min_terms=1" in message and "task.max_value=99" in message and "task.train_problems=0" in message
-
-
-def test_more_held_out_problems_than_there_are_is_an_error_that_says_so() -> None:
-    with pytest.raises(UserError, match="task.eval_problems=100.*distinct held-out problems"):
-        task(max_terms=2, max_operand=2, max_value=10, eval_problems=100)
-
-
-def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(UserError, match="'test'"):
-        task().prompts("test")
-
-
-def test_text_leaves_special_tokens_out() -> None:
-    tokenizer: PreTrainedTokenizerBase = TOKENIZER
-    assert task(eval_problems=1).text([*tokenizer.encode("1+2"), tokenizer.eos_token_id]) == "1+2"

@@ -8,6 +8,8 @@ import pytest
 import real
 from test_bench_rollout import case
 
+pytestmark = pytest.mark.study
+
 
 def line(*rounds: dict[str, float], arm: str = "infinite") -> real.Line:
     return real.Line(arm, case(threads=1), list(rounds))

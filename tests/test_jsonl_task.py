@@ -12,23 +12,24 @@ from typing import Any
 
 import made
 import pytest
+from made import unexpected
 from tiny_hf import make_tokenizer
-from words import task_of
+from words import rollout_of, task_of
 
-from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
 from grpo_cli.tasks.rows import Row, read_rows
-from grpo_cli.types import Finish, Prompt, Request, Rollout
+from grpo_cli.types import Prompt
 
 TOKENIZER = make_tokenizer()
 CHAT = make_tokenizer(chat_template=True)
 
 
 def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), "utf-8")
+    lines = (row if isinstance(row, bytes | str) else json.dumps(row) for row in rows)
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
     return str(path)
 
 
@@ -38,15 +39,6 @@ def problems(count: int) -> list[dict[str, str]]:
 
 def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
     return task_of("jsonl", tokenizer, path=path, **settings)
-
-
-def unexpected(text: str) -> None:
-    raise AssertionError(f"a warning that nobody expected: {text}")
-
-
-def rollout(prompt: Prompt, reply: str, tokenizer: Any = TOKENIZER) -> Rollout:
-    token_ids = (*tokenizer(reply)["input_ids"], tokenizer.eos_token_id)
-    return Rollout(Request(prompt, 0, 0, Sampling.plain(128)), token_ids, (0.0,) * len(token_ids), Finish.EOS, 0)
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -96,17 +88,21 @@ def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
     assert len(task.prompts("eval")) == 10
 
 
-@pytest.mark.parametrize("fraction", [0.001, 0.999])
-def test_neither_split_is_ever_empty(tmp_path: Path, fraction: float) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(2)), eval_fraction=fraction)
-    assert len(task.prompts("train")) == len(task.prompts("eval")) == 1
-
-
 def test_an_eval_file_is_the_eval_split(tmp_path: Path) -> None:
     rows = problems(5)
     task = make(write(tmp_path / "t.jsonl", *rows[:3]), eval_path=write(tmp_path / "e.jsonl", *rows[3:]))
     assert [p.id for p in task.prompts("train")] == ["train-000001", "train-000002", "train-000003"]
     assert [(p.id, p.answer) for p in task.prompts("eval")] == [("eval-000001", "6"), ("eval-000002", "8")]
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 1), (1.0, 2)])
+def test_neither_split_is_ever_empty_unless_all_is_held_out(tmp_path: Path, fraction: float, held_out: int) -> None:
+    task = make(write(tmp_path / "p.jsonl", *problems(2)), eval_fraction=fraction)
+    assert len(task.prompts("eval")) == held_out
+    if held_out == 2:
+        assert "leaves nothing of" in message_of(lambda: task.prompts("train"))
+    else:
+        assert len(task.prompts("train")) == 1
 
 
 def test_prompts_can_be_sliced_and_counted_from_the_end(tmp_path: Path) -> None:
@@ -144,7 +140,7 @@ def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) ->
     assert TOKENIZER.decode(list(prompt.token_ids)) == f"Think.\n\n{{Q}}: {question}{line - 1} A:"
 
 
-def test_a_chat_template_is_used_when_there_is_one(tmp_path: Path) -> None:
+def test_a_chat_template_is_used_when_there_is_one_unless_it_is_to_be_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(2))
     prompt = make(path, CHAT, system_prompt="Think.").prompts("train")[0]
     question = f"What is {int(prompt.id[-1]) - 1} + {int(prompt.id[-1]) - 1}?"
@@ -152,13 +148,9 @@ def test_a_chat_template_is_used_when_there_is_one(tmp_path: Path) -> None:
         f"<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt.token_ids[0] == CHAT.convert_tokens_to_ids("<|im_start|>")  # one token, not its letters
-    bare = make(path, CHAT).prompts("train")[0]
-    assert CHAT.decode(list(bare.token_ids)).startswith("<|im_start|>user\n")
-
-
-def test_a_chat_template_can_be_left_alone(tmp_path: Path) -> None:
-    prompt = make(write(tmp_path / "p.jsonl", *problems(2)), CHAT, use_chat_template=False).prompts("train")[0]
-    assert CHAT.decode(list(prompt.token_ids)).startswith("Question: What is")
+    for settings, begins in (({}, "<|im_start|>user\n"), ({"use_chat_template": False}, "Question: What is")):
+        prompt = make(path, CHAT, **settings).prompts("train")[0]
+        assert CHAT.decode(list(prompt.token_ids)).startswith(begins)
 
 
 def test_a_tokenizer_that_begins_texts_begins_the_prompt_once(tmp_path: Path) -> None:
@@ -182,7 +174,7 @@ def test_both_gradings_are_reported_and_one_is_the_total(
     path = write(tmp_path / "p.jsonl", *problems(5))
     prompt = Prompt("p", (1,), "8")
     for grading, total in (("lenient", lenient), ("strict", strict)):
-        reward = make(path, grading=grading).reward(prompt, rollout(prompt, reply))
+        reward = make(path, grading=grading).reward(prompt, rollout_of(prompt, reply, TOKENIZER))
         assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
 
 
@@ -250,56 +242,36 @@ def test_a_pipe_or_a_device_is_not_waited_for(key: str, tmp_path: Path) -> None:
 
 
 GOOD = '{"question": "a", "answer": "1"}'
+FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [
     ([], "task.path={path} is empty"),
     (["", "  "], "task.path={path} is empty"),
     ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 is not valid JSON: Expecting value at column 28"),
     ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
-    (["7"], "{path}, line 1 must be a JSON object with question and answer, but is a int"),
-    (
-        [GOOD, '{"prompt": "b", "answer": "2"}'],
-        "{path}, line 2 has no field 'question' (task.question_field); the fields found are: prompt, answer",
-    ),
-    (
-        ['{"prompt": "b"}'],
-        "{path}, line 1 has no field 'question' (task.question_field) and no field 'answer' (task.answer_field); "
-        "the fields found are: prompt",
-    ),
+    (["7"], "{path}, line 1 must be a JSON object"),
+    ([GOOD, '{"prompt": 1, "answer": 2}'], "{path}, line 2 has no field 'question' (task.question_field)"),
+    (['{"prompt": "b", "c": 1}'], "and no field 'answer' (task.answer_field); the fields found are: prompt, c"),
     ([GOOD, "{}"], "the fields found are: none"),
-    (
-        ['{"question": ["b"], "answer": "2"}'],
-        "{path}, line 1: field 'question' must be text or a number, but is [\"b\"]",
-    ),
+    (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must be text or a number"),
     (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
     (['{"question": "b", "answer": null}'], "{path}, line 1: field 'answer' must be text or a number, but is null"),
     (['{"question": " ", "answer": "2"}'], "{path}, line 1: field 'question' is blank"),
-    (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN is no JSON value"),
+    (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN"),
     (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
     (['{"question": "b", "answer": ' + "9" * 5000 + "}"], "{path}, line 1 cannot be read as JSON: "),
     (['{"question": "\\ud800", "answer": "1"}'], "{path}, line 1: field 'question' has half of a surrogate pair"),
-    (
-        [GOOD, '{"question": "b", "answer": "five"}'],
-        "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'",
-    ),
-    (
-        [GOOD, *[f'{{"question": "{i}", "answer": "one or two"}}' for i in range(3)]],
-        "{path}, line 2 (and 2 more of 4 rows): no answer was understood",
-    ),
+    ([GOOD, FIVE], "{path}, line 2: no answer was understood in the field 'answer': 'five'; end it with '#### 42'"),
+    ([GOOD, *[FIVE.replace("b", str(i)) for i in range(3)]], "{path}, line 2 (and 2 more of 4 rows): no answer"),
     ([GOOD, GOOD], "task.path={path} holds 1 question, and none is left to hold out for evaluation"),
+    ([GOOD.encode() + b'\n{"question": "caf\xe9"}\n'], "{path}, line 2 is not UTF-8 text: byte 18 is 0xe9"),
 ]
 
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(("lines", "expected"), BAD_FILES)
-def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str], expected: str) -> None:
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str | bytes], expected: str) -> None:
     path = write(tmp_path / "p.jsonl", *lines)
     assert expected.replace("{path}", path) in message_of(lambda: make(path))
-
-
-def test_text_that_is_not_utf_8_is_refused_with_its_place(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(GOOD.encode() + b'\n{"question": "caf\xe9"}\n')
-    assert f"{path}, line 2 is not UTF-8 text: byte 18 is 0xe9" in message_of(lambda: make(str(path)))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -328,22 +300,19 @@ def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     assert "it has train and eval" in message_of(lambda: make(path).prompts("test"))
 
 
-def test_a_chat_template_that_refuses_is_told_with_a_way_out(tmp_path: Path) -> None:
-    template = "{{ raise_exception('no system role here') if messages[0].role == 'system' else messages[0].content }}"
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no') if messages[0].role == 'system' }}", "a system and a user message: no"),
+        ("{{ messages[0].content + 1 }}", "a system and a user message: can only concatenate str"),
+    ],
+)
+def test_a_chat_template_that_refuses_or_is_wrong_is_told_with_a_way_out(
+    tmp_path: Path, template: str, told: str
+) -> None:
     path, tokenizer = write(tmp_path / "p.jsonl", *problems(3)), make_tokenizer(chat_template=template)
     message = message_of(lambda: make(path, tokenizer, system_prompt="Think."))
-    assert "chat template refused a system and a user message: no system role here" in message
-    assert "task.system_prompt=null" in message
-    make(path, tokenizer)
-
-
-def test_a_chat_template_that_is_wrong_is_told_likewise(tmp_path: Path) -> None:
-    path, tokenizer = (
-        write(tmp_path / "p.jsonl", *problems(3)),
-        make_tokenizer(chat_template="{{ messages[0].content + 1 }}"),
-    )
-    message = message_of(lambda: make(path, tokenizer))
-    assert "chat template refused a user message: can only concatenate str" in message
+    assert f"chat template refused {told}" in message and "task.system_prompt=null" in message
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
@@ -374,14 +343,10 @@ def test_a_hub_that_cannot_be_reached_says_how_to_give_a_path(
 
     hub(monkeypatch, load_dataset)
     message = message_of(lambda: make("hub:someone/sums:train"))
-    assert "hub:someone/sums:train could not be read from the hub: no route" in message
-    assert "give task.path=<file.jsonl>" in message
-
-
-def test_a_hub_without_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "from the hub: no route" in message and "task.path=<file.jsonl>" in message
     monkeypatch.setitem(sys.modules, "datasets", None)
     message = message_of(lambda: make("hub:someone/sums:train"))
-    assert "the package `datasets`, which is not installed" in message and "task.path=<file.jsonl>" in message
+    assert "`datasets`, which is not installed" in message and "task.path=<file.jsonl>" in message
 
 
 @pytest.mark.parametrize("source", ["hub:", "hub:sums", "hub:a:b:c:d", "hub::train", "hub:a:"])
@@ -445,9 +410,3 @@ def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Pa
     assert len(task.prompts("train")) + len(task.prompts("eval")) == 48
     assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
     assert "must be at least 0 and less than 1" in message_of(lambda: make(path, max_unreadable=1.0))
-
-
-def test_all_of_a_file_may_be_held_out(tmp_path: Path) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(7)), eval_fraction=1.0)
-    assert len(task.prompts("eval")) == 7
-    assert "leaves nothing of" in message_of(lambda: task.prompts("train"))

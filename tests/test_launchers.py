@@ -19,7 +19,8 @@ from test_sweep import HELD
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.sweep.job import run_here
+from grpo_cli.sweep import launcher
+from grpo_cli.sweep.launcher import run_alone
 from grpo_cli.sweep.resume import Sweep
 from grpo_cli.sweep.status import Job, Status, is_running, locked, read_status, write_status
 
@@ -91,37 +92,29 @@ def test_what_another_launcher_fails_with_is_why_its_jobs_failed(
     assert states(tmp_path / "s") == [("failed", "ValueError: no such partition")] * 2
 
 
-class Said:
-    """A view that answers the first thing that it is told."""
-
-    def __init__(self, answer: Callable[[], None] = lambda: None) -> None:
-        self.answers = [answer]
-
-    def changed(self, job: Job, status: Status) -> None: ...
-
-    def say(self, text: str) -> None:
-        self.answers.pop()()
-
-
 def listed(tmp_path: Path) -> Job:
     job = Job(0, tmp_path / "0", ("n=1",), "n=1")
     write_status(job.folder, Status("waiting", None, job.overrides))
     return job
 
 
-def here(job: Job, line: str, view: Said | None = None) -> None:
-    run_here(job, lambda job: ["sh", "-c", f"cd {job.folder}; {line}"], "train", view or Said())
+def here(job: Job, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines(monkeypatch, lambda job: line)
+    run_alone(Sweep("train", lambda cfg: None, "x", jobs={0: job}), job.folder)
 
 
-def test_a_job_that_a_killed_worker_left_behind_is_waited_for_and_not_run_twice(tmp_path: Path) -> None:
+def test_a_job_that_a_killed_worker_left_behind_is_waited_for_and_not_run_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A Ray worker that is killed leaves the job's process running, and its task is tried again."""
     job = listed(tmp_path)
     with open(job.folder / "log.txt", "wb") as log:
         assert locked(log)
         left = subprocess.Popen(["sh", "-c", f"read go; cd {job.folder}; {COMPLETED}"], stdin=-1, stdout=log)
-    here(job, "echo again; exit 1", Said(lambda: left.communicate(b"\n") and None))
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: left.communicate(b"\n") and None)
+    here(job, "echo again; exit 1", monkeypatch)
     assert (job.folder / "log.txt").read_bytes() == b""
-    assert read_status(job.folder) == Status("done", None, job.overrides, exit_code=0)
+    assert json.loads((job.folder / "summary.json").read_text()) == {"status": "completed"}
 
 
 class Requeued(BaseException):
@@ -129,10 +122,10 @@ class Requeued(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("number", "raised"), [(signal.SIGUSR2, Requeued), (signal.SIGUSR1, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+    ("number", "raised"), [(signal.SIGUSR2, Requeued), (signal.SIGUSR1, Requeued), (signal.SIGTERM, SystemExit)]
 )
 def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
-    tmp_path: Path, number: signal.Signals, raised: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
 ) -> None:
     def requeue(number: int, frame: Any) -> None:
         raise Requeued
@@ -143,25 +136,26 @@ def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
         os.kill(os.getpid(), number)
 
     job = listed(tmp_path)
-    before = signal.signal(signal.SIGUSR2, requeue)
+    before = signal.signal(number, requeue) if raised is Requeued else signal.getsignal(number)
     thread = threading.Thread(target=press)
     thread.start()
     try:
         with pytest.raises(raised):
-            here(job, f"""trap 'echo saved; echo "{{}}" > state; exit 1' TERM; touch ready; {WAIT}""")
+            here(job, f"""trap 'echo saved; echo "{{}}" > state; exit 1' TERM; touch ready; {WAIT}""", monkeypatch)
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(number, before)
         thread.join()
     assert (job.folder / "log.txt").read_text() == "saved\n"
-    assert states(tmp_path) == [("waiting", "it was stopped while it ran")]
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    here(job, COMPLETED)
+    assert states(tmp_path) == [("waiting", "the sweep was stopped while it ran")]
+    here(job, COMPLETED, monkeypatch)
     assert states(tmp_path) == [("done", None)]
 
 
-def test_a_cluster_s_own_signal_to_every_process_does_not_end_the_job(tmp_path: Path) -> None:
+def test_a_cluster_s_own_signal_to_every_process_does_not_end_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = listed(tmp_path)
-    here(job, f"kill -USR2 $$; {COMPLETED}")
+    here(job, f"kill -USR2 $$; {COMPLETED}", monkeypatch)
     assert states(tmp_path) == [("done", None)]
 
 
@@ -210,7 +204,7 @@ def preempted(process: psutil.Process) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("launcher", "plugin", "taken_away", "by_itself"),
+    ("name", "plugin", "taken_away", "by_itself"),
     [
         ("joblib", "hydra_plugins.hydra_joblib_launcher", killed, False),
         ("submitit_local", "hydra_plugins.hydra_submitit_launcher", killed, False),
@@ -219,7 +213,7 @@ def preempted(process: psutil.Process) -> None:
     ],
 )
 def test_a_job_whose_machine_is_taken_away_goes_on_from_its_checkpoint(
-    tmp_path: Path, launcher: str, plugin: str, taken_away: Callable[[psutil.Process], None], by_itself: bool
+    tmp_path: Path, name: str, plugin: str, taken_away: Callable[[psutil.Process], None], by_itself: bool
 ) -> None:
     pytest.importorskip(plugin)
     (tmp_path / "held.py").write_text(HELD)
@@ -228,7 +222,7 @@ def test_a_job_whose_machine_is_taken_away_goes_on_from_its_checkpoint(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def sweep(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "grpo_cli", "train", "-m", f"hydra/launcher={launcher}", *arguments]
+        command = [sys.executable, "-P", "-m", "grpo_cli", "train", "-m", f"hydra/launcher={name}", *arguments]
         return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
 
     process, metrics = sweep(*SMALL), tmp_path / "sweep" / "0" / "metrics.jsonl"

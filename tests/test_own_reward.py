@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -151,24 +152,20 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "replies", "expected"),
     [
-        ("raises", ["ok", "abc"], "raised ZeroDivisionError: division by zero ("),
-        ("raises", ["ok", "abc"], "rewards_of_mine.py, line 20) for sample 1 of prompt train-"),
-        ("raises", ["abc"], "whose completion is 'abc'"),
+        ("raises", ["ok", "abc"], "raised ZeroDivisionError.*rewards_of_mine.py, line 20.* for sample 1 .*'abc'"),
         ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),
         ("no_number", ["none"], "returned None as no_number"),
         ("no_number", ["text"], "returned '1' as no_number"),
         ("no_number", ["else"], "returned no part for sample 0"),
-        ("short", ["a", "b", "c"], "returned 2 rewards for 3 rollouts (from sample 0 of prompt train-"),
+        ("short", ["a", "b", "c"], "returned 2 rewards for 3 rollouts .from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean is a metric already"),
         ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
-        ("exits", ["abc"], "raised SystemExit: 0 ("),
-        ("exits", ["abc"], ") for sample 0 of prompt train-"),
-        ("ends", ["abc"], "raised GeneratorExit ("),
+        ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
+        ("ends", ["abc"], "raised GeneratorExit "),
         ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
         ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
-        ("far", ["above"], "returned 1.3510798882111488e+16 as far"),
-        ("far", ["above"], "return a finite number from -2^53 to 2^53 (rewards are squared"),
+        ("far", ["above"], "returned 1.3510798882111488e.16 as far.*return a finite number from -2.53 to 2.53"),
         ("nothing", ["a"], "rewards_of_mine has no function nothing"),
         ("number", ["a"], "rewards_of_mine has no function number"),
     ],
@@ -178,7 +175,7 @@ def test_a_mistake_is_told_with_the_function_and_the_rollout(
 ) -> None:
     message = message_of(tmp_path, function, replies)
     assert f"rewards_of_mine:{function}" in message or "the reward function" in message
-    assert expected in message
+    assert re.search(expected, message), message
 
 
 def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:

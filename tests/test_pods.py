@@ -1,21 +1,15 @@
-"""PODS end to end: what choosing does to the loss, the named runs, a user's own rule, and the study's arithmetic."""
+"""PODS end to end: what choosing does to the loss, the named runs, and a user's own rule."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import made
 import numpy as np
-import pods
 import pytest
-import sparse_rl
-import study
 import torch
 from small import VOCABULARY, small_model
 from typer.testing import CliRunner, Result
@@ -228,181 +222,6 @@ def test_a_rule_that_answers_wrongly_stops_the_run_with_its_name_and_the_prompt(
     assert message.startswith(f"error: downsample rule rules_of_a_pods_user.{rule} was asked for 2 distinct indices")
     assert "for prompt train-" in message and message.endswith(complaint)
     assert "Traceback" not in result.stderr
-
-
-# The study
-
-
-def rows(*points: tuple[float, float], seconds_per_step: float = 1.0) -> list[dict[str, float]]:
-    """A run's metrics: (step, accuracy) of its evaluations, one record per step, every step alike."""
-    accuracy = dict(points)
-    made: list[dict[str, float]] = [{"step": 0, "eval/pass@1": accuracy[0], "eval/accuracy": 1.0}]
-    for step in range(1, int(max(accuracy)) + 1):
-        record = {"step": step, "tokens/generated": 100.0 * step, "tokens/trained": 25.0 * step}
-        record |= {"clock/train_seconds": seconds_per_step * step, "time/step": seconds_per_step}
-        record |= {"time/rollout": 0.3 * seconds_per_step, "time/update": 0.5 * seconds_per_step}
-        record |= {"time/logprobs": 0.1 * seconds_per_step, "response/length_mean": 12.0}
-        record |= {"group/zero_std": 0.5, "group/zero_std_kept": 0.25, "reward/mean": 0.4, "reward/kept_mean": 0.5}
-        made.append(record | ({"eval/pass@1": accuracy[step], "eval/accuracy": 1.0} if step in accuracy else {}))
-    return made
-
-
-def enumerate_tens(accuracies: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Evaluations after 0, 10, 20, ... steps."""
-    return [(10 * i, accuracy) for i, accuracy in enumerate(accuracies)]
-
-
-def test_an_accuracy_is_reached_at_the_first_evaluation_that_has_it():
-    curve = study.sampled(rows((0, 0.1), (5, 0.5), (10, 0.8), (15, 0.7), seconds_per_step=2.0))
-    assert curve.steps == (0, 5, 10, 15)
-    assert curve.axes["clock/train_seconds"] == (0.0, 10.0, 20.0, 30.0)
-    assert [curve.first_reaching(y) for y in (0.1, 0.5, 0.51, 0.8, 0.81)] == [0.0, 10.0, 20.0, 20.0, None]
-    assert curve.first_reaching(0.6, "tokens/trained") == 250.0
-
-
-def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted():
-    # The baseline is at 99 % of its best (0.99) at 30 s, 20 s and 30 s; the arm at 10 s, 20 s and never.
-    def curve(*accuracies: float) -> Any:
-        return study.sampled(rows(*enumerate_tens(accuracies)))
-
-    late, early = curve(0.1, 0.5, 0.9, 1.0), curve(0.1, 0.5, 1.0, 0.9)
-    baseline = {0: late, 1: early, 2: late}
-    arm = {0: curve(0.1, 0.99, 0.2, 0.9), 1: early, 2: curve(0.1, 0.6, 0.98, 0.98)}
-    found = study.speedup(baseline, arm)
-    assert (found.ratios, found.never) == ((3.0, 1.0), 1)
-    assert str(found) == "2.00 ± 1.41 (1 of 3 never)"
-
-
-def test_a_baseline_that_learns_nothing_has_no_time_to_compare_with():
-    flat = {0: study.sampled(rows((0, 0.5), (5, 0.4)))}
-    found = study.speedup(flat, flat)
-    assert (found.ratios, found.never, str(found)) == ((), 0, "-")
-
-
-def test_the_undisturbed_clock_takes_each_step_from_the_seed_it_was_shortest_in():
-    calm, busy = rows((0, 0.0), (3, 0.5)), rows((0, 0.0), (3, 0.75), seconds_per_step=4.0)
-    busy[2]["time/step"] = 0.25
-    curves = study.undisturbed({0: calm, 1: busy})
-    assert [curves[seed].accuracy for seed in (0, 1)] == [(0.0, 0.5), (0.0, 0.75)]
-    assert [curves[seed].axes["clock/train_seconds"] for seed in (0, 1)] == [(0.0, 2.25)] * 2
-
-
-def test_every_arm_takes_every_turn():
-    rounds = [[study.Run("s", arm, seed, ()) for arm in "abc"] for seed in range(3)]
-    assert "".join(run.arm for run in study.in_turns(rounds)) == "abcbcacab"
-
-
-# In place of Python: leaves what a finished run leaves, that of m=64 at half the speed and with less accuracy.
-STUB = """#!{python}
-import json, pathlib, sys
-given = dict(word.lstrip("+").split("=", 1) for word in sys.argv if "=" in word)
-folder = pathlib.Path(given["hydra.run.dir"].strip("'\\""))
-with open({made!r}, "a") as made:
-    print(folder, file=made)
-if "broken" in given:
-    sys.exit("error: it broke")
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in {runs!r}[given.get("m") == "64"]))
-(folder / "summary.json").write_text(json.dumps(dict(status="completed")))
-"""
-
-
-@pytest.fixture
-def runs_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
-    """Runs are only pretended; returns which were made since it was last asked."""
-    listed, stub = tmp_path / "made.txt", tmp_path / "python"
-    runs = [rows((0, 0.5), (5, 0.7), (10, 0.95)), rows((0, 0.5), (5, 0.7), (10, 0.9), seconds_per_step=2.0)]
-    stub.write_text(STUB.format(python=sys.executable, made=str(listed), runs=runs))
-    stub.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(stub))
-
-    def taken() -> set[str]:
-        found = set(listed.read_text().split()) if listed.exists() else set()
-        listed.unlink(missing_ok=True)
-        return {Path(folder).name for folder in found}
-
-    return taken
-
-
-def options(*words: str) -> argparse.Namespace:
-    return study.study_parser("", steps=None).parse_args(words)
-
-
-def test_finished_runs_are_not_made_again_and_others_are_not_overwritten(tmp_path, runs_made):
-    out, words = tmp_path / "out", {"a": ("n=2",), "b": ("broken=1",), "c": ("n=4",)}
-    with pytest.raises(SystemExit, match="is not complete; go on with the same command\nb: it broke"):
-        study.run_all("train", words, out, options("--jobs", "1"))
-    assert runs_made() == {"a", "b", "c"}, "one that fails stops no other"
-    with pytest.raises(SystemExit, match="it broke"):
-        study.run_all("train", words, out, options())
-    assert runs_made() == {"b"}
-    with pytest.raises(SystemExit, match="a holds a run with other settings: give another --out"):
-        study.run_all("train", {"a": ("n=3",)}, out, options())
-    assert runs_made() == set()
-
-
-def test_what_an_interrupted_run_has_left_is_removed_since_its_clock_was_stopped(tmp_path, runs_made):
-    (tmp_path / "out" / "a").mkdir(parents=True)
-    (tmp_path / "out" / "a" / "half.txt").write_text("half")
-    study.run_all("train", {"a": ("n=2",)}, tmp_path / "out", options())
-    assert runs_made() == {"a"} and not (tmp_path / "out" / "a" / "half.txt").exists()
-
-
-def test_every_run_of_the_study_is_accepted_and_gets_equally_many_prompts():
-    plan = pods.planned(pods.options(["--seeds", "7", "--steps", "9"]))
-    assert [sum(run.setting == setting for run in plan) for setting in ("default", "update_bound")] == [6, 4]
-    composed_runs = [composed(*run.words) for run in plan]
-    for run in composed_runs:
-        check(run)
-        assert (run.seed, run.train.steps) == (7, 9)
-    assert len({(run.train.prompts, run.eval) for run in composed_runs}) == 1
-    sizes = {run.arm: (made.n, made.m) for run, made in zip(plan, composed_runs, strict=True)}
-    assert sizes == {"grpo": (16, 16), "grpo_ga": (64, 64)} | {rule: (64, 16) for rule in RULES}
-
-
-def test_every_run_of_the_study_of_eviction_is_accepted():
-    plan = sparse_rl.planned(sparse_rl.options(["--seeds", "7", "--steps", "9"]))
-    assert [run.name for run in plan] == [
-        "dense/dense/seed7",
-        *(f"{policy}/{arm}/seed7" for policy in ("rkv", "snapkv") for arm in ("sparse", "sparse_rl")),
-    ]
-    for run in (composed(*run.words) for run in plan):
-        check(run)
-        assert (run.seed, run.train.steps) == (7, 9)
-
-
-@pytest.mark.parametrize("words", ["--jobs 0", "--threads 0", "--steps 0", "--steps -1", "--jobs x"])
-def test_a_study_refuses_what_is_no_positive_number(words, capsys):
-    with pytest.raises(SystemExit):
-        options(*words.split())
-    assert words.split()[0] in capsys.readouterr().err
-
-
-def test_the_report_says_what_the_runs_say(tmp_path, runs_made, capsys):
-    pytest.importorskip("matplotlib")
-    words = [
-        "--seeds",
-        "0",
-        "1",
-        "--arms",
-        "grpo_ga",
-        "maxvar",
-        "--settings",
-        "default",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    args = pods.options(words)
-    study.conduct(args, "pods", pods.planned(args), pods.report)
-    line = next(line for line in capsys.readouterr().out.splitlines() if "maxvar |" in line)
-    # 20 s against 10 s; 3 of 10 tenths of the time are rollouts, 6 updates with their log-probabilities
-    assert line == (
-        "| PODS 64→16 maxvar | 0.95 ± 0 | 0.95 ± 0 | 1 ± 0 "
-        "| 2.00 ± 0.00 | 2.00 ± 0.00 |  |  | 1 ± 0 | 30% | 60% | 50% | 25% | 1,000 | 250 |"
-    )
-    found = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["default"]
-    assert found["maxvar"]["sooner_than"]["grpo_ga"]["ratios"] == [2.0, 2.0]
-    assert found["grpo_ga"]["runs"]["1"]["best_accuracy"] == 0.9
-    assert (tmp_path / "out" / "pods.png").stat().st_size > 10_000
 
 
 def test_many_rollouts_of_few_problems_are_those_of_one_round_in_the_memory_of_few(tmp_path: Path) -> None:

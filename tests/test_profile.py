@@ -151,13 +151,11 @@ def test_a_gpu_that_is_named_says_what_it_has_and_how_fast():
 def test_what_cannot_be_profiled_is_refused_all_at_once():
     wrong = ["profile.lengths=long", "profile.steps=0", "profile.fit=0GB", "profile.mean=9"]
     result = grpo("profile", *SMALL, *wrong)
-    assert result.exit_code == 2
-    for word in wrong:
-        assert word in result.stderr
+    assert result.exit_code == 2 and all(word in result.stderr for word in wrong)
     assert "profile.trace_file" in grpo("profile", "profile.lengths=trace").stderr
-    assert "profile.fit=much is no size" in grpo("profile", "profile.fit=much").stderr
+    assert "profile.fit=much" in grpo("profile", "profile.fit=much").stderr
     missing = grpo("profile", *SMALL, "profile.lengths=trace", "profile.trace_file=nowhere")
-    assert "profile.trace_file=nowhere cannot be read" in missing.stderr and missing.exit_code == 2
+    assert "profile.trace_file=nowhere" in missing.stderr and missing.exit_code == 2
 
 
 def test_forced_rollouts_are_as_long_as_they_are_told_and_one_has_full_length():
@@ -420,6 +418,11 @@ def test_every_text_of_an_allocation_that_failed_is_known(text: str):
     assert not is_out_of_memory(ValueError(text))
 
 
+def test_memory_errors_are_known_by_their_kind_and_other_errors_are_not_taken_for_them():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError("CUDA"))
+
+
 def test_what_fails_while_a_graph_is_recorded_is_told_by_what_came_before():
     recording = "CUDA error: operation failed due to a previous error during capture"
     for first, taken in ((torch.OutOfMemoryError("x"), True), (RuntimeError("shapes"), False)):
@@ -431,11 +434,6 @@ def test_what_fails_while_a_graph_is_recorded_is_told_by_what_came_before():
         except RuntimeError as error:
             assert is_out_of_memory(error) == taken
     assert not is_out_of_memory(RuntimeError(recording))
-
-
-def test_other_errors_are_not_taken_for_it():
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError("CUDA"))
 
 
 def test_an_error_tells_the_spans_that_it_passed_through():
@@ -477,12 +475,6 @@ def test_a_profile_on_a_gpu_reads_the_allocator_and_agrees_with_its_prediction()
 
 
 def test_a_plan_says_what_it_looks_at_meanwhile():
-    result = grpo("profile", *SMALL, "profile.plan_only=true", "eval.problems=2", "eval.every=1")
-    assert result.exit_code == 0, result.output
-    said = [
-        line.partition(": ")[2] for line in result.stderr.splitlines() if line.startswith("predicting from shapes: ")
-    ]
-    parts = ["rollouts", "updates", "an evaluation"]
-    keys = ["n", "sampler.slots", "train.micro_batch_tokens"]
-    full = [f"{part}, as long as may be" for part in parts]
-    assert said == [*parts, *full, *(f"the largest {key} that fits" for key in keys)]
+    told = grpo("profile", *SMALL, "profile.plan_only=true", "eval.problems=2", "eval.every=1").stderr
+    for looked_at in ("rollouts", "updates", "an evaluation", "the largest n", "the largest sampler.slots"):
+        assert f"predicting from shapes: {looked_at}" in told

@@ -25,6 +25,7 @@ from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS, Allocations
 from grpo_cli.profile.estimate import GRADIENTS as HELD
 from grpo_cli.profile.estimate import KINDS, Estimator, Passes, StepShape, rows_of, total, with_tokens
+from grpo_cli.profile.operations import Operations, operations_of
 from grpo_cli.profile.roofline import ModelSizes
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import OptimSettings
@@ -71,8 +72,13 @@ def test_gradients_are_what_parameters_hold_after_a_pass():
     assert held[GRADIENTS] == sum(p.numel() * 4 for p in model.parameters())
 
 
-@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=3), infinite(kv_budget="200KiB")])
-@pytest.mark.parametrize("sparsity", [Dense(), SNAPKV])
+BUDGET = infinite(kv_budget="200KiB")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sparsity"),
+    [(full(), Dense()), (full(), SNAPKV), (micro(slots=5), Dense()), (infinite(slots=3), SNAPKV), (BUDGET, Dense())],
+)
 def test_predicted_keys_and_values_are_the_engines(sampler: Any, sparsity: Any):
     """To the byte where no order matters."""
     requests = some_requests(prompts=3, n=4, tokens=30)
@@ -167,9 +173,16 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
 WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS, ids=repr)
-@pytest.mark.parametrize("groups", [[(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]], ids=str)
+SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
+IN_TURN = [
+    (WAYS[0], SEVERAL, "none"),
+    (WAYS[1], LONG, "bfloat16"),
+    (WAYS[2], SEVERAL, "bfloat16"),
+    (WAYS[2], LONG, "none"),
+]
+
+
+@pytest.mark.parametrize(("way", "groups", "autocast"), IN_TURN, ids=str)
 def test_a_predicted_pass_is_what_the_same_pass_holds(way: Any, groups: Any, autocast: str):
     model, batch = small_model(), make_batch(groups)
     rows = tuple(RowShape(prompt, reply, place) for place, (prompt, replies) in enumerate(groups) for reply in replies)
@@ -346,14 +359,42 @@ def test_an_evaluation_is_predicted_with_the_rows_that_it_has_at_a_time():
     assert held[1] < 1.3 * held[0], "200 rows each, though there are 500 rollouts"
 
 
+# Two layers: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 64; a head of 24 x 32. A weight is two
+# operations, and so is each of the 4 heads' 8 numbers, in a query's product with a key and in its share of a value.
+LAYERS, HEAD, PAIR = 2 * 9216, 24 * 32, 2 * 2 * 2 * 32
+
+
+def test_operations_are_counted_as_worked_out_by_hand():
+    """Backward each product is one for what went in and one for the weights; logits are made again for it, and so are
+    the scores: 5 products in place of attention's 2."""
+    rollout, forward, backward = operations_of(fake_model(num_hidden_layers=2))
+    assert rollout == forward == Operations(2 * LAYERS, 2 * HEAD, PAIR)
+    assert backward == Operations(4 * LAYERS, 6 * HEAD, PAIR * 5 // 2)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_recomputed_layers_are_counted_again_and_merged_adapters_not_at_all(recomputed: bool):
+    """An adapter of rank 2 beside each layer's queries: 2 x 32 numbers down and 2 x 32 up. Backward its weights alone
+    have gradients: less than a second pass forward, if none is made again."""
+
+    def load() -> Any:
+        model = small_model(num_hidden_layers=2)
+        if recomputed:
+            recompute_layers(model, offload=False)
+        return with_adapters(model, LORA)
+
+    model = ShapeModel(load, "none")
+    rollout, forward, backward = operations_of(model)
+    assert len(model.trained) == 2 * 2, "as before"
+    assert (rollout.token, forward.token) == (2 * LAYERS, 2 * LAYERS + 2 * 2 * (2 * 32 + 2 * 32))
+    assert (backward.token > forward.token) == recomputed
+    assert rollout.pair == forward.pair == PAIR and backward.pair == PAIR * (7 if recomputed else 5) // 2
+
+
 def test_a_model_s_sizes_are_those_of_its_layers():
-    # Two layers: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 64; a head of 24 x 32.
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    model = fake_model(num_hidden_layers=2, vocab_size=24, tie_word_embeddings=False, **sizes)
-    found = ModelSizes.of(model, "bfloat16", optimizer=7)
-    assert (found.products, found.head, found.adapters) == (2 * 9216, 768, 0)
-    assert (found.width, found.token_bytes) == (2 * 4 * 8, 2 * 2 * 2 * 8 * 2)
-    assert (found.rollout_bytes, found.optimizer_bytes) == (2 * (2 * 9216 + 768), 7)
+    model = fake_model(num_hidden_layers=2, tie_word_embeddings=False)
+    found = ModelSizes.of(model, "bfloat16", optimizer=0)
+    assert (found.rollout_bytes, found.token_bytes) == (2 * (LAYERS + HEAD), 2 * 2 * 2 * 8 * 2)
     assert found.read_bytes == model.weights == found.trained_bytes + sum(b.nbytes for b in model.model.buffers())
 
 

@@ -12,16 +12,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 from test_architecture import ROWS
 
 from grpo_cli.cli.arguments import with_slots
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
-from grpo_cli.config.choices import choices, config_dir, defaults_of, parts_of
+from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, parts_of
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
 from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
 from grpo_cli.config.elsewhere import table
+from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 FRONT = ROOT / "README.md"
@@ -97,20 +99,28 @@ def first_of(override: Override) -> str:
     return f"{override.key_or_group}={first}"
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c[0] in READ], ids=" ".join)
-def test_the_settings_of_every_command_can_be_read(command, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", READ)
+def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
+    """All are composed. A check rehearses the run, so that of each set of choices only the longest is checked."""
     (rule,) = re.findall(r"^    # my_rules\.py.*?\n(.*?)\n\n", FRONT.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "my_rules.py").write_text(textwrap.dedent(rule))
     (tmp_path / "somewhere").mkdir()
     (tmp_path / "somewhere" / "samples.jsonl").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    name, *words = command
-    here = with_slots([word for word in words if "=" in word and not word.startswith(ELSEWHERE)])
-    given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
-    read, refuse = READ[name]
+    (read, refuse), checked = READ[name], set()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        refuse(read(compose(name, [*given, "run_dir=somewhere"])))
+        for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
+            here = with_slots([word for word in words if "=" in word and not word.startswith(ELSEWHERE)])
+            given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
+            chosen = frozenset(word for word in given if word.partition("=")[0] in groups_of(name))
+            try:
+                settings = read(compose(name, [*given, "run_dir=somewhere"]))
+                if chosen not in checked:
+                    refuse(settings)
+            except (UserError, HydraException) as error:
+                pytest.fail(f"grpo {name} {shlex.join(words)}: {error}")
+            checked.add(chosen)
 
 
 def test_the_words_of_trl_and_verl_stand_in_the_settings_page():

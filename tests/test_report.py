@@ -29,11 +29,8 @@ def rows_of(accuracies: Mapping[int, float], steps: int, seconds_per_step: float
         if step:
             row |= {"clock/train_seconds": seconds_per_step * step, "time/step": seconds_per_step}
             row |= {"time/rollout": 0.5 * seconds_per_step, "time/update": 0.25 * seconds_per_step}
-            row |= {
-                "tokens/generated": 100.0 * step,
-                "tokens/trained": 25.0 * step,
-                "memory/peak_bytes": 2.0**20 * step,
-            }
+            row |= {"tokens/generated": 100.0 * step, "tokens/trained": 25.0 * step}
+            row |= {"memory/peak_bytes": 2.0**20 * step}
         if step in accuracies:
             row |= {"eval/accuracy": accuracies[step], "eval/accuracy_low": 0.1, "eval/accuracy_high": 0.9}
         rows.append(row)
@@ -116,10 +113,8 @@ def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
     assert said() == []
     left("2", {**same, "modified": True})
     left("3", {**same, "commit": None, "modified": None})
-    assert said() == [
-        "These runs are of different code, but compared as equals: "
-        "commit aa (2 runs), aa (modified) (1 run), not recorded (1 run)."
-    ]
+    (note,) = said()
+    assert "commit aa (2 runs), aa (modified) (1 run), not recorded (1 run)." in note
     left("4", None)
     left("5", "\x1b[31m")
     (note,) = said()
@@ -195,24 +190,23 @@ def test_nothing_in_a_config_is_executed(tmp_path, monkeypatch):
 # How runs ended
 
 
+NOBODY = "no summary.json, and no process is at it"
+BROKE = "RuntimeError: it broke"
+
+
 @pytest.mark.parametrize(
     ("status", "summary", "state", "reason"),
     [
         (None, "completed", State.COMPLETED, ""),
         (None, "interrupted", State.INTERRUPTED, ""),
-        (None, "failed", State.FAILED, "RuntimeError: it broke"),
-        (None, None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
+        (None, "failed", State.FAILED, BROKE),
+        (None, None, State.UNFINISHED, NOBODY),
         (("done", None), "completed", State.COMPLETED, ""),
-        (("done", None), None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
-        (
-            ("failed", "killed by\nsignal 9\x1b[31m"),
-            None,
-            State.FAILED,
-            "killed by signal 9\N{REPLACEMENT CHARACTER}[31m",
-        ),
-        (("failed", None), "failed", State.FAILED, "RuntimeError: it broke"),
+        (("done", None), None, State.UNFINISHED, NOBODY),
+        (("failed", "signal\n9\x1b[31m"), None, State.FAILED, "signal 9\N{REPLACEMENT CHARACTER}[31m"),
+        (("failed", None), "failed", State.FAILED, BROKE),
         (("running", None), "interrupted", State.INTERRUPTED, ""),
-        (("running", None), None, State.UNFINISHED, "no summary.json, and no process is at it; last record 0 s ago"),
+        (("running", None), None, State.UNFINISHED, NOBODY),
         (("skipped", "m > n"), None, State.SKIPPED, "m > n"),
         (("waiting", None), None, State.WAITING, ""),
     ],
@@ -222,7 +216,7 @@ def test_how_a_run_ended_is_the_launcher_s_word_before_the_run_s_own(tmp_path, s
     if status:
         launched(run, *status)
     found = read_run(run, "0")
-    assert (found.state, found.reason) == (state, reason)
+    assert (found.state, found.reason.partition(";")[0]) == (state, reason)
 
 
 @pytest.mark.parametrize("status", [None, "completed"])
@@ -367,9 +361,8 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     leave(tmp_path / "1", (0.5, 0.8))
     (arm,) = compare(runs_in(tmp_path)).arms
     assert [run.name for run in arm.runs] == ["1"]
-    assert [(run.name, run.state, run.reason) for run in arm.others] == [
-        ("0", State.REPEATED, "seed 0 is there again in 1")
-    ]
+    (earlier,) = arm.others
+    assert (earlier.name, earlier.state) == ("0", State.REPEATED) and "seed 0" in earlier.reason
 
 
 def test_a_run_of_unknown_settings_is_not_averaged(tmp_path):
@@ -377,10 +370,8 @@ def test_a_run_of_unknown_settings_is_not_averaged(tmp_path):
     leave(tmp_path / "1", (0.1, 0.2))
     (tmp_path / "1" / "run.json").unlink()
     (arm,) = compare(runs_in(tmp_path)).arms
-    assert (arm.final_accuracy.mean, [run.reason for run in arm.others]) == (
-        0.75,
-        ["its settings are unknown: it has no run.json that can be read"],
-    )
+    (other,) = arm.others
+    assert arm.final_accuracy.mean == 0.75 and "no run.json" in other.reason
 
 
 def test_a_job_without_a_config_joins_the_arm_that_its_overrides_fit(tmp_path):

@@ -84,7 +84,7 @@ def test_without_matplotlib_all_but_the_pictures_is_there_and_it_is_said(runs, w
     screen, out = reported(runs)
     page = Page((out / "report.html").read_text())
     for text in (screen, page.text):
-        assert "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'." in text
+        assert "pip install 'grpo-cli[plot]'" in text
     assert "0.800" in page.text and "img" not in page.tags
     assert {path.name for path in out.iterdir()} == {"report.html", "report.json"}
 
@@ -97,10 +97,8 @@ def test_numbers_are_in_the_json_with_every_run_in_its_place(runs, without_matpl
     assert first["final_accuracy"]["mean"] == pytest.approx(0.8)
     assert first["target"] == {"seconds": 20.0, "reached": 2, "never": 0}
     assert [run["averaged"] for run in first["runs"] + second["runs"]] == [True] * 3
-    assert [(run["state"], run["averaged"]) for run in second["not_averaged"]] == [
-        ("failed", False),
-        ("skipped", False),
-    ]
+    apart = [(run["state"], run["averaged"]) for run in second["not_averaged"]]
+    assert apart == [("failed", False), ("skipped", False)]
     assert first["runs"][1]["curve"]["accuracy"] == [0.5, 0.6, 0.9]
 
 
@@ -112,13 +110,8 @@ def test_what_files_say_is_neither_markup_nor_escape_codes(tmp_path):
     leave(tmp_path / "runs" / "2", settings={"_x<i>": HOSTILE})
     leave(tmp_path / "runs" / "3", settings={"_\x1b[2Jy": 1}, words=["\x1b[2Jz=1"])
     screen, out = reported(tmp_path / "runs", terminal=True)
-    assert (
-        "\x1b[31m\n" not in screen
-        and "\x1b[2J" not in screen
-        and "[2Jy" in screen
-        and "[31m" in screen
-        and "[red]" in screen
-    )
+    assert "\x1b[31m\n" not in screen and "\x1b[2J" not in screen
+    assert all(shown in screen for shown in ("[2Jy", "[31m", "[red]"))
     html = (out / "report.html").read_text()
     page = Page(html)
     assert {"script", "b", "i"} & set(page.tags) == set()
@@ -226,33 +219,20 @@ def grpo(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, list(arguments), prog_name="grpo")
 
 
-def test_the_command_refuses_what_it_cannot_do(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["nowhere"], "nowhere is no folder"), (["run", "--target", "95"], "--target=95"), ([], "Miss")],
+)
+def test_the_command_refuses_what_it_cannot_do(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / "run")
-    for arguments, message in [
-        (["nowhere"], "error: nowhere is no folder: name run folders, sweep folders, or what holds them"),
-        (
-            ["run", "--metric", "eval/pass@4"],
-            "--metric=eval/pass@4 is no accuracy in these runs: they have eval/accuracy",
-        ),
-        (["run", "--target", "95"], "error: --target=95 must be an accuracy above 0 and at most 1"),
-        ([], "Missing argument"),
-    ]:
-        result = grpo("report", *arguments)
-        assert result.exit_code == 2 and message in result.stderr, result.output
-    assert not (tmp_path / "outputs").exists()
+    result = grpo("report", *arguments)
+    assert result.exit_code == 2 and said in result.stderr and not (tmp_path / "outputs").exists()
 
 
 def test_the_command_reports_real_runs_as_their_summaries_say(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = [
-        "train.prompts=2",
-        "sampling.max_new_tokens=6",
-        "eval.problems=4",
-        "eval.k=1",
-        "logger=jsonl",
-        "device=cpu",
-    ]
+    small = "train.prompts=2 sampling.max_new_tokens=6 eval.problems=4 eval.k=1 logger=jsonl device=cpu".split()
     for i, words in enumerate([("n=2", "seed=0"), ("n=2", "seed=1"), ("n=3", "seed=0")]):
         result = grpo("train", *small, *words, "train.steps=2", "eval.every=1", f"hydra.run.dir=runs/{i}")
         assert result.exit_code == 0, result.output

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +189,6 @@ def test_a_sweep_names_its_jobs(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"jobs": jobs}))
     said = refusal(str(tmp_path)).splitlines()
     assert said == [f"error: {tmp_path} is a sweep; name one of its jobs:", f"{tmp_path}/0", f"{tmp_path}/1"]
-
-
-@pytest.mark.parametrize("words", [["show", str(OLD_RUN)], ["ls", str(OLD_RUN)], ["explain", "n"], ["train", "--help"]])
-def test_a_reader_that_is_gone_is_no_error(words):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    program = [sys.executable, "-P", "-m", "grpo_cli", *words]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert (process.stderr.read(), process.wait()) == (b"", 0)
-    process.stderr.close()
 
 
 def test_the_extremes_of_few_rollouts_are_each_of_them_once(tmp_path):

@@ -25,22 +25,12 @@ from grpo_cli.metrics import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
 from grpo_cli.sweep.gpus import chosen_gpus, gpus_listed, places, visible_gpus
-from grpo_cli.sweep.status import Job, locked
+from grpo_cli.sweep.status import locked
 
-SMALL = [
-    "train.prompts=1",
-    "n=2,4",
-    "m=2,4",
-    "sampling.max_new_tokens=4",
-    "eval.every=0",
-    "train.steps=6",
-    "train.checkpoint_every=1",
-    "advantage._target_=held.advantage",
-    "logger=jsonl",
-    "device=cpu",
-    "hydra.sweep.dir=sweep",
-    "hydra.launcher.jobs=2",
-]
+SMALL = (
+    "train.prompts=1 n=2,4 m=2,4 sampling.max_new_tokens=4 eval.every=0 train.steps=6 train.checkpoint_every=1".split()
+)
+SMALL += "advantage._target_=held.advantage logger=jsonl device=cpu hydra.sweep.dir=sweep hydra.launcher.jobs=2".split()
 # The job with n=2 waits in its third step (the first call is the rehearsal's) for as long as there is a file `hold`.
 HELD = """
 import itertools, pathlib, time
@@ -166,16 +156,14 @@ def test_a_job_is_started_as_one_would_by_hand(tmp_path: Path, pretended: list[l
     result = grpo("train", "--config-dir", "mine", "-m", *words)
     assert result.exit_code == 0, result.output
     (first, second) = pretended
-    assert first == [
-        "train",
-        "--config-dir",
-        "mine",
+    words = [
         "hydra.job.chdir=false",
         "hydra.job.num=0",
         "hydra.job.id=0",
         "seed=1",
         f"++hydra.run.dir='{tmp_path}/s/0'",
     ]
+    assert first == ["train", "--config-dir", "mine", *words]
     assert second[-2:] == ["seed=2", f"++hydra.run.dir='{tmp_path}/s/1'"]
 
 
@@ -241,21 +229,25 @@ def test_a_sweep_is_resumed_in_the_folder_that_was_named_however_it_is_written(
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["job_1", "job_13"]
 
 
-def test_what_refers_to_another_setting_means_that_of_each_job(tmp_path: Path, pretended: list[list[str]]) -> None:
-    """It was noted with the value of the default config, so that the sweep was not taken for the same again."""
-    assert grpo("train", "-m", "n=4,13", "seed=13", "m=${n}", "hydra.sweep.dir=s").exit_code == 2
+@pytest.mark.parametrize(
+    ("words", "renamed"),
+    [
+        # Noted with the value of the default config, it would not be taken for the same again.
+        (["n=4,13", "seed=13", "m=${n}"], ("", "")),
+        (["correction=tis", "correction.importance=token,sequence", "seed=13"], ("importance", "is")),
+    ],
+    ids=["a setting that refers to another", "an old name of a setting"],
+)
+def test_a_sweep_goes_on_with_the_words_that_it_began_with(
+    tmp_path: Path, pretended: list[list[str]], words: list[str], renamed: tuple[str, str]
+) -> None:
+    assert grpo("train", "-m", *words, "hydra.sweep.dir=s").exit_code == 2
+    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == words
+    now, before = renamed
+    for path in (tmp_path / "s").rglob("*.json"):  # as if it had been begun when it was called so
+        path.write_text(path.read_text().replace(f"correction.{now}", f"correction.{before}"))
     again = grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s")
     assert again.exit_code == 2, again.output
-    assert pretended[2:] == pretended[:2] and len(pretended) == 4
-    assert json.loads((tmp_path / "s" / "sweep.json").read_text())["overrides"] == ["n=4,13", "seed=13", "m=${n}"]
-
-
-def test_a_sweep_begun_with_old_names_of_settings_goes_on(tmp_path: Path, pretended: list[list[str]]) -> None:
-    words = ["correction=tis", "correction.importance=token,sequence", "seed=13", "hydra.sweep.dir=s"]
-    assert grpo("train", "-m", *words).exit_code == 2
-    for path in (tmp_path / "s").rglob("*.json"):  # as if it had been begun when it was called so
-        path.write_text(path.read_text().replace("correction.importance", "correction.is"))
-    assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
     assert pretended[2:] == pretended[:2] and len(pretended) == 4
 
 
@@ -291,24 +283,26 @@ def test_a_sweep_whose_job_still_runs_is_not_resumed_and_says_which_process_it_i
     assert "job 1 of s is still running (process 12 on node7), see " in result.stderr
 
 
-def test_a_job_that_was_killed_before_its_first_checkpoint_is_resumed_too(tmp_path: Path) -> None:
-    job = Job(0, tmp_path, ("n=4",), "n=4", steps=3)
-    (tmp_path / "run.json").touch()
-    for command, last in (("train", f"resume='{tmp_path}'"), ("eval", f"++hydra.run.dir='{tmp_path}'")):
-        assert resume.Sweep(command, lambda cfg: None, "").command_of(job)[-1] == last
-
-
 def test_jobs_that_would_share_a_folder_are_refused(pretended: list[list[str]]) -> None:
     result = grpo("train", "-m", "seed=1,2", "hydra.sweep.dir=s", "hydra.sweep.subdir=x")
     assert result.exit_code == 2 and pretended == []
     assert "jobs 0 and 1 would share" in result.stderr
 
 
-def test_a_file_that_lists_no_sweep_is_named(tmp_path: Path) -> None:
-    for text in ('{"flags": []}', '{"command": "train", "flags": [], "hydra": 3, "overrides": []}'):
-        (tmp_path / "sweep.json").write_text(text)
-        with pytest.raises(UserError, match=r"sweep\.json lists no sweep"):
-            resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"flags": []}', r"sweep\.json lists no sweep"),
+        ('{"command": "train", "flags": [], "hydra": 3, "overrides": []}', r"sweep\.json lists no sweep"),
+        ('{"command": "eval"}', "grpo eval"),
+    ],
+)
+def test_a_file_that_lists_no_sweep_or_that_of_another_command_is_named(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
 
 
 def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended: list[list[str]]) -> None:
@@ -321,24 +315,23 @@ def test_a_sweep_that_would_be_another_is_not_resumed(tmp_path: Path, pretended:
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("word", "way_out"),
     [
-        ("hydra.launcher.jobs=0", "error: hydra.launcher.jobs=0 must be a whole number of at least 1\n"),
-        ("hydra.launcher.jobs=two", "error: hydra.launcher.jobs=two must be a whole number of at least 1\n"),
-        ("hydra.launcher.gpus=[]", "error: hydra.launcher.gpus=[] must be a list such as [0,1], or left out\n"),
-        ("hydra.launcher.gpus=1", "error: hydra.launcher.gpus=1 must be a list such as [0,1], or left out\n"),
-        ("seed=range(0)", "error: seed=range(0) yields nothing: a sweep needs at least one value of each setting\n"),
-        ("loss=glob(zzz)", "error: loss=glob(zzz) yields nothing: a sweep needs at least one value of each setting\n"),
-        ("hydra/launcher=slurm", "more come with the extras joblib, submitit, ray and optuna\n"),
+        ("hydra.launcher.jobs=0", "at least 1"),
+        ("hydra.launcher.jobs=two", "a whole number"),
+        ("hydra.launcher.gpus=[]", "such as [0,1]"),
+        ("hydra.launcher.gpus=1", "such as [0,1]"),
+        ("seed=range(0)", "at least one value"),
+        ("loss=glob(zzz)", "at least one value"),
+        ("hydra/launcher=slurm", "extras joblib, submitit, ray and optuna"),
     ],
 )
 def test_a_sweep_that_cannot_be_run_is_refused_before_it_writes_anything(
-    pretended: list[list[str]], word: str, message: str
+    pretended: list[list[str]], word: str, way_out: str
 ) -> None:
     result = grpo("train", "-m", "seed=1,2", word, "hydra.sweep.dir=s")
-    assert result.exit_code == 2 and not Path("s").exists()
-    assert result.stderr.endswith(message)
-    assert pretended == []
+    assert result.exit_code == 2 and not Path("s").exists() and pretended == []
+    assert word in result.stderr and way_out in result.stderr
 
 
 def test_what_w_and_b_s_agent_starts_can_be_run() -> None:
@@ -407,10 +400,9 @@ def test_the_environment_s_choice_of_gpus_comes_first(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["GPU-aa"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
-    assert visible_gpus() == ["2", "3"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for chosen, seen in (("2, 3", ["2", "3"]), ("", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert visible_gpus() == seen
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
@@ -421,10 +413,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = grpo("train", "-m", "seed=1,2", "hydra.launcher.gpus=[7]", "hydra.sweep.dir=s")
     assert (result.exit_code, pretended) == (2, [])
-    assert result.stderr == (
-        "error: hydra.launcher.gpus asks for GPU 7, which cannot be seen here: there is none; "
-        "leave hydra.launcher.gpus out\n"
-    )
+    assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):
@@ -469,9 +458,6 @@ def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyP
     assert shares == [0.125, 0.125]
 
 
-def test_sweeps_of_another_command_or_with_other_settings_are_not_resumed(tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text('{"command": "eval"}')
-    with pytest.raises(UserError, match="is a sweep of grpo eval"):
-        resume.started_with("train", [f"hydra.sweep.dir={tmp_path}"])
+def test_a_sweep_with_other_settings_is_not_resumed() -> None:
     with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
         resume.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

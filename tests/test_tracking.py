@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made
@@ -27,7 +28,7 @@ from grpo_cli.interfaces import Tracker
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.support.errors import UserError
 from grpo_cli.tracking import wandb as tracking
-from grpo_cli.tracking.jsonl import JsonlTracker, NoTracker
+from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.tracking.redact import HIDDEN, arguments_without_secrets, without_secrets
 from grpo_cli.tracking.wandb import WandbTracker
 from grpo_cli.types import Example, Record
@@ -54,8 +55,7 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     assert row.pop("loss/kl") == "NaN"
     assert row == {"step": 1, "reward/mean": 0.5, "optim/lr": 1e-3}
     first, second = read(tmp_path / "run" / "rollouts.jsonl")
-    assert first == {
-        "step": 1,
+    said = {
         "prompt_id": "p1",
         "sample": 0,
         "prompt": "1+1=",
@@ -63,21 +63,11 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
         "answer": "2",
         "reward": 1.0,
         "solved": True,
-        "parts": {"correct": 1.0},
-        "length": 1,
-        "finish": "eos",
-        "kept": True,
-        "reason": "kept",
-        "advantage": 0.5,
     }
+    became = {"parts": {"correct": 1.0}, "length": 1, "finish": "eos", "kept": True, "reason": "kept", "advantage": 0.5}
+    assert first == {"step": 1, **said, **became}
     assert second["advantage"] is None
     tracker.close({})
-
-
-@pytest.mark.parametrize("beginning", ["hf_", "sk-", "ghp_", "wandb_v1_"])
-def test_what_begins_as_access_tokens_do_is_hidden_wherever_it_stands(beginning: str) -> None:
-    token = beginning + "a1B2_" * 4
-    assert without_secrets({"note": f"with {token}", "short": beginning}) == {"note": HIDDEN, "short": beginning}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 0.1, -0.0, 1e300])
@@ -154,55 +144,42 @@ def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_line(tmp_path: Path) -
     assert "step 2" in warning and "File too large" in warning
 
 
-def test_no_tracker_takes_everything(tmp_path: Path) -> None:
-    tracker: Tracker = NoTracker()
-    tracker.log(Record(1, METRICS, (example(),)))
-    tracker.close({"status": "finished"})
-
-
 def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     token = "hf_" + "a1B2" * 8
-    config = {
-        "logger": {"api_key": "k", "project": "p"},
+    hidden = {
+        "logger": {"api_key": "k"},
         "hub": [{"token": "t"}, {"HF-TOKEN": "x", "hf_token": "t"}],
         "password": ["a", "b"],
         "note": "my correct horse!",
         "path": f"https://user:{'pw'}@host/data",
-        "args": ("--token", token),
+        **{f"begins with {start}": f"with {start}{'a1B2_' * 4}" for start in ("hf_", "sk-", "ghp_", "wandb_v1_")},
+    }
+    shown = {
+        "project": "p",
         "micro_batch_tokens": 4096,
         "max_token": 5,
         "tokenizer": "qwen",
         "key": None,
+        "short": "hf_",
     }
-    assert without_secrets(config) == {
-        "logger": {"api_key": HIDDEN, "project": "p"},
-        "hub": [{"token": HIDDEN}, {"HF-TOKEN": HIDDEN, "hf_token": HIDDEN}],
-        "password": [HIDDEN, HIDDEN],
-        "note": HIDDEN,
-        "path": HIDDEN,
-        "args": ["--token", HIDDEN],
-        "micro_batch_tokens": 4096,
-        "max_token": 5,
-        "tokenizer": "qwen",
-        "key": None,
-    }
+    config = {**hidden, **shown, "args": ("--token", token)}
+    assert without_secrets(config) == {**blacked_out(hidden), **shown, "args": ["--token", HIDDEN]}
     assert config["note"] == "my correct horse!"
+
+
+def blacked_out(value: Any) -> Any:
+    """The same with every text hidden."""
+    if isinstance(value, dict):
+        return {key: blacked_out(item) for key, item in value.items()}
+    return [blacked_out(item) for item in value] if isinstance(value, list) else HIDDEN
 
 
 def test_secrets_on_the_command_line_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "correct horse")
     words = ["grpo", "n=4", "++task.api_key=k", "task.url=http://u:pw@h", "a correct horse", "x=1=2", "-m", "token"]
-    assert arguments_without_secrets(words) == [
-        "grpo",
-        "n=4",
-        f"++task.api_key={HIDDEN}",
-        f"task.url={HIDDEN}",
-        HIDDEN,
-        "x=1=2",
-        "-m",
-        "token",
-    ]
+    hidden = ["grpo", "n=4", f"++task.api_key={HIDDEN}", f"task.url={HIDDEN}", HIDDEN, "x=1=2", "-m", "token"]
+    assert arguments_without_secrets(words) == hidden
 
 
 # --- W&B -----------------------------------------------------------------------------------------------------------
@@ -398,24 +375,22 @@ def test_a_w_and_b_that_dies_in_the_middle_is_warned_of_once(tmp_path: Path, lon
     assert "W&B failed" in warning and "metrics.jsonl" in warning
 
 
-class BrokenRun:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def log(self, values: dict[str, Any]) -> None:
-        raise self.error
-
-
 def test_only_failures_of_w_and_b_are_forgiven(tmp_path: Path, lonely: pytest.MonkeyPatch) -> None:
     import wandb
 
+    def broken(error: Exception) -> Any:
+        def log(values: dict[str, Any]) -> None:
+            raise error
+
+        return SimpleNamespace(log=log)
+
     warnings: list[str] = []
     tracker = wandb_tracker(tmp_path, {}, mode="disabled", warn=warnings.append)
-    tracker._run = BrokenRun(wandb.errors.CommError("server said no\nat length"))
+    tracker._run = broken(wandb.errors.CommError("server said no\nat length"))
     tracker.log(Record(1, METRICS))
     tracker.log(Record(2, METRICS))
     assert len(warnings) == 1 and "server said no)" in warnings[0]
-    tracker._run = BrokenRun(TypeError("a bug of ours"))
+    tracker._run = broken(TypeError("a bug of ours"))
     with pytest.raises(TypeError):
         tracker.log(Record(3, METRICS))
 

@@ -15,7 +15,6 @@ from tiny_hf import make_tokenizer
 from words import rollout_of
 
 from grpo_cli.support.errors import UserError
-from grpo_cli.tasks.generated import is_held_out
 from grpo_cli.tasks.word_problems import Story, WordProblems, draw_story
 from grpo_cli.types import Finish
 
@@ -59,20 +58,6 @@ def test_stories_by_hand() -> None:
     assert f"In each of 2 trees there are 3 birds. Then 4 more birds arrive. {asked}" in told
 
 
-def test_no_sum_of_one_split_is_in_the_other() -> None:
-    one, other = task(seed=1).prompts("train"), task(seed=2).prompts("train")
-    trained = [(prompt.answer, question(prompt.token_ids)) for prompt in (*one[:300], *other[:300])]
-    sums = {
-        str(Story(1, int(a), (int(b) if int(answer) > int(a) else -int(b),)))
-        for answer, text in trained
-        for a, b in [re.findall("[0-9]+", text)]
-    }
-    assert len(sums) > 50 and not any(map(is_held_out, sums))
-    texts = [question(prompt.token_ids) for prompt in task(seed=5).prompts("eval")]
-    assert len(set(texts)) == 400 and texts == [question(p.token_ids) for p in task(seed=6).prompts("eval")]
-    assert one[0] != other[0] and one[7] == task(seed=1).prompts("train")[7]
-
-
 @pytest.mark.parametrize(
     ("reply", "right"),
     [
@@ -102,17 +87,6 @@ def test_levels_and_what_is_asked_besides() -> None:
     assert all(text.endswith("? Give the number.") for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"min_steps": 3, "max_steps": 2}, "task.min_steps=3 and task.max_steps=2 must satisfy 1 <= min <= max <= 8"),
-        ({"max_start": 1}, "task.max_start=1 must be between 2 and 9999"),
-        ({"max_change": 10_000}, "task.max_change=10000 must be between 2 and 9999"),
-        ({"eval_problems": 0}, "task.eval_problems=0 must be at least 1"),
-        ({"max_start": 3, "max_change": 2, "eval_problems": 400}, "there are no more of 1 steps"),
-        ({"template": "Q:"}, "has no place for the question"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        task(**changes)
+def test_a_template_has_a_place_for_the_question() -> None:
+    with pytest.raises(UserError, match="task.template='Q:' has no place"):
+        task(template="Q:")

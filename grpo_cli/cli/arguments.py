@@ -1,4 +1,4 @@
-"""What is added to the arguments of a command before Hydra reads them: what a run, a file or a setting brings along.
+"""What is added to a command's arguments before Hydra reads them: what a run, a file or a setting implies.
 
 What most command lines do not need is imported where they do.
 """
@@ -9,9 +9,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
+
+if TYPE_CHECKING:
+    from grpo_cli.runs.record import RunRecord
 
 HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun there
 
@@ -43,14 +47,14 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 def in_seconds(arguments: Sequence[str]) -> list[str]:
-    """The arguments, `resume_wait=5min` as the seconds that it stands for."""
+    """The arguments, with `resume_wait=5min` in seconds."""
     pattern = re.compile(rf"(resume_wait=)(\d+(?:\.\d+)?)({'|'.join(_SECONDS)})")
     found = [(word, pattern.fullmatch(word)) for word in arguments]
     return [f"{match[1]}{float(match[2]) * _SECONDS[match[3]]}" if match else word for word, match in found]
 
 
 def with_slots(arguments: Sequence[str]) -> list[str]:
-    """The arguments, and `sampler=infinite` if slots are asked for and nothing says whose: `sampler=full` has none."""
+    """The arguments, with `sampler=infinite` if slots are set and no sampler is chosen: `sampler=full` has none."""
     typed = {word.partition("=")[0] for word in arguments if "=" in word}
     slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
     resumed = "resume" in typed and f"resume={HERE}" not in arguments  # the run has said whose they are
@@ -74,58 +78,73 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
     """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
-    from grpo_cli.config.overrides import not_said_twice, unquoted
+    from grpo_cli.config.overrides import value_of
 
     flags, overrides = sorted_out(arguments)
-    named = [unquoted(word.partition("=")[2]) for word in overrides if word.startswith(f"{key}=")]
-    if not named or named[-1] == "null" or "--help" in flags or (key, named[-1]) == ("resume", "sweep"):
+    place = value_of(key, overrides)
+    if place in (None, "null") or "--help" in flags or (key, place) == ("resume", "sweep"):
         return list(arguments)
     own = [word for word in overrides if not word.startswith(f"{key}=")]
     if key == "checkpoint":
         # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
         chosen = {word.partition("=")[0] for word in own} - {"model"}
-        of_the_run = checkpoint_overrides(named[-1], "task" in chosen, own)
+        of_the_run = checkpoint_overrides(place, "task" in chosen, own)
         taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
         return [*flags, *taken, *overrides]
     if {"-m", "--multirun"} & set(flags):
-        raise UserError(f"resume={named[-1]} continues one run; leave out -m, and name the folder of a sweep's job")
-    if named[-1] == HERE:
-        return [*flags, *begun_or_resumed(own)]
-    elsewhere = [word for word in own if word.lstrip("+").startswith("hydra.run.dir=")]
-    if elsewhere:
-        raise UserError(f"resume={named[-1]} goes on in the folder of that run: leave out {elsewhere[-1]}")
-    of_the_run = resume_overrides(named[-1], own)
-    return [*flags, *of_the_run, *not_said_twice(of_the_run, own)]
+        raise UserError(f"resume={place} continues one run; leave out -m, and name the folder of a sweep's job")
+    return [*flags, *resumed(place, own)]
 
 
-def begun_or_resumed(given: Sequence[str]) -> list[str]:
-    """For `resume=here`: the overrides as they are where nothing was begun, else those with which the run goes on.
+def resumed(place: str, given: Sequence[str]) -> list[str]:
+    """For `grpo train resume=place`: what the run was started with, its folder, where it goes on from, and what else
+    is `given`.
 
-    Job scripts say it: the same command begins the run, and goes on with it after its machine was taken away. UserError
-    if the folder holds a run that another command began.
+    `here` is the folder of `hydra.run.dir`, where job scripts begin a run and go on with it by the same command: the
+    overrides stay as they are where nothing was begun yet. UserError if there is no run to go on with.
     """
-    from grpo_cli.config.overrides import is_of_a_resume, overrides, overrides_to_resume, unquoted
+    from grpo_cli.config.overrides import is_of_a_resume, not_said_twice, overrides, overrides_to_resume, value_of
+    from grpo_cli.runs.find import resolve_run
+    from grpo_cli.runs.layout import RUN, step_of
     from grpo_cli.runs.record import begun_as, read_record
 
-    named = [unquoted(word.partition("=")[2]) for word in given if word.lstrip("+").startswith("hydra.run.dir=")]
-    if not named:
-        raise UserError("resume=here goes on in the folder of hydra.run.dir=<folder>: name one")
-    folder = Path(named[-1])
-    first, last = begun_as(folder), read_record(folder)
-    if first is None or last is None:
-        return [word for word in given if not word.lstrip("+").startswith(("resume=", "accept_damage="))]
-    typed = [
-        word for word in given if not is_of_a_resume(word) and not word.lstrip("+").startswith(("hydra.", "hydra/"))
-    ]
-    differing = [word for word in (*typed, *first.overrides) if (word in typed) != (word in first.overrides)]
-    if tuple(typed) != first.overrides or first.command != "train":
+    run_dir, typed = value_of("hydra.run.dir", given), list(given)
+    if place == HERE:
+        if run_dir is None:
+            raise UserError("resume=here goes on in the folder of hydra.run.dir=<folder>: name one")
+        folder, begun = Path(run_dir), begun_as(Path(run_dir))
+        if begun is None:
+            return [word for word in given if not word.lstrip("+").startswith(("resume=", "accept_damage="))]
+        typed = [word for word in given if not is_of_a_resume(word) and not word.lstrip("+").startswith("hydra")]
+        _refuse_another_command(folder, begun, typed)
+        given = [word for word in given if is_of_a_resume(word)]  # the rest is as the run was last
+    elif run_dir is not None:
+        raise UserError(f"resume={place} goes on in the folder of that run: leave out hydra.run.dir={run_dir}")
+    else:
+        folder = resolve_run(place)
+    if place == "auto":
+        print(f"resume=auto goes on with {plain(folder)}", file=sys.stderr)
+    run = folder if step_of(folder.name) is None else folder.parent.parent
+    record = read_record(run)
+    if record is None:
+        raise UserError(
+            f"{run} has no {RUN}, so that the settings of resume={place} are not known; put the file back, or "
+            "start a new run from a checkpoint of this one (model.path=<checkpoint>)"
+        )
+    if record.command != "train":
+        raise UserError(f"resume={place} is a folder of grpo {record.command}, and only trainings are resumed")
+    of_the_run = [*overrides_to_resume(record, run, typed), *overrides({"resume": str(folder)})]
+    return [*of_the_run, *not_said_twice(of_the_run, given)]
+
+
+def _refuse_another_command(folder: Path, begun: RunRecord, typed: Sequence[str]) -> None:
+    differing = [word for word in (*typed, *begun.overrides) if (word in typed) != (word in begun.overrides)]
+    if tuple(typed) != begun.overrides or begun.command != "train":
         what = ", ".join(map(plain, differing)) or "their order"
         raise UserError(
             f"{folder} holds a run that another command began (what differs: {what}). Go "
             f"on with that run by resume={folder}, or choose another folder with hydra.run.dir=<folder>."
         )
-    of_this_time = [word for word in given if is_of_a_resume(word)]
-    return [*overrides_to_resume(last, folder, typed), *overrides({"resume": str(folder)}), *of_this_time]
 
 
 def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequence[str] = ()) -> list[str]:
@@ -165,29 +184,6 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
     if not of_the_run or (weights / BASE).is_dir():
         values |= {"model.path": base_of(weights)}
     return [*of_the_run, *overrides(values)]
-
-
-def resume_overrides(place: str, typed: Sequence[str]) -> list[str]:
-    """For `grpo train resume=place`: what the run was started with, its folder and where it goes on from. `typed` is
-    what the command line says besides."""
-    from grpo_cli.config.overrides import overrides, overrides_to_resume
-    from grpo_cli.runs.find import resolve_run
-    from grpo_cli.runs.layout import RUN, step_of
-    from grpo_cli.runs.record import read_record
-
-    folder = resolve_run(place)
-    if place == "auto":
-        print(f"resume=auto goes on with {plain(folder)}", file=sys.stderr)
-    run_dir = folder if step_of(folder.name) is None else folder.parent.parent
-    record = read_record(run_dir)
-    if record is None:
-        raise UserError(
-            f"{run_dir} has no {RUN}, so that the settings of resume={place} are not known; put the file back, or "
-            "start a new run from a checkpoint of this one (model.path=<checkpoint>)"
-        )
-    if record.command != "train":
-        raise UserError(f"resume={place} is a folder of grpo {record.command}, and only trainings are resumed")
-    return [*overrides_to_resume(record, run_dir, typed), *overrides({"resume": str(folder)})]
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

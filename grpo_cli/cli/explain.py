@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,42 +39,34 @@ def explain_each(words: Sequence[str]) -> None:
 
 
 def explain(word: str) -> None:
-    """Say what a word is. UserError, with the nearest one, if it is none that is known."""
+    """Explain a word. UserError, with the nearest known one, if it is unknown."""
     name, _, choice = word.partition("=")
-    groups, known = _groups(), _known()
-    keys = [one.key for one in known]
-    named = {key for key in keys if key == name} or {key for key in keys if key.endswith(f".{name}")} or {name}
+    known = _known()
+    named = (
+        {one.key for one in known if one.key == name} or {k.key for k in known if k.key.endswith(f".{name}")} or {name}
+    )
     settings = [one for one in known if any(one.key == key or one.key.startswith(f"{key}.") for key in named)]
-    found = True
+    having = [group for group in _groups() if name in choices(group)]
+    metrics = _metrics_of(name)
     if name in CONCEPTS and not choice:
         say(f"{name}: {CONCEPTS[name]}")
-    if name in groups and choice:
-        _say_choice(name, choice, known)
-    elif name in groups:
-        _say_group(name)
+    if name in _groups():
+        _say_choice(name, choice) if choice else _say_group(name)
     elif settings:
         _say_settings(settings)
-        _say_mentions(named, known)
-    elif not _say_others(name, known):
-        found = name in CONCEPTS
+    else:
+        for group in having:
+            _say_choice(group, name)
+        say_rows(metrics)
+    found = name in CONCEPTS or name in _groups() or settings or having or metrics
     if not _say_elsewhere(name) and not found:
-        raise UserError(f"{word} is no group, choice, setting or metric{_nearest(name, [*groups, *keys])}")
-
-
-def _say_others(name: str, known: Sequence[Known]) -> bool:
-    """Say of a word what it is as a choice of any group, and as a metric or a part of one, if it is any."""
-    having = [group for group in _groups() if name in choices(group)]
-    for group in having:
-        _say_choice(group, name, known)
-    rows = _metrics_of(name)
-    if rows:
-        say_rows(rows)
-        say("They stand in grpo_cli/metrics.py." if len(rows) > 1 else "It stands in grpo_cli/metrics.py.")
-    return bool(having or rows)
+        every = [choice for group in _groups() for choice in choices(group)]
+        near = closest(name, [*_groups(), *(one.key for one in known), *_metrics(), *every, *CONCEPTS])
+        raise UserError(f"{word} is no group, choice, setting or metric{near}")
 
 
 def _say_elsewhere(name: str) -> bool:
-    """Say what is called so by TRL or verl, if anything is that is not called so here."""
+    """Translate a word of TRL or verl, if it is one with another name here. Returns whether it was."""
     row = meant_by(name)
     if row is None or row.ours.rpartition(".")[2] == name:
         return False
@@ -83,33 +75,24 @@ def _say_elsewhere(name: str) -> bool:
     return True
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    every = [choice for group in _groups() for choice in choices(group)]
-    return closest(name, [*known, *_metrics(), *every, *CONCEPTS])
-
-
 @functools.cache
 def _metrics() -> Mapping[str, str]:
     """Names and sentences of `metrics.METRICS`."""
     source = (Path(grpo_cli.__file__).parent / "metrics.py").read_text(encoding="utf-8")
     found = [node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)]
     (value,) = (node.value for node in found if isinstance(node.target, ast.Name) and node.target.id == "METRICS")
-    told: dict[str, str] = ast.literal_eval(value) if value is not None else {}
-    return told
+    sentences: dict[str, str] = ast.literal_eval(value) if value is not None else {}
+    return sentences
 
 
 def _metrics_of(word: str) -> list[Row]:
-    """The metric of this name (also of one that runs invent), else the family, else those that have the word in it."""
-    told = _metrics()
-    if word in told:
-        return [(word, told[word])]
-    if family := [name for name in told if name.startswith(f"{word.rstrip('/')}/")] if word else []:
-        return [(name, told[name]) for name in family]
-    for name, sentence in told.items():
+    """The metric of this name (also of one that runs invent), else those that have the word in their names."""
+    metrics = _metrics()
+    for name, sentence in metrics.items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
-        if "<" in name and re.fullmatch(pattern, word):
+        if re.fullmatch(pattern, word):
             return [(word, sentence)]
-    return [(name, told[name]) for name in told if word in re.split(r"[/_@]", name) + name.split("/")] if word else []
+    return [(name, metrics[name]) for name in metrics if word and word in re.split(r"[/_@]", name) + name.split("/")]
 
 
 @functools.cache
@@ -138,61 +121,38 @@ def _all_known() -> Iterator[Known]:
 
 def _say_settings(settings: Sequence[Known]) -> None:
     """Each setting once per comment, then its values, with what has them and where they stand."""
-    told: dict[tuple[str, str], dict[Setting, list[str]]] = {}
+    comments: dict[tuple[str, str], dict[Setting, list[str]]] = {}
     for one in settings:
-        told.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)
-    defaults = _default_choices()
-    for (key, comment), values in told.items():
+        comments.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)
+    for (key, comment), values in comments.items():
         say(f"{key}: {comment}" if comment else key)
-        rows: list[Row] = []
-        for said, having in values.items():
-            group = having[0].partition("=")[0]
-            every = len(having) > 1 and len(having) == len(choices(group))
-            each = [f"every {group}"] if every else [word + " (the default)" * (word in defaults) for word in having]
-            rows += [(f"  {said.value}", f"{', '.join(each)}: {said.place}")] if said.value else []
-        say_rows(rows)
+        say_rows(
+            (f"  {said.value}", f"{_all_of(having)}: {said.place}") for said, having in values.items() if said.value
+        )
 
 
-def _default_choices() -> set[str]:
-    """What `grpo train` is composed of if nothing is said."""
-    return {f"{group}={choice}" for group, choice in defaults_of("train").items()}
+def _all_of(having: Sequence[str]) -> str:
+    group = having[0].partition("=")[0]
+    return f"every {group}" if 1 < len(having) == len(choices(group)) else ", ".join(having)
 
 
 def _say_group(group: str) -> None:
-    defaults = _default_choices()
+    default = defaults_of("train").get(group)
     say(f"{group}: a group of settings, of which one choice is made")
-    named = [f"{group}={choice}" for choice in choices(group)]
-    about = [read_choice(group, choice).about for choice in choices(group)]
-    rows = zip(named, about, strict=True)
-    say_rows((f"  {word}", f"{'(the default) ' if word in defaults else ''}{text}") for word, text in rows)
-    say(f"They stand in conf/{group}/. grpo explain {named[0]} lists the settings of one.")
+    about = {choice: read_choice(group, choice).about for choice in choices(group)}
+    say_rows((f"  {group}={one}", f"{'(the default) ' * (one == default)}{text}") for one, text in about.items())
+    say(f"They stand in conf/{group}/. grpo explain {group}={next(iter(about))} lists the settings of one.")
 
 
-def _say_choice(group: str, choice: str, known: Sequence[Known]) -> None:
+def _say_choice(group: str, choice: str) -> None:
     if choice not in choices(group):
         offered = ", ".join(choices(group))
         raise UserError(f"{group}={choice} is not one of the choices {offered}{closest(choice, choices(group))}")
-    told = read_choice(group, choice)
+    file = read_choice(group, choice)
     prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
-    say(f"{group}={choice}: {told.about}")
-    rows = {
-        f"  {prefix}{key}={said.value}" if said.value else f"  {prefix}{key}:": said
-        for key, said in told.settings.items()
-    }
-    say_rows((left, said.comment) for left, said in rows.items() if said.value or said.comment)
-    say(f"It stands in conf/{group}/{choice}.yaml" + (f" and builds {told.builds}." if told.builds else "."))
-    _say_mentions({f"{group}={choice}"}, known)
-
-
-def _say_mentions(names: Collection[str], known: Sequence[Known]) -> None:
-    """Whose comments name it: what it has to do with. Within a group the last part of a name is enough."""
-    naming: dict[str, None] = {}  # in their order
-    for name in names:
-        group, _, last = name.rpartition(".")
-        whole, short = (re.compile(rf"(?<![\w.=\\]){re.escape(word)}(?![\w=])") for word in (name, last))
-        for key, _, said in known:
-            if whole.search(said.comment) or (key.rpartition(".")[0] == group and short.search(said.comment)):
-                naming[key] = None
-    others = [key for key in naming if key not in names]
-    if others:
-        say(f"Named by: {', '.join(others)}", hanging=10)
+    say(f"{group}={choice}: {file.about}")
+    rows = (
+        (f"  {prefix}{key}" + (f"={said.value}" if said.value else ":"), said) for key, said in file.settings.items()
+    )
+    say_rows((left, said.comment) for left, said in rows if said.value or said.comment)
+    say(f"It stands in conf/{group}/{choice}.yaml" + (f" and builds {file.builds}." if file.builds else "."))

@@ -1,4 +1,4 @@
-"""A command's arguments handed to Hydra, and what comes of it: a run, a sweep, or one message about a mistake.
+"""Hands a command's arguments to Hydra, and ends in a run, a sweep, or one message about a mistake.
 
 Hydra is imported where it is needed only, so that help and completion answer at once.
 """
@@ -71,8 +71,8 @@ def _hydra(command: str, task: _Called) -> None:
 class _Called:
     """What Hydra calls: the job, and a note of what became of it.
 
-    Our launcher calls nothing but starts processes: it needs only the `sweep`. Others call it where they have brought a
-    sweep's job, which becomes a process there too.
+    Our own launcher starts processes and needs only the `sweep`. Other launchers call it on the machine to which they
+    have brought a job, which becomes a process there too.
     """
 
     def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -87,11 +87,9 @@ class _Called:
         from hydra.types import RunMode
 
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            from grpo_cli.sweep.board import Board
-            from grpo_cli.sweep.job import run_here
+            from grpo_cli.sweep.launcher import run_alone
 
-            job = self.sweep.job_in(Path(HydraConfig.get().runtime.output_dir))
-            return run_here(job, self.sweep.command_of, self.sweep.command, Board())
+            return run_alone(self.sweep, Path(HydraConfig.get().runtime.output_dir))
         self.started = True
         try:
             return self._job(cfg)
@@ -106,23 +104,23 @@ class _Called:
 
 def _named_folder(arguments: Sequence[str]) -> Path | None:
     """The folder that `hydra.run.dir` names, if it is there already. UserError if it names none."""
-    from grpo_cli.config.overrides import unquoted
+    from grpo_cli.config.overrides import value_of
 
-    named = [unquoted(word.partition("=")[2]) for word in arguments if word.lstrip("+").startswith("hydra.run.dir=")]
-    if named and not named[-1].strip():
+    named = value_of("hydra.run.dir", arguments)
+    if named is not None and not named.strip():
         raise UserError("hydra.run.dir is empty: name the folder that the run is to write into (. is the current one)")
-    return Path(named[-1]).absolute() if named and Path(named[-1]).exists() else None
+    return Path(named).absolute() if named and Path(named).exists() else None
 
 
 def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
-    """Hydra makes the folder of a run before anybody can refuse it; one without a file tells nothing of anything."""
+    """Hydra makes a run's folder before the run can be refused; an empty one is of no use."""
     if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 @contextmanager
 def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
-    """A mistake ends with its message, a stopped sweep with how to go on with it; errors of ours pass."""
+    """A mistake ends with its message, a stopped sweep with how to continue it; bugs of ours pass."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -146,7 +144,7 @@ def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
     """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
-    typer.echo(sweep.told())
+    typer.echo(sweep.summary())
     if sweep.counts()["skipped"] == len(sweep.outcomes):
         reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
         fail("\n".join(["no combination can be run:", *reasons]))

@@ -82,7 +82,7 @@ Overrides = Annotated[
 
 def main() -> None:
     """The `grpo` program."""
-    # A screen without some of our signs (a locale that is not UTF-8) gets a question mark for each, not a traceback.
+    # Where the locale is not UTF-8, characters that cannot be printed become question marks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -90,7 +90,7 @@ def main() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        typer.echo("error: the folder that you are in is no more; change into another one", err=True)
+        typer.echo("error: the current directory no longer exists; change into another one", err=True)
         sys.exit(2)
     try:
         settle()
@@ -192,7 +192,7 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            parser=named, help="Run folders, sweep folders, or any folder that holds such.", show_default=False
+            parser=named, help="Run folders, sweep folders, or any folder that contains them.", show_default=False
         ),
     ],
     out: Annotated[
@@ -204,14 +204,14 @@ def report(
     target: Annotated[
         float | None,
         typer.Option(
-            help="The accuracy whose time is compared. Default: 95 % of the highest mean accuracy.", show_default=False
+            help="Compare the time to this accuracy. Default: 95 % of the highest mean accuracy.", show_default=False
         ),
     ] = None,
     metric: Annotated[
-        str, typer.Option(help="Which accuracy: greedy, or of samples, such as eval/pass@1.")
+        str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
     ] = "eval/accuracy",
 ) -> None:
-    """Compare runs: a table here, pictures and one HTML page in a folder."""
+    """Compare runs: a table here, plots and an HTML page in a folder."""
     from grpo_cli.report.make import make
 
     with refusals():
@@ -220,18 +220,20 @@ def report(
 
 @app.command()
 def show(
-    folder: Annotated[
-        Path, typer.Argument(parser=named, help="The folder of a run or an evaluation.", show_default=False)
-    ],
-    step: Annotated[int | None, typer.Option(help="Of which step. Default: the last.", show_default=False)] = None,
-    prompt: Annotated[str | None, typer.Option(help="Only of the prompt with this id.", show_default=False)] = None,
+    folder: Annotated[Path, typer.Argument(parser=named, help="A run or evaluation folder.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.", show_default=False)] = None,
     kept: Annotated[
-        bool | None, typer.Option("--kept/--dropped", help="Only those trained on, or only the others.")
+        bool | None, typer.Option("--kept/--dropped", help="Only rollouts that were trained on, or only the others.")
     ] = None,
-    best: Annotated[int, typer.Option(min=0, help="Only so many with the highest rewards.", show_default=False)] = 0,
-    worst: Annotated[int, typer.Option(min=0, help="Only so many with the lowest rewards.", show_default=False)] = 0,
+    best: Annotated[
+        int, typer.Option(min=0, help="Only this many, those with the highest rewards.", show_default=False)
+    ] = 0,
+    worst: Annotated[
+        int, typer.Option(min=0, help="Only this many, those with the lowest rewards.", show_default=False)
+    ] = 0,
 ) -> None:
-    """Read a step's rollouts: prompts, completions, rewards, advantages, and why each was kept or not."""
+    """Show a step's completions, and why each was kept or dropped."""
     from grpo_cli.cli.show import show_rollouts
 
     with refusals():
@@ -240,11 +242,11 @@ def show(
 
 @app.command("ls")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(parser=named, help="Where to look for runs, in it and below.")] = Path(
+    folder: Annotated[Path, typer.Argument(parser=named, help="Where to look for runs, subfolders included.")] = Path(
         "outputs"
     ),
 ) -> None:
-    """List runs: how they ended or stand, what they were asked, and their accuracy; the newest first."""
+    """List runs, newest first: status, settings and accuracy."""
     from grpo_cli.cli.ls import list_runs as ls
 
     with refusals():
@@ -253,9 +255,11 @@ def list_runs(
 
 @app.command()
 def explain(
-    words: Annotated[list[str], typer.Argument(help="A choice, setting, metric or concept.", show_default=False)],
+    words: Annotated[
+        list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.", show_default=False)
+    ],
 ) -> None:
-    """Say what a word is: a group, choice, setting, metric or concept: sampler, maxvar, train.epochs, kl, group."""
+    """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain_each
 
     with refusals():
@@ -268,14 +272,17 @@ def merge(
         Path, typer.Argument(parser=named, help="A run with adapters, or one of its checkpoints.", show_default=False)
     ],
     folder: Annotated[
-        Path, typer.Argument(parser=named, help="Where the model goes: a new folder.", show_default=False)
+        Path, typer.Argument(parser=named, help="A new folder for the merged model.", show_default=False)
     ],
     base: Annotated[
-        str | None, typer.Option(help="A folder or a hub id. Default: what the adapters name.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The base model: a folder or a hub id. Default: the one that the adapters name.", show_default=False
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Precision of the merged weights: float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Make one ordinary model of saved adapters and their base."""
+    """Merge saved adapters into their base model."""
     from grpo_cli.model.merge import merge as merge_adapters
 
     with refusals():
@@ -334,7 +341,7 @@ def _train(cfg: DictConfig) -> Any:
 
 
 def _is_done(settings: RunSettings) -> bool:
-    """Whether the run that is to go on has nothing left to do, which is said."""
+    """Whether the resumed run has nothing left to do; if so, say it."""
     from grpo_cli.runs.find import completed_steps
 
     done = completed_steps(settings.resume)

@@ -27,14 +27,14 @@ def refusals() -> Iterator[None]:
 
 
 def named(text: str | Path) -> Path:
-    """A folder that is typed, or one that stands for it; nothing would mean the current one."""
+    """A folder as it was typed. An empty word is refused: it would mean the current directory."""
     if not str(text).strip():
-        raise typer.BadParameter("it is empty: name a folder (. is the current one)")
+        raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
     return Path(text)
 
 
 def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """What Hydra would end with a traceback, or take in another way than it is meant."""
+    """What Hydra would answer with a traceback, or misunderstand."""
     from grpo_cli.config.choices import choices, config_dir, groups_of
 
     for word in overrides:
@@ -84,22 +84,22 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
 
 
 def _of_the_resumed_run(word: str, arguments: Sequence[str]) -> str:
-    """What to do where the run that is resumed was started with a choice that there is no longer."""
-    from grpo_cli.config.overrides import unquoted
+    """What to do if the resumed run was started with a choice that no longer exists."""
+    from grpo_cli.config.overrides import value_of
     from grpo_cli.runs.record import read_record
 
-    resumed = [unquoted(found.partition("=")[2]) for found in arguments if found.startswith("++hydra.run.dir=")]
-    record = read_record(Path(resumed[-1])) if resumed else None
+    run = value_of("hydra.run.dir", [found for found in arguments if found.startswith("++")])
+    record = read_record(Path(run)) if run else None
     if record is None or word not in record.overrides:
         return ""
     return (
-        f"; the run in {resumed[-1]} was started with it, and this version has no such choice: start a new run from "
+        f"; the run in {run} was started with it, and this version has no such choice: start a new run from "
         "its weights with model.path=<checkpoint> and another choice"
     )
 
 
 def _problems(command: str, arguments: Sequence[str]) -> list[str]:
-    """Every key that is none, and every choice that its group has not: Hydra names the first alone."""
+    """Every unknown key and every unknown choice: Hydra names only the first."""
     from grpo_cli.config.choices import choices, config_dir
 
     given = [word.partition("=") for word in arguments if "=" in word and not word.startswith(("-", "+", "~", "="))]
@@ -115,7 +115,7 @@ def _problems(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _own(arguments: Sequence[str]) -> bool:
-    """Whether a folder of one's own may hold more choices."""
+    """Whether the user's own config folder may offer more choices."""
     return any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in arguments)
 
 
@@ -129,7 +129,7 @@ def _no_setting(key: str, known: Sequence[str]) -> str:
 
 
 def _elsewhere(key: str, known: Sequence[str]) -> str:
-    """Where a key is a setting: of other choices of its group, what TRL or verl call so, else one spelt nearly so."""
+    """Where the key is a setting: in other choices of its group, in TRL or verl, or with a similar spelling."""
     from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.elsewhere import meant_by
     from grpo_cli.config.overrides import RENAMED

@@ -57,7 +57,7 @@ def check(settings: RunSettings) -> None:
             *_engine_problems(settings),
             *_rule_problems(settings),
             *_curriculum_problems(settings),
-            *_replay_problems(settings),
+            *_own_problems(settings, "replay"),
         ]
     )
 
@@ -308,10 +308,7 @@ def _rule_problems(settings: RunSettings) -> list[str]:
         with gathered(problems):
             if n >= 2 and prompts >= 1:
                 size = rehearsed(rules.collector, n, prompts)
-                refuse(
-                    [*_step_problems(settings, size.rollouts), *(_partial_problems(settings) if size.partial else ())]
-                )
-                refuse([*together.unequal_problems(settings)] if size.unequal else [])
+                refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
         with gathered(problems):
             if n >= 2 and 1 <= m <= n:
                 try_choice(rules, n, m)
@@ -330,73 +327,18 @@ def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
         )
 
 
-def _partial_problems(settings: RunSettings) -> Iterator[str]:
-    """Of a collector that leaves rollouts partial and resumes them."""
-    parts = settings.parts
-    names = {group: choice_of(group, parts[group]) for group in ("collector", "sparsity", "engine", "predictor")}
-    collector = f"collector={names['collector']}"
-    if names["sparsity"] != "dense":
-        yield (
-            f"{collector} goes on with partial rollouts, whose tokens sparsity={names['sparsity']} would count as "
-            "prompt; use sparsity=dense, or collector=equal"
-        )
-    if "inner" in parts["engine"]:
-        yield (
-            f"{collector} stops rollouts before their end, which engine={names['engine']} cannot, as its workers tell "
-            "of a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"
-        )
-    if names["predictor"] == "oracle":
-        yield (
-            f"predictor=oracle knows how long whole rollouts were, and {collector} makes them in parts; use "
-            "predictor=mean"
-        )
-
-
 def _curriculum_problems(settings: RunSettings) -> list[str]:
-    """What the curriculum says of its settings, and what a profile has to be there for."""
-    from grpo_cli.collect.profile import WRITE_IT, no_history
+    """What the curriculum says of its settings, and the place of a profile."""
+    from grpo_cli.collect.profile import no_history
+
+    return [*no_history(settings.train.history), *_own_problems(settings, "curriculum")]
+
+
+def _own_problems(settings: RunSettings, group: str) -> list[str]:
+    """What a part says of its settings before it can be made."""
     from grpo_cli.config.instantiate import refused_by
 
-    parts, history = settings.parts, settings.train.history
-    problems = [*no_history(history), *_refused(lambda: refuse([*refused_by("curriculum", parts["curriculum"], {})]))]
-    if choice_of("curriculum", parts["curriculum"]) == "profile":
-        if history is None and settings.resume is None:  # a run that goes on has it in its checkpoint
-            problems.append(f"curriculum=profile needs train.history=<samples.jsonl>; write it with {WRITE_IT}")
-        sizes = [parts[group].get("sizes") for group in ("curriculum", "collector")]
-        if choice_of("collector", parts["collector"]) == "profile" and sizes[0] != sizes[1]:
-            problems.append(f"curriculum.sizes={sizes[0]} and collector.sizes={sizes[1]} must be the same")
-    return problems
-
-
-def _replay_problems(settings: RunSettings) -> list[str]:
-    """What the replay says of its settings, and which rules can make nothing of what it brings."""
-    from grpo_cli.config.instantiate import refused_by
-    from grpo_cli.config.together import of_middle
-
-    parts = settings.parts
-    problems = _refused(lambda: refuse([*refused_by("replay", parts["replay"], {})]))
-    names = {group: choice_of(group, parts[group]) for group in ("replay", "credit")}
-    replay = f"replay={names['replay']}"
-    if names["replay"] == "none":
-        return problems
-    if names["credit"] == "fresh":
-        problems.append(
-            f"{replay} brings whole groups of other weights, whose tokens count nothing under credit=fresh; use a "
-            "correction, such as correction=decoupled, and credit=none"
-        )
-    if names["replay"] != "folder":
-        return problems
-    if found := of_middle(parts):
-        problems.append(
-            f"replay=folder brings groups of any size, of which {' and '.join(found)} would not know the one in "
-            "the middle; use replay=fifo"
-        )
-    if parts["correction"].get("prox") == "drawn":
-        problems.append(
-            "correction.prox=drawn takes the sampler for the old policy, and replay=folder brings what other policies "
-            "drew; use correction.prox=now"
-        )
-    return problems
+    return _refused(lambda: refuse([*refused_by(group, settings.parts[group], {})]))
 
 
 def _refused(make: Callable[[], Any]) -> list[str]:

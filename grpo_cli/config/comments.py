@@ -49,8 +49,8 @@ def read_conf(file: Path) -> ConfFile:
     builds: str | None = values.get("_target_")
     settings: dict[str, Setting] = {}
     for base in _bases(file, values.get("defaults", [])):
-        told = read_conf(base)
-        builds, settings = builds or told.builds, {**settings, **told.settings}
+        below = read_conf(base)
+        builds, settings = builds or below.builds, {**settings, **below.settings}
     above: dict[str, str] = {}
     head = _head(root, lines)
     for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):

@@ -25,7 +25,7 @@ from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Correction, Loss, Rules
-from grpo_cli.support.errors import UserError, closest, gathered, own_code, refuse, whosever
+from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
 RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)
@@ -41,7 +41,7 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
     missing, given = _fits(factory, offered)
     if missing:
         raise UserError(f"{name}: {part['_target_']} cannot be made: {missing}; give it as +{name}.<argument>=...")
-    with whosever(f"{name}._target_={part['_target_']}", factory.func):
+    with own_code_unless_ours(f"{name}._target_={part['_target_']}", factory.func):
         return factory(**given)
 
 
@@ -110,12 +110,12 @@ def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -
     return rule
 
 
-def says(name: str, part: Mapping[str, Any], word: str) -> bool:
-    """Whether the class or function that a part names has an attribute, and it is true. False for a part that cannot be
-    had: it is refused where it is made."""
+def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
+    """What the class or function that a part names says of itself (`interfaces.facts`). None where it says nothing, and
+    for a part that cannot be made, which is refused elsewhere."""
     with suppress(UserError):
-        return bool(getattr(_factory(name, part, {}).func, word, False))
-    return False
+        return getattr(_factory(name, part, {}).func, fact, None)
+    return None
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:

@@ -122,6 +122,12 @@ def _quoted(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+def value_of(key: str, words: Sequence[str]) -> str | None:
+    """What the last of these overrides says of a key, without quotes; None if none does."""
+    values = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{key}=")]
+    return unquoted(values[-1]) if values else None
+
+
 def unquoted(value: str) -> str:
     """A value as Hydra reads it if it is one quoted text: `'it\\'s'` is it's. Anything else stays as it is."""
     if not value.startswith(("'", '"')):

@@ -7,7 +7,7 @@ Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_cli.collect.resuming import from_plain, to_plain
 from grpo_cli.history import History, digest_of, of_kind
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import refuse
 from grpo_cli.types import GIVEN, Batch, Finish, Group, GroupRequest, Round, ScoredGroup
 
@@ -87,6 +87,15 @@ def _lag(group: Group, version: int) -> int:
     return max((version - span.version for span in spans), default=0)
 
 
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if others.says("replay", "replays"):
+        yield (
+            f"{others.named('replay')} brings whole groups of other weights, whose tokens count nothing under "
+            f"{others.named('credit')}; use a correction, such as correction=decoupled, and credit=none"
+        )
+
+
+@facts(goes_with=_goes_with)
 def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
     """Tokens of earlier or other weights count nothing; those of now count, and given ones, which are of no weights.
 

@@ -5,18 +5,32 @@ Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: few
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, isqrt
+from typing import Any
 
 import numpy as np
 
 from grpo_cli.collect.apportion import in_proportion
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
 
 
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What an advantage of one's own does is not known unless it says it."""
+    divides, divided = others.says("advantage", "divides"), own.get("divided")
+    if isinstance(divided, bool) and divides not in (None, divided):
+        does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")
+        yield (
+            f"{others.named('collector')} counts for {'divided' if divided else 'undivided'} advantages, but "
+            f"{others.named('advantage')} {does} by the deviation; use advantage={other} or "
+            f"collector.divided={str(divides).lower()}"
+        )
+
+
+@facts(goes_with=_goes_with)
 def dars(collection: Collection, *, most: int, weighting: str, divided: bool, cap_rollouts: int | None) -> Rounds:
     """`n` rollouts of each problem, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
 

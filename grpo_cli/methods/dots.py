@@ -19,6 +19,7 @@ from grpo_cli.collect.candidates import CandidateOrder, never_revisited, no_shar
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
 from grpo_cli.history import UNSEEN, History, digest_of, of_kind
+from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import refuse
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -89,6 +90,7 @@ class TargetRate:
         self._predicted = dict(state.get("predicted", {}))
 
 
+@facts(replays=True)
 class GroupStore:
     """A share of the step's problems is asked of the model, and groups of earlier steps take the place of the others.
     Too few of them are filled up with new ones.

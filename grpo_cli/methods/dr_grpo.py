@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.interfaces import facts
 from grpo_cli.rules.advantage import centred, compared_rewards, varies
 
 
+@facts(divides=False)
 def dr_grpo(
     kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
 ) -> Float[Tensor, " K"]:

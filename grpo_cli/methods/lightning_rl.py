@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.interfaces import facts
 from grpo_cli.rules.advantage import grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Reward
 
 
+@facts(divides=True)
 def per_part(
     kept_rewards: Float[Tensor, " K"],
     group_rewards: Float[Tensor, " G"],

@@ -8,16 +8,53 @@ Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.interfaces import Others, facts
 from grpo_cli.rules.advantage import compared_rewards, varies
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import ScoredGroup
 
 
+def _any_size(others: Others, rule: str) -> Iterator[str]:
+    """Of groups whose size is not known beforehand, and so not their middle."""
+    why = f"makes groups of any size, of which {rule} would not know the one in the middle"
+    if others.unequal:
+        yield f"{others.named('collector')} {why}; use collector=equal"
+    if others.says("replay", "foreign"):
+        yield f"{others.named('replay')} {why.replace('makes', 'brings')}; use replay=fifo"
+
+
+def _advantage_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    n, rule = others.n, others.named("advantage")
+    if n % 2 == 0 and (own.get("stats_over") != "kept" or others.m == n):
+        yield f"n={n} has no middle rollout for {rule}; take n={n + 1} (downsample=median m={n} then trains on {n})"
+    yield from _any_size(others, rule)
+
+
+def _advantage_undone_by(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    m = others.m
+    if own.get("stats_over") == "kept" and m != others.n and m % 2 == 0:
+        yield (
+            f"m={m} leaves no rollout in the middle for {others.named('advantage')} advantage.stats_over=kept, which "
+            "would take the mean of two; use advantage.stats_over=group, or an odd m"
+        )
+
+
+def _downsample_goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    rule = others.named("downsample")
+    if others.m == others.n:  # if m is less, the rule itself is asked
+        yield f"{rule} leaves out one of n={others.n} rollouts, so m must be {others.n - 1}"
+    yield from _any_size(others, rule)
+
+
+@facts(needs_middle=True, goes_with=_downsample_goes_with)
 def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """All but one in the middle of the rewards, drawn among equal ones (MC-GRPO, arXiv 2601.22582).
 
@@ -32,9 +69,7 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
     return [index for index in range(size) if index != left_out]
 
 
-all_but_the_middle.needs_middle = True  # type: ignore[attr-defined]
-
-
+@facts(needs_middle=True, goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
 def median(
     kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, scale: str, floor: float, stats_over: str
 ) -> Float[Tensor, " K"]:
@@ -57,9 +92,6 @@ def median(
         spread = reference.std(correction=1) if scale == "std" else _median((reference - middle).abs())
         distances = distances / (spread + floor)
     return distances.to(kept_rewards.dtype)
-
-
-median.needs_middle = True  # type: ignore[attr-defined]
 
 
 def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:

@@ -23,7 +23,7 @@ import numpy as np
 from grpo_cli.collect.same import Places
 from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Task
+from grpo_cli.interfaces import Task, facts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, refuse
@@ -79,6 +79,7 @@ class Unused:
         )
 
 
+@facts(replays=True, foreign=True)
 class RunFolder:
     """Whole groups of other runs take the place of `foreign` of a step's problems, drawn without replacement within a
     step and each alike, those of problems that the step asks anew after all others. With fewer groups than that, more

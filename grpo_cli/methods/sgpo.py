@@ -16,7 +16,7 @@ from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.profile import MOST_PROFILED, WRITE_IT
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, Visit
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 
@@ -36,6 +36,13 @@ def size_for(visit: Visit, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size * visit.solved >= visit.tried), sizes[-1])
 
 
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    sizes, here = others.setting("curriculum", "sizes"), own.get("sizes")
+    if sizes is not None and sizes != here:
+        yield f"curriculum.sizes={sizes} and collector.sizes={here} must be the same"
+
+
+@facts(goes_with=_goes_with)
 def profiled(collection: Collection, *, sizes: Sequence[int]) -> Rounds:
     """Each problem as often as its profile suggests, in one round (sGPO, arXiv 2606.08854).
 
@@ -62,6 +69,7 @@ class Bucket:
     order: Epochs
 
 
+@facts(needs_history=True)
 class Profiled:
     """Problems by the size of group that a profile suggests, the smallest first (sGPO, arXiv 2606.08854).
 

@@ -15,13 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import hand_out, in_proportion
-from grpo_cli.interfaces import Collection, Rounds
+from grpo_cli.interfaces import Collection, Rounds, facts
 from grpo_cli.rules.advantage import grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import student_95
 from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
 
 
+@facts(divides=True)
 def novelty(
     kept_rewards: Float[Tensor, " K"],
     group_rewards: Float[Tensor, " G"],

@@ -9,6 +9,7 @@ from grpo_cli.engine.batching import DEFAULT_SLOTS
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload
+from grpo_cli.support.memory import storage_bytes
 
 WEIGHTS, REFERENCE, OPTIMIZER, OTHER = "weights", "reference", "optimizer", "other"
 # What memory is held by, in the order in which it is shown.
@@ -145,7 +146,7 @@ class Estimator:
         if others:
             passes.append(self._model.train_pass(step.forward, max(others, key=step.forward.size), True))
         forwards, backwards = zip(*passes, strict=True)
-        gradients = sum(p.untyped_storage().nbytes() for p in self._model.trained)
+        gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
         return {**fullest, "optimizer": {GRADIENTS: gradients}}
 

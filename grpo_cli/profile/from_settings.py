@@ -12,7 +12,7 @@ import torch
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.instantiate import engine_parts, make
+from grpo_cli.config.instantiate import engine_parts, fact_of, make
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import collection_size, is_ours
 from grpo_cli.interfaces import Rules
@@ -90,8 +90,9 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
             f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
             "decode are predicted as if the most that it may ask for were made in one"
         )
-    if choice_of("replay", settings.parts["replay"]) == "folder":
-        notes.append("replay=folder: groups of other runs are predicted as if this one had made them, of n rollouts")
+    if fact_of("replay", settings.parts["replay"], "foreign"):
+        replay = choice_of("replay", settings.parts["replay"])
+        notes.append(f"replay={replay}: groups of other runs are predicted as if this one had made them, of n rollouts")
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +25,10 @@ from grpo_cli.profile.forced_lengths import ProfiledEngine
 from grpo_cli.profile.shapes import KV, Sizes, Workload
 from grpo_cli.settings import ProfileSettings, RunSettings
 from grpo_cli.step import Step
-from grpo_cli.support.memory import AllocatedPeak, PhasePeaks, ResidentPeak
+from grpo_cli.support.memory import AllocatedPeak, PhasePeaks, ResidentPeak, storage_bytes
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.tracking.progress import Progress
+from grpo_cli.types import EngineStats
 
 # The phases that a step consists of, in its order, none inside another; `eval` stands beside the step. The first two
 # are those of engine=ray.
@@ -37,7 +38,7 @@ PHASES = (
 )
 _WITH_KV = ("prefill", "decode", "eval")
 _TOKENS = {  # what a phase's tokens per second are of
-    "prefill": "engine/prefill_tokens",
+    "prefill": "prefilled",
     "decode": "generated",
     "policy_logprobs": "trained",
     "ref_logprobs": "trained",
@@ -157,7 +158,7 @@ class _Update:
             after.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.gradients = nbytes([p.grad for p in self._model.parameters() if p.grad is not None])
+        self.gradients = storage_bytes([p.grad for p in self._model.parameters() if p.grad is not None])
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ours = set(self._model.parameters())
@@ -166,68 +167,70 @@ class _Update:
         self.state = [v for v in values if isinstance(v, Tensor) and v.device.type == self._device.type]
 
 
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Of all of them, what is shared once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
 def held(model: Any) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+@dataclass
+class _Tally:
+    """What measured steps and evaluations add up to."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)
+    kv: dict[str, int] = field(default_factory=dict)  # by kind, as the next
+    tokens: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, kind: str, metrics: Mapping[str, float], probe: Probe, stats: EngineStats, trained: float) -> None:
+        times, highest = probe.take(), probe.peaks.take()
+        for name in PHASES[-1:] if kind == "eval" else (*PHASES[:-1], "step"):
+            if f"time/{name}" in times:
+                self.seconds.setdefault(name, []).append(times[f"time/{name}"])
+            if name in highest:
+                self.peaks[name] = max(self.peaks.get(name, 0), highest[name])
+        if kind == "step":
+            inside = sum(times.get(f"time/{name}", 0.0) for name in PHASES[:-1])
+            self.seconds.setdefault("rest", []).append(times["time/step"] - inside)
+            self.engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
+        self.kv[kind] = max(self.kv.get(kind, 0), stats.kv_peak_bytes)
+        counts = {"generated": stats.generated_tokens, "trained": trained, "prefilled": stats.prefill_tokens}
+        self.tokens[kind] = {name: float(value) for name, value in counts.items()}
+
+    def phase(self, name: str) -> Phase:
+        tokens = self.tokens["eval" if name == "eval" else "step"]
+        counted = tokens[_TOKENS[name]] if name in _TOKENS else None
+        return Phase(tuple(self.seconds[name]), counted, self.peaks.get(name, 0))
+
+
 def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
     """Warm up, measure, and look once at every tensor."""
-    probe, update = subject.probe, _Update(subject.model, subject.probe.device)
-    seconds: dict[str, list[float]] = {}
-    peaks: dict[str, int] = {}
-    engine: dict[str, float] = {}
+    probe, update, tally = subject.probe, _Update(subject.model, subject.probe.device), _Tally()
     works: dict[str, Workload] = {}
-    kv: dict[str, int] = {}
-    tokens: dict[str, dict[str, float]] = {}
+    count = profile.warmup + profile.steps
     with probe, update.seen():
         done, trained, fullest_step = 0, 0.0, 0
-        say(f"warming up ({profile.warmup} of {profile.warmup + profile.steps} steps)")
-        for kind, metrics in subject.rehearsal.rehearse(range(profile.warmup + profile.steps), evaluate):
-            times, highest = probe.take(), probe.peaks.take()
+        say(f"warming up ({profile.warmup} of {count} steps)")
+        for kind, metrics in subject.rehearsal.rehearse(range(count), evaluate):
             done += kind == "step"
             work, stats = subject.engine.take()
-            of_step = metrics.get("tokens/trained", trained) - trained
-            trained += of_step
+            before, trained = trained, metrics.get("tokens/trained", trained)
             if kind == "step" and done <= profile.warmup:
+                probe.take(), probe.peaks.take()
                 continue
-            names = PHASES[-1:] if kind == "eval" else (*PHASES[:-1], "step")
-            for name in names:
-                if f"time/{name}" in times:
-                    seconds.setdefault(name, []).append(times[f"time/{name}"])
-                if name in highest:
-                    peaks[name] = max(peaks.get(name, 0), highest[name])
+            tally.add(kind, metrics, probe, stats, trained - before)
             if kind == "step":
-                rest = times["time/step"] - sum(times.get(f"time/{name}", 0.0) for name in PHASES[:-1])
-                seconds.setdefault("rest", []).append(rest)
-                engine = {name: value for name, value in metrics.items() if name.startswith("engine/")}
-                say(f"step {done - profile.warmup} of {profile.steps}: {times['time/step']:.2f} s")
+                say(f"step {done - profile.warmup} of {profile.steps}: {tally.seconds['step'][-1]:.2f} s")
             if _keep_larger(works, kind, work) and kind == "step":
                 fullest_step = done - 1
-            kv[kind] = max(kv.get(kind, 0), stats.kv_peak_bytes)
-            counts = {"generated": stats.generated_tokens, "trained": of_step}
-            counts["engine/prefill_tokens"] = stats.prefill_tokens
-            tokens[kind] = {name: float(value) for name, value in counts.items()}
+        peaks = tally.peaks
         fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
         say("one more step, to see what memory is held by")
         inside = _anatomy(subject, update, fullest_step, evaluate, works)
-    phases = {
-        name: Phase(
-            tuple(values),
-            tokens["eval" if name == "eval" else "step"][_TOKENS[name]] if name in _TOKENS else None,
-            peaks.get(name, 0),
-        )
-        for name, values in seconds.items()
-    }
-    kv_there = kv.get("eval" if fullest == "eval" else "step", 0) if fullest in _WITH_KV else 0
-    memory = _breakdown(subject, update, inside.get(fullest, {}), kv_there, peaks[fullest])
-    exact = {**{kind: memory[kind] for kind in EXACT}, GRADIENTS: update.gradients, KV: max(kv.values())}
-    return Measured(phases, engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
+    kv = tally.kv.get("eval" if fullest == "eval" else "step", 0) if fullest in _WITH_KV else 0
+    memory = _breakdown(subject, update, inside.get(fullest, {}), kv, peaks[fullest])
+    exact = {**{kind: memory[kind] for kind in EXACT}, GRADIENTS: update.gradients, KV: max(tally.kv.values())}
+    phases = {name: tally.phase(name) for name in tally.seconds}
+    return Measured(phases, tally.engine, fullest, peaks[fullest], memory, exact, works["step"], works.get("eval"))
 
 
 def _keep_larger(works: dict[str, Workload], kind: str, work: Workload) -> bool:
@@ -268,11 +271,11 @@ def _anatomy(
 
 def _breakdown(subject: Subject, update: _Update, inside: Sizes, kv: int, peak: int) -> Sizes:
     parts = dict.fromkeys(KINDS, 0) | dict(inside)
-    parts[WEIGHTS] = nbytes(held(subject.model))
+    parts[WEIGHTS] = storage_bytes(held(subject.model))
     # A reference that is the model without its adapters has no weights of its own.
     both = held(subject.model) + (held(subject.reference) if isinstance(subject.reference, torch.nn.Module) else [])
-    parts[REFERENCE] = nbytes(both) - parts[WEIGHTS]
-    parts[OPTIMIZER] = nbytes(update.state)
+    parts[REFERENCE] = storage_bytes(both) - parts[WEIGHTS]
+    parts[OPTIMIZER] = storage_bytes(update.state)
     parts[KV] = kv
     parts[ACTIVATIONS] = max(0, parts[ACTIVATIONS] - kv)
     parts[OTHER] = peak - sum(parts.values())

@@ -1,9 +1,9 @@
 """The least that each phase could take: bytes that it has to move and operations that it has to do, over what the
 device moves and does at best. Counted from shapes; what a phase takes beyond is distance, not work.
 
-Products alone are operations (a multiplication and an addition are two). Padding, recomputed layers, casts and what
-lies between two kernels are no part of it. Weights that fit a processor's caches are read faster than memory is copied,
-so that the embedded model may be below its floor.
+Operations are PyTorch's own count of the run's code (`operations.py`): products alone, in which multiplying and
+adding are two. Padding, casts and what lies between two kernels are no part of it. Weights that fit a processor's
+caches are read faster than memory is copied, so that the embedded model may be below its floor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from grpo_cli.engine.batching import DEFAULT_SLOTS, LEAST_AT_ONCE, Sampler
 from grpo_cli.learner.forward import RowShape, ShapeOnly
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.profile.estimate import StepShape, parts_of, rows_of
+from grpo_cli.profile.operations import Operations, operations_of
 from grpo_cli.profile.shapes import ShapeModel, Workload
+from grpo_cli.support.memory import storage_bytes
 from grpo_cli.support.meter import WallMeter
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -118,10 +119,9 @@ class Floor:
 class ModelSizes:
     """What of a model decides how much is moved and multiplied."""
 
-    products: int  # weights that each token is multiplied by, head and adapters left out
-    adapters: int  # weights of adapters, if there are any: then nothing else is trained
-    head: int
-    width: int  # layers x query heads x their size: products of a query with a key, and of its share with a value
+    rollout: Operations  # with adapters merged, if there are any
+    forward: Operations
+    backward: Operations
     token_bytes: int  # keys and values of one token
     read_bytes: int  # by a pass that trains or judges, of all weights
     rollout_bytes: int  # by a step of rollouts
@@ -131,29 +131,25 @@ class ModelSizes:
     @classmethod
     def of(cls, shapes: ShapeModel, dtype: str, optimizer: int) -> ModelSizes:
         """Of a model whose rollouts multiply in `dtype`, and whose optimizer holds so many bytes."""
-        model, config = shapes.model, unwrapped(shapes.model).config
-        sizes = {name: m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        head = sum(size for name, size in sizes.items() if name.endswith("lm_head"))
-        adapters = sum(size for name, size in sizes.items() if "lora_" in name)
-        products, number = sum(sizes.values()) - head - adapters, _BYTES[dtype]
-        attention = unwrapped(model).model.layers[0].self_attn
-        layers, dim = config.num_hidden_layers, attention.head_dim
+        config, number = unwrapped(shapes.model).config, _BYTES[dtype]
+        rollout, forward, backward = operations_of(shapes)
         quantised = number if shapes.bits is None else shapes.bits / 8
+        dim = unwrapped(shapes.model).model.layers[0].self_attn.head_dim
         return cls(
-            products,
-            adapters,
-            head,
-            layers * config.num_attention_heads * dim,
-            2 * layers * config.num_key_value_heads * dim * number,
+            rollout,
+            forward,
+            backward,
+            2 * config.num_hidden_layers * config.num_key_value_heads * dim * number,
             shapes.weights,
-            int(products * quantised) + head * number,
-            sum(p.untyped_storage().nbytes() for p in shapes.trained),
+            int(rollout.token / 2 * quantised) + rollout.logits // 2 * number,  # two operations a weight
+            storage_bytes(shapes.trained),
             optimizer,
         )
 
-    def attention(self, tokens: int) -> int:
-        """Operations of a row with itself, causally."""
-        return 2 * self.width * tokens * (tokens + 1)
+
+def _pairs(tokens: int) -> int:
+    """Of a token with one that it attends to, in a row."""
+    return tokens * (tokens + 1) // 2
 
 
 def floors(step: StepShape, numbers: ModelSizes, epochs: int) -> dict[str, Floor]:
@@ -166,15 +162,14 @@ def floors(step: StepShape, numbers: ModelSizes, epochs: int) -> dict[str, Floor
         found["decode"] = _decode(step.rollouts, _slots(step.engine.sampler, asked, asked), numbers)
     if step.passes.policy_over_all or step.passes.policy_over_kept:
         rows = rows_of(step.rollouts, step.rollouts.n) if step.passes.policy_over_all else kept
-        found["policy_logprobs"] = _Pass.over(rows, step.forward, 1, numbers).forward(numbers)
+        found["policy_logprobs"] = _Pass.over(rows, step.forward, 1).moving(numbers.read_bytes, numbers.forward)
     if step.passes.reference:
-        found["ref_logprobs"] = _Pass.over(kept, step.forward, 1, numbers).forward(numbers)
-    update = _Pass.over(kept, step.forward, step.minibatches, numbers)
-    found["forward"] = update.forward(numbers) * epochs
-    found["backward"] = update.backward(numbers) * epochs
-    moved = (
-        3 * numbers.trained_bytes + 2 * numbers.optimizer_bytes
-    )  # weights and state read and written, gradients read
+        found["ref_logprobs"] = _Pass.over(kept, step.forward, 1).moving(numbers.read_bytes, numbers.forward)
+    update = _Pass.over(kept, step.forward, step.minibatches)
+    found["forward"] = update.moving(numbers.read_bytes, numbers.forward) * epochs
+    found["backward"] = update.moving(numbers.read_bytes + numbers.trained_bytes, numbers.backward) * epochs
+    # Weights and state are read and written, gradients read.
+    moved = 3 * numbers.trained_bytes + 2 * numbers.optimizer_bytes
     found["optimizer"] = Floor(moved, 0) * (epochs * step.minibatches)
     if step.evaluation is not None and step.engine is not None:
         slots = _slots(step.engine.sampler, len(step.evaluation.lengths), len(step.rollouts.lengths))
@@ -191,9 +186,8 @@ def _slots(sampler: Sampler, asked: int, of_a_step: int) -> int:
 
 def _prefill(work: Workload, numbers: ModelSizes) -> Floor:
     lengths = [len(prompt.token_ids) for prompt in work.prompts]
-    products = 2 * (numbers.products * sum(lengths) + numbers.head * len(lengths))
     moved = numbers.rollout_bytes + sum(lengths) * numbers.token_bytes
-    return Floor(moved, products + sum(map(numbers.attention, lengths)))
+    return Floor(moved, numbers.rollout.of(sum(lengths), len(lengths), sum(map(_pairs, lengths))))
 
 
 def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
@@ -202,43 +196,35 @@ def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
     groups = [[length - 1 for length in group] for group in work.groups]
     prompts, made = [len(prompt.token_ids) for prompt in work.prompts], [count for group in groups for count in group]
     steps = max(max(made), -(-sum(made) // slots))
-    replies = sum(count * (count + 1) // 2 for count in made)  # keys of its own that each token looks at, added up
+    replies = sum(map(_pairs, made))  # keys of its own that each token looks at, added up
     shared = sum(size * max(group) for size, group in zip(prompts, groups, strict=True))
     looked_at = replies + sum(size * sum(group) for size, group in zip(prompts, groups, strict=True))
     moved = steps * numbers.rollout_bytes + (replies + shared + sum(made)) * numbers.token_bytes
-    return Floor(moved, 2 * (numbers.products + numbers.head) * sum(made) + 4 * numbers.width * looked_at)
+    return Floor(moved, numbers.rollout.of(sum(made), sum(made), looked_at))
 
 
 @dataclass(frozen=True)
 class _Pass:
     """Over rows: in how many micro-batches, each of which reads the weights; tokens that go through, those that are
-    asked for, and what attention does."""
+    asked for, and pairs of tokens of which one attends to the other."""
 
     parts: int
     tokens: int
     asked: int
-    attention: int
+    pairs: int
 
     @classmethod
-    def over(cls, rows: Sequence[RowShape], way: ShapeOnly, minibatches: int, numbers: ModelSizes) -> _Pass:
+    def over(cls, rows: Sequence[RowShape], way: ShapeOnly, minibatches: int) -> _Pass:
         size = -(-len(rows) // minibatches)
         parts = [part for start in range(0, len(rows), size) for part in parts_of(way, rows[start : start + size])]
         tokens = [min(way.size(part), sum(row.prompt + row.completion for row in part)) for part in parts]
-        attention = sum(numbers.attention(row.prompt + row.completion) for row in rows)
+        pairs = sum(_pairs(row.prompt + row.completion) for row in rows)
         for part, through in zip(parts, tokens, strict=True):
             if through < sum(row.prompt + row.completion for row in part):  # prompts go through once for all their rows
                 again = Counter((row.group, row.prompt) for row in part)
-                attention -= sum((count - 1) * numbers.attention(prompt) for (_, prompt), count in again.items())
-        return cls(len(parts), sum(tokens), sum(row.completion for row in rows), attention)
+                pairs -= sum((count - 1) * _pairs(prompt) for (_, prompt), count in again.items())
+        return cls(len(parts), sum(tokens), sum(row.completion for row in rows), pairs)
 
-    def forward(self, numbers: ModelSizes) -> Floor:
-        products = 2 * (self.tokens * (numbers.products + numbers.adapters) + self.asked * numbers.head)
-        return Floor(self.parts * numbers.read_bytes, products + self.attention)
-
-    def backward(self, numbers: ModelSizes) -> Floor:
-        """Products for the gradients of what went in, and of the weights that are trained."""
-        of_weights = self.tokens * numbers.adapters
-        if not numbers.adapters:
-            of_weights = self.tokens * numbers.products + self.asked * numbers.head
-        products = self.forward(numbers).operations - self.attention + 2 * of_weights
-        return Floor(self.parts * (numbers.read_bytes + numbers.trained_bytes), products + 2 * self.attention)
+    def moving(self, nbytes: int, operations: Operations) -> Floor:
+        """Where each part moves so many bytes."""
+        return Floor(self.parts * nbytes, operations.of(self.tokens, self.asked, self.pairs))

@@ -31,6 +31,7 @@ from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
+from grpo_cli.support.memory import storage_bytes
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Prompt, Request
 
@@ -151,12 +152,11 @@ class ShapeModel:
     @property
     def weights(self) -> int:
         """Bytes of all weights and buffers, shared ones once."""
-        held = [*self.model.parameters(), *self.model.buffers()]
-        whole = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}.values())
+        whole = storage_bytes([*self.model.parameters(), *self.model.buffers()])
         if self.bits is None:
             return whole
         quantised = [module.weight for module in self._quantised()]
-        return whole - sum(w.untyped_storage().nbytes() - int(w.numel() * self.bits / 8) for w in quantised)
+        return whole - storage_bytes(quantised) + sum(int(weight.numel() * self.bits / 8) for weight in quantised)
 
     def _quantised(self) -> list[nn.Linear]:
         """What bitsandbytes quantises: linear layers, but for the head and the adapters."""
@@ -169,7 +169,8 @@ class ShapeModel:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @contextmanager
-    def _watched(self, *, training: bool) -> Iterator[Allocations]:
+    def watched(self, *, training: bool) -> Iterator[Allocations]:
+        """Within it every tensor is a fake one and counted. Gradients are gone at its end."""
         mode = self.model.training
         with ExitStack() as stack:
             stack.enter_context(self._fake)
@@ -183,20 +184,20 @@ class ShapeModel:
                 for parameter in self.model.parameters():
                     parameter.grad = None
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         """As the learner computes forward and in rollouts. What it casts weights to is kept until its end."""
         return nullcontext() if self._autocast == "none" else torch.autocast("cpu", getattr(torch, self._autocast))
 
     def _train_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
         forward.prepare(self.model)
-        with self._watched(training=True) as allocations:
+        with self.watched(training=True) as allocations:
             if later:
                 for parameter in self.trained:
                     parameter.grad = torch.zeros_like(parameter)
                     allocations.mark(parameter.grad, GRADIENTS)
             allocations.take_peak()
-            with self._precision():
+            with self.precision():
                 values = forward.blank(self.model, rows)
             without_backward = allocations.take_peak()
             values.sum().backward()
@@ -205,14 +206,14 @@ class ShapeModel:
     def _quiet_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...]) -> Sizes:
         """The same pass forward without gradients."""
         forward.prepare(self.model)
-        with self._watched(training=False) as allocations, self._precision():
+        with self.watched(training=False) as allocations, self.precision():
             forward.blank(self.model, rows)
             return allocations.take_peak()
 
     def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
         requests = work.requests
-        with self._watched(training=False) as allocations, self._precision():
+        with self.watched(training=False) as allocations, self.precision():
             decoder, sampler = Decoder(self.model, packed=engine.packed), Capped(engine.sampler, engine.rollouts)
             workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
             generation = Generation(workspace, (0,), requests, NeverStop(), NullMeter(), sampler.refills)
@@ -234,7 +235,7 @@ class ShapeModel:
         """What lies there between two calls of `generate`: with graphs all slots, and the copies of weights."""
         if not engine.graphs:
             return {}
-        with self._watched(training=False), self._precision():
+        with self.watched(training=False), self.precision():
             decoder = Decoder(self.model).in_its_precision().for_steps(watches(engine.sparsity))
             sampler, others = Capped(engine.sampler, engine.rollouts), (engine.sparsity, work.requests, engine.prefix)
             sizes = EngineSizes.of(decoder, sampler, *others, one_page=True)

@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
 
 
+@facts(divides=True)
 def grpo(
     kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str, eps: float
 ) -> Float[Tensor, " K"]:

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from grpo_cli.interfaces import DownsampleRule
-from grpo_cli.support.errors import UserError, whosever
+from grpo_cli.support.errors import UserError, own_code_unless_ours
 from grpo_cli.types import ScoredGroup
 
 
@@ -40,7 +40,7 @@ def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.G
         return list(range(size))
     asked = f"{keep} distinct indices below {size} for prompt {group.prompt.id}"
     fault = f"downsample rule {_name(rule)} was asked for {asked}"
-    with whosever(f"{fault} and", getattr(rule, "func", rule)):
+    with own_code_unless_ours(f"{fault} and", getattr(rule, "func", rule)):
         answer = rule(group, keep, rng)
         if not isinstance(answer, Iterable):
             raise UserError(f"{fault} but returned {answer!r}: return a list of {keep} integers")

@@ -50,7 +50,7 @@ def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
         raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
 
 
-def whosever(what: str, code: Any) -> AbstractContextManager[Any]:
+def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:
     """`own_code` where the code is a person's own; errors of ours are ours to repair, and pass."""
     return nullcontext() if str(getattr(code, "__module__", "")).startswith("grpo_cli.") else own_code(what)
 

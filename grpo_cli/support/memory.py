@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,6 +17,15 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of what lies under tensors, that of several of them once, by what tells it from others."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storages(tensors).values())
 
 
 class PhasePeaks:

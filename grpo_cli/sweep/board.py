@@ -16,7 +16,7 @@ from grpo_cli.support.formatting import duration
 from grpo_cli.sweep.status import Job, Status, last_record
 
 STYLES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red", "skipped": "yellow"}
-# Which jobs are shown where there are more than lines: those that one can do something about come first.
+# Where there are more jobs than lines, those that need attention are shown first.
 URGENCY = ("running", "failed", "skipped", "done", "waiting")
 OTHER_LINES = 6  # of the terminal, besides the jobs': frame, heading, counts, prompt
 
@@ -44,7 +44,7 @@ class Board:
             self._live = None
 
     def changed(self, job: Job, status: Status) -> None:
-        """A job is now in this state. Waiting ones are no news, save in the table."""
+        """A job is now in this state. That it waits is shown in the table only."""
         self._jobs[job.number] = (job, status)
         self._since[job.number] = self._clock()
         if self._live is None and (status.state != "waiting" or status.reason):
@@ -55,10 +55,10 @@ class Board:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def table(self) -> RenderableType:
-        """All jobs, or as many as the terminal has lines for, and how many there are of each state."""
+        """All jobs, or as many as the terminal has lines for, and how many are in each state."""
         counts = Counter(status.state for _, status in self._jobs.values())
-        told = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
-        table = Table(caption=told, caption_justify="left", box=None, pad_edge=False)
+        summary = ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
+        table = Table(caption=summary, caption_justify="left", box=None, pad_edge=False)
         table.add_column("job", justify="right")
         table.add_column("settings", overflow="fold")
         table.add_column("state")

@@ -25,8 +25,8 @@ def visible_gpus() -> list[str]:
 
 
 def chosen_gpus(asked: Sequence[str]) -> Sequence[str]:
-    """What `hydra.launcher.gpus` asks for: numbers, or identifiers as far as they are typed. UserError if one is not
-    there."""
+    """What `hydra.launcher.gpus` asks for: numbers or identifiers, which may be shortened. UserError if one does not
+    exist."""
     known = visible_gpus()
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         here = _gpus_here()
@@ -70,7 +70,7 @@ def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> li
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """So that a job finds this very package, also where it is not installed."""
+    """Lets a job find this very package, even if it is not installed."""
     here = str(Path(grpo_cli.__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH", "")
     return known if here == sysconfig.get_paths()["purelib"] else os.pathsep.join(filter(None, (known, here)))

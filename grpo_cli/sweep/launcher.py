@@ -1,13 +1,14 @@
-"""The launchers that Hydra hands a sweep's jobs to: each becomes a process, what cannot run is skipped and said.
+"""The launchers that Hydra hands a sweep's jobs to: each becomes a process; jobs that cannot run are skipped and named.
 
 Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds them in `hydra_plugins`.
-What else they need to know of the command comes as the attribute `sweep` of the function that Hydra would call. One of
-them runs the jobs here; the other stands before any launcher of another program, which brings them elsewhere.
+What else they need to know of the command is the attribute `sweep` of the function that Hydra would call. One runs the
+jobs on this machine; the other wraps the launcher of another program (joblib, submitit, Ray).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,8 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import is_a, shown
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
-from grpo_cli.sweep.job import handled
-from grpo_cli.sweep.pool import STOPPED, Pool
-from grpo_cli.sweep.resume import Sweep, is_of, names_the_folder
+from grpo_cli.sweep.pool import POLL_SECONDS, STOPPED, Pool, handled
+from grpo_cli.sweep.resume import Sweep, is_of
 from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, runner, write_status
 
 # Of Hydra's own settings, those that concern the sweep and not its jobs.
@@ -43,7 +43,7 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 
 
 class SweepLauncher(Launcher):
-    """Lists the jobs, checks each, has those run that are left to do, and notes what became of them."""
+    """Lists the jobs, checks each, runs those that are left to do, and notes what became of them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ class SweepLauncher(Launcher):
         # Unresolved: `m=${n}` means each job's n.
         typed: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
         self._typed, self._typed_of_hydra = typed["task"], typed["hydra"]
-        self._sweep.of_hydra = [word for word in self._typed_of_hydra if not _concerns_the_sweep(word)]
+        self._sweep.of_hydra = [word for word in self._typed_of_hydra if not is_of(word, _OF_THE_SWEEP)]
         self._folder = Path(config.hydra.sweep.dir).absolute()
         self._sweep.folder = Path(config.hydra.sweep.dir)
         _refuse_what_yields_nothing(config, self._typed, self._loader)
@@ -96,7 +96,7 @@ class SweepLauncher(Launcher):
         return [self._returned(job) for job in jobs]
 
     def _job(self, number: int, given: tuple[str, ...], common: set[str]) -> Job:
-        """A job, called by what it has not in common with the others, if anything, with the reason if it is refused."""
+        """A job, labelled by what sets it apart from the others, with the reason if it is refused."""
         label = " ".join([word for word in given if word not in common] or given)
         cfg = self._loader.load_sweep_config(self._config, list(given))
         with open_dict(cfg):
@@ -170,12 +170,13 @@ class SweepLauncher(Launcher):
             "command": self._sweep.command,
             "flags": list(self._sweep.flags),
             "overrides": self._typed,
-            "hydra": list(dict.fromkeys(word for word in self._typed_of_hydra if not _of_this_time(word))),
+            # The folder and the mode are given anew when the sweep is resumed.
+            "hydra": list(dict.fromkeys(w for w in self._typed_of_hydra if not is_of(w, ("sweep.dir", "mode")))),
         }
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
     def _returned(self, job: Job) -> JobReturn:
-        """What the sweeper is told. Hydra's own would stop at the first failure, so it only hears of an end."""
+        """What the sweeper gets. Hydra's own stops at the first failure, so it is told that every job completed."""
         status = self._sweep.outcomes[job.number]
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
         optimises = not self._config.hydra.sweeper._target_.endswith(".BasicSweeper")
@@ -222,7 +223,7 @@ class ProcessLauncher(SweepLauncher):
 
 
 class ElsewhereLauncher(SweepLauncher):
-    """Hands the jobs to a launcher of another program, whose processes call `job.run_here`."""
+    """Hands the jobs to a launcher of another program, whose processes call `run_alone`."""
 
     def __init__(self, theirs: Any) -> None:
         """`theirs` is that launcher's configuration."""
@@ -238,19 +239,21 @@ class ElsewhereLauncher(SweepLauncher):
         return f"by hydra/launcher={self._config.hydra.runtime.choices['hydra/launcher']}"
 
     def run(self, jobs: Sequence[Job], board: Board) -> None:
-        # Where a job's folder is depends neither on how the launcher counts nor on the folder that it works in.
+        # A job's folder must depend neither on how the launcher counts nor on its working directory.
         given = [[*job.overrides, *overrides(self._place(job))] for job in jobs]
-        unsaid = f"its launcher says that it ended, but {self._folder} here does not"
+        state, reason = "failed", f"its launcher says that it ended, but {self._folder} here does not"
         try:
             with handled(_interrupt):
-                returns = self._theirs.launch(given, jobs[0].number) if jobs else ()
+                if jobs:
+                    self._theirs.launch(given, jobs[0].number)
         except (KeyboardInterrupt, SystemExit):
-            self._settle(jobs, "waiting", [STOPPED] * len(jobs), board)
+            state, reason = "waiting", STOPPED
             raise KeyboardInterrupt from None
         except Exception as error:  # of another program: it may be anything
-            self._settle(jobs, "failed", [f"{type(error).__name__}: {error}"] * len(jobs), board)
-        else:
-            self._settle(jobs, "failed", [_error_of(returned) or unsaid for returned in returns], board)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            for job in jobs:
+                self._note_the_end(job, state, reason, board)
 
     def _place(self, job: Job) -> dict[str, str]:
         return {
@@ -258,16 +261,33 @@ class ElsewhereLauncher(SweepLauncher):
             "hydra.sweep.subdir": os.path.relpath(job.folder, self._folder),
         }
 
-    def _settle(self, jobs: Sequence[Job], state: str, reasons: Sequence[str], board: Board) -> None:
-        """Note what became of jobs that no process runs any more and that did not come to note it themselves."""
-        for job, reason in zip(jobs, reasons, strict=True):
-            status = read_status(job.folder)
-            assert status is not None, "every job was given one"
-            left = status.state == "running" or (status.state, state) == ("waiting", "failed")
-            if left and not is_running(job.folder):
-                status = replace(status, state=state, reason=reason, pid=None, host=None)
-                write_status(job.folder, status)
-                board.changed(job, status)
+    def _note_the_end(self, job: Job, state: str, reason: str, board: Board) -> None:
+        """Note what became of a job that no process runs any more, if its own process did not come to note it."""
+        status = read_status(job.folder)
+        assert status is not None, "every job was given one"
+        left = status.state == "running" or (status.state, state) == ("waiting", "failed")
+        if left and not is_running(job.folder):
+            if is_done(job.folder):
+                state, reason = "done", ""
+            status = replace(status, state=state, reason=reason or None, pid=None, host=None)
+            write_status(job.folder, status)
+            board.changed(job, status)
+
+
+def run_alone(sweep: Sweep, folder: Path) -> None:
+    """Run the job of this folder, where another program's launcher has brought it, as a process of its own.
+
+    A process that was left behind by a worker that was killed is waited for.
+    """
+    job = next(job for job in sweep.jobs.values() if job.folder == folder)
+    while is_running(folder):
+        time.sleep(POLL_SECONDS)
+    if is_done(folder):
+        return
+    pool = Pool([{}], sweep.command_of, sweep.command, Board())
+    pool.run([job])
+    if pool.stopped:
+        raise SystemExit(130)
 
 
 class AroundLaunchers(Callback):
@@ -283,12 +303,6 @@ class AroundLaunchers(Callback):
 
 def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
-
-
-def _error_of(returned: JobReturn) -> str | None:
-    """What a job's process raised, without the words that Hydra prints when it is asked for the value."""
-    error = returned._return_value
-    return f"{type(error).__name__}: {error}" if returned.status == JobStatus.FAILED else None
 
 
 def _refuse_what_yields_nothing(config: DictConfig, typed: Sequence[str], loader: ConfigLoader) -> None:
@@ -308,12 +322,3 @@ def _current(cfg: DictConfig) -> Iterator[None]:
         yield
     finally:
         HydraConfig.instance().cfg = before
-
-
-def _of_this_time(word: str) -> bool:
-    """Whether an override is given anew when the sweep is resumed."""
-    return names_the_folder(word) or is_of(word, ("mode",))
-
-
-def _concerns_the_sweep(word: str) -> bool:
-    return is_of(word, _OF_THE_SWEEP)

@@ -1,18 +1,67 @@
-"""A pool that runs a sweep's jobs as processes, and leaves the truth about each on the disk. Knows nothing of Hydra."""
+"""A pool that runs a sweep's jobs as processes, and leaves the truth about each on the disk. Knows nothing of Hydra.
+
+waiting -> running -> done | failed, or waiting again if it was stopped
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import signal
+import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import IO, Any
 
 from grpo_cli.runs import layout
 from grpo_cli.support.errors import UserError
-from grpo_cli.sweep.job import POLL_SECONDS, RunningJob, View, handled, start
-from grpo_cli.sweep.status import Job, Status, runner, write_status
+from grpo_cli.sweep.board import Board
+from grpo_cli.sweep.status import Job, Status, failure, locked, read_status, runner, write_status
 
+POLL_SECONDS = 0.05
 STOPPED = "the sweep was stopped while it ran"
+# What a terminal, a person, a cluster's warning and its end of a job send.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(eq=False)
+class RunningJob:
+    """A job's process. Its log stays locked as long as it runs, even after whoever started it has ended.
+
+    It has a session of its own, so that ctrl-C reaches only who started it.
+    """
+
+    job: Job
+    place: Mapping[str, str]
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    status: Status
+    began: float
+
+    def ask(self) -> None:
+        """Have it end its step, save and end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """With all that it has started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ended(self, stopped: bool) -> Status:
+        """What became of it; if it was `stopped`, it may be unfinished without having failed."""
+        self.log.close()
+        code = self.process.returncode
+        reason = failure(code, self.job.folder)
+        state = "done" if reason is None else "failed"
+        if reason is not None and stopped:
+            state, reason = "waiting", STOPPED
+        seconds = round((self.status.seconds or 0.0) + time.monotonic() - self.began, 3)
+        return replace(self.status, state=state, reason=reason, exit_code=code, seconds=seconds, pid=None, host=None)
 
 
 class Pool:
@@ -24,65 +73,133 @@ class Pool:
     """
 
     def __init__(
-        self, places: Sequence[Mapping[str, str]], command_of: Callable[[Job], list[str]], name: str, view: View
+        self, places: Sequence[Mapping[str, str]], command_of: Callable[[Job], list[str]], name: str, board: Board
     ) -> None:
         self._free = deque(places)
         self._command_of = command_of
         self._name = name
-        self._view = view
-        self._running: list[tuple[RunningJob, Mapping[str, str]]] = []
-        self._stops = self._told = 0  # how often it was asked to stop, and the jobs were
+        self._board = board
+        self._running: list[RunningJob] = []
+        self._stops = self._passed_on = 0  # how often it was asked to stop, and the jobs were
 
     @property
     def stopped(self) -> bool:
         return self._stops > 0
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all of them, or those that had begun when it was asked to stop."""
+        """Run all of them, or those that had begun when it was asked to stop. An exception (such as what a cluster's
+        signal raises) has every job save and end before it goes on."""
         waiting = deque(jobs)
         with handled(self._ask):
             try:
                 while self._running or (waiting and not self._stops):
                     while waiting and self._free and not self._stops:
                         self._start(waiting.popleft())
-                    if self._told < self._stops:
-                        self._tell_all()
+                    if self._passed_on < self._stops:
+                        self._stop_all()
                     time.sleep(POLL_SECONDS)
                     self._settle()
             except BaseException:
-                self._stops = 2  # an error of ours must not leave processes behind
-                self._tell_all()
-                for running, _ in self._running:
-                    running.process.wait()
-                    running.log.close()
+                self._end_all()
                 raise
 
     def _start(self, job: Job) -> None:
-        place = self._free.popleft()
-        running = start(job, self._command_of, self._name, place)
-        if running is None:
-            who, log = runner(job.folder), job.folder / layout.LOG
-            raise UserError(f"job {job.number} is still running ({who}), see {log}: wait for it first")
-        self._running.append((running, place))
-        self._set(job, running.status)
+        """Start the job's process, unless one still runs that was started before (UserError)."""
+        before = read_status(job.folder)
+        log = open(
+            job.folder / layout.LOG, "ab"
+        )  # where locks are not inherited (NFS), it is this process that holds it
+        try:
+            if not locked(log):
+                where = job.folder / layout.LOG
+                raise UserError(f"job {job.number} is still running ({runner(job.folder)}), see {where}: wait for it")
+            command, place = self._command_of(job), self._free.popleft()
+            process = _started(command, log, place)
+        except BaseException:
+            log.close()
+            raise
+        status = Status(
+            "running",
+            None,
+            job.overrides,
+            started=(before.started if before else None) or datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=before.seconds if before else None,
+            command=self._name,
+            pid=process.pid,
+            host=platform.node(),
+        )
+        self._running.append(RunningJob(job, place, process, log, status, time.monotonic()))
+        self._note(job, status)
 
     def _settle(self) -> None:
-        for running, place in [pair for pair in self._running if pair[0].process.poll() is not None]:
-            self._running.remove((running, place))
-            self._free.append(place)
-            self._set(running.job, running.ended(STOPPED if self._stops else None))
+        for running in [running for running in self._running if running.process.poll() is not None]:
+            self._running.remove(running)
+            self._free.append(running.place)
+            self._note(running.job, running.ended(self.stopped))
 
-    def _set(self, job: Job, status: Status) -> None:
+    def _note(self, job: Job, status: Status) -> None:
         write_status(job.folder, status)
-        self._view.changed(job, status)
+        self._board.changed(job, status)
 
     def _ask(self, number: int, frame: Any) -> None:
         self._stops += 1
         if self._stops == 1:
-            self._view.say("stopping: each job ends its step and saves; press ctrl-C again to kill them")
+            self._board.say("stopping: each job ends its step and saves; press ctrl-C again to kill them")
 
-    def _tell_all(self) -> None:
+    def _stop_all(self) -> None:
         """Ask the jobs to stop; the second time, kill them with all that they have started."""
-        self._told = self._stops
-        for running, _ in self._running:
+        self._passed_on = self._stops
+        for running in self._running:
             running.ask() if self._stops == 1 else running.kill()
+
+    def _end_all(self) -> None:
+        """Leave no process behind: each is asked, and killed if this process is told to end meanwhile."""
+        stops = self._stops
+        try:
+            for running in self._running:
+                running.ask()
+            while self._stops == stops and any(running.process.poll() is None for running in self._running):
+                time.sleep(POLL_SECONDS)
+        finally:
+            for running in self._running:
+                running.kill()
+                running.process.wait()
+                write_status(running.job.folder, running.ended(stopped=True))
+
+
+def _started(command: Sequence[str], log: IO[bytes], place: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # Clusters signal all processes of a job: what tells a launcher to requeue would end this one without a save.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **place},
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let `handler` be called at signals that ask for the end, then who had them before (a launcher of another program
+    requeues its job); those that are ignored (`nohup`) stay so."""
+    all_before = {number: signal.getsignal(number) for number in STOPS}
+    before = {number: known for number, known in all_before.items() if known not in (signal.SIG_IGN, None)}
+
+    def both(number: int, frame: Any) -> None:
+        handler(number, frame)
+        theirs = before[signal.Signals(number)]
+        if callable(theirs) and theirs is not signal.default_int_handler:
+            theirs(number, frame)
+
+    try:
+        for number in before:
+            signal.signal(number, both)
+        yield
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)

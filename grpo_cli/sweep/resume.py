@@ -1,4 +1,4 @@
-"""What a command's sweep is, and how one goes on that was begun: the overrides that it was started with."""
+"""A command's sweep, and how an earlier one continues: with the overrides that it was started with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from grpo_cli.config.overrides import overrides, renamed, unquoted
+from grpo_cli.config.overrides import overrides, renamed, value_of
 from grpo_cli.config.trust import not_taken, taken
 from grpo_cli.runs.layout import CHECKPOINTS, MULTIRUN, SWEEP
 from grpo_cli.runs.record import has_record
@@ -42,7 +42,7 @@ class Sweep:
     outcomes: dict[int, Status] = field(default_factory=dict)
 
     def command_of(self, job: Job) -> list[str]:
-        """What one would type to run the job by hand, or to go on with it."""
+        """What one would type to run the job by hand, or to continue it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
             # Its settings are those of its own record, and what is not taken from a record was typed for the sweep.
@@ -52,16 +52,13 @@ class Sweep:
             arguments = [*job.overrides, *overrides({"hydra.run.dir": str(job.folder)})]
         return [sys.executable, "-P", "-m", "grpo_cli", self.command, *self.flags, *of_hydra, *arguments]
 
-    def job_in(self, folder: Path) -> Job:
-        return next(job for job in self.jobs.values() if job.folder == folder)
-
     def counts(self) -> Counter[str]:
         return Counter(status.state for status in self.outcomes.values())
 
     def done(self) -> list[Job]:
         return [job for number, job in self.jobs.items() if self.outcomes[number].state == "done"]
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How it ended, and how to go on with it."""
         counts = self.counts()
         states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
@@ -94,12 +91,12 @@ def sweep_of(
 def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """For `resume=sweep`: all overrides of the sweep in `hydra.sweep.dir`, or of the last one there is. `own` are the
     overrides that are typed besides; what is not taken from a folder is to be among them (`config.trust`)."""
-    named = [unquoted(word.partition("=")[2]) for word in own if names_the_folder(word)]
-    folder = Path(named[-1]) if named else _last_sweep(MULTIRUN)
+    named = value_of("hydra.sweep.dir", own)
+    folder = Path(named) if named else _last_sweep(MULTIRUN)
     if folder is not None and not folder.exists():
         folder = folder.expanduser()  # the shell leaves `~` alone after a key with dots
     asked = {} if folder is None else read_object(folder / SWEEP)
-    new = [word for word in own if not names_the_folder(word) and word not in _listed(asked)]
+    new = [word for word in own if not is_of(word, ("sweep.dir",)) and word not in _listed(asked)]
     changed = [word for word in new if not is_of(word, ("launcher",))]
     if changed:
         raise UserError(
@@ -131,7 +128,7 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
 
 
 def _listed(asked: Mapping[str, Any]) -> list[Any]:
-    """The overrides that a sweep's file has."""
+    """The overrides that a sweep's file lists."""
     return [word for key in ("hydra", "overrides") if isinstance(asked.get(key), list) for word in asked[key]]
 
 
@@ -157,7 +154,3 @@ def is_of(word: str, parts: Sequence[str]) -> bool:
     """Whether an override is one of Hydra's settings below one of these."""
     key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
     return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)
-
-
-def names_the_folder(word: str) -> bool:
-    return is_of(word, ("sweep.dir",))

@@ -1,4 +1,4 @@
-"""What the disk knows of a sweep's jobs: what became of each, and where it would go on. Starts none.
+"""What a sweep's folder says of its jobs: the state of each, and where it would continue. Starts none.
 
 <sweep>/sweep.json           what was asked for, and the list of jobs
 <sweep>/<number>/            a run's folder, as if it had been started by hand
@@ -83,7 +83,7 @@ def is_running(folder: Path) -> bool:
 
 
 def runner(folder: Path) -> str:
-    """Who runs the job, as `status.json` has it."""
+    """Who runs the job, according to `status.json`."""
     status = read_status(folder)
     return f"process {status.pid} on {status.host}" if status and status.pid else "a process that has not said which"
 

@@ -71,31 +71,29 @@ class OwnReward:
 
     def _list(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
         with own_code(f"task.reward={self._name}, whose answer is looked at,"):
-            return self._one_of_each(values, completions)
-
-    def _one_of_each(self, values: Any, completions: Sequence[Completion]) -> Sequence[Any]:
-        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-            raise UserError(
-                f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
-                f"returned {_short(values)} for the {len(completions)} rollouts from {completions[0].place} on"
-            )
-        if len(values) != len(completions):
-            raise UserError(
-                f"task.reward={self._name} returned {len(values)} rewards for {len(completions)} rollouts (from "
-                f"{completions[0].place} to {completions[-1].place}); return one for each, in their order"
-            )
-        return list(values)
+            if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
+                raise UserError(
+                    f"task.reward={self._name} takes `replies` and must return a list with one reward for each, but "
+                    f"returned {_short(values)} for the {len(completions)} rollouts from {completions[0].place} on"
+                )
+            if len(values) != len(completions):
+                raise UserError(
+                    f"task.reward={self._name} returned {len(values)} rewards for {len(completions)} rollouts (from "
+                    f"{completions[0].place} to {completions[-1].place}); return one for each, in their order"
+                )
+            return list(values)
 
     def _parts(self, value: Any, completion: Completion) -> dict[str, float]:
-        with own_code(f"task.reward={self._name}, whose answer for {completion.place} is looked at,"):
-            return self._read(value, completion)
-
-    def _read(self, value: Any, completion: Completion) -> dict[str, float]:
         """The named parts; a single number is called after the function."""
-        parts = value if isinstance(value, Mapping) else {self._name.rpartition(":")[2]: value}
-        if not parts:
-            raise UserError(f"task.reward={self._name} returned no part for {completion.place}; return at least one")
-        return {self._part_name(name, completion): self._number(name, part, completion) for name, part in parts.items()}
+        with own_code(f"task.reward={self._name}, whose answer for {completion.place} is looked at,"):
+            parts = value if isinstance(value, Mapping) else {self._name.rpartition(":")[2]: value}
+            if not parts:
+                raise UserError(
+                    f"task.reward={self._name} returned no part for {completion.place}; return at least one"
+                )
+            return {
+                self._part_name(name, completion): self._number(name, part, completion) for name, part in parts.items()
+            }
 
     def _part_name(self, name: Any, completion: Completion) -> str:
         if not isinstance(name, str) or not name or "/" in name:

@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import engine_of, settings_of
-from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
@@ -32,7 +25,6 @@ from grpo_cli.profile.forced_lengths import NEVER, lognormal
 from grpo_cli.settings import RunSettings
 from grpo_cli.types import Prompt, Request
 
-PAGE = 32  # tokens per page of the paged caches; the 256 that `transformers` takes would mostly hold padding here
 WARM_UP_TOKENS = 16
 
 
@@ -115,11 +107,6 @@ class Work:
     @property
     def forced(self) -> bool:
         return self.eos == (NEVER,)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that a request may come to, its prompt included."""
-        return max(len(r.prompt.token_ids) + r.sampling.max_new_tokens for r in self.requests)
 
     def cut(self, tokens: int) -> list[Request]:
         """The same requests with at most so many new tokens."""
@@ -296,47 +283,6 @@ def generate(in_slots: bool, case: Case, work: Work, stack: ExitStack) -> Run:
     return run
 
 
-def continuous(in_slots: bool, case: Case, work: Work, stack: ExitStack) -> Run:
-    """Continuous batching of `transformers`, with pages for all rows at full length."""
-    model = _hf_model(case, work)
-    rows = case.slots if in_slots else len(work.requests)
-    paged = ContinuousBatchingConfig(
-        page_size=PAGE,
-        num_blocks=rows * round_up(work.longest, PAGE) // PAGE,
-        max_batch_tokens=max(rows, 512),
-        max_requests_per_batch=rows,
-        safety_margin=0.0,
-        seed=case.seed,
-    )
-    manager = stack.enter_context(
-        model.continuous_batching_context_manager(
-            generation_config=_hf_words(work, case.max_new_tokens),
-            continuous_batching_config=paged,
-            warmup=case.device == "cuda",
-            timeout=60,
-        )
-    )
-
-    def run(requests: Sequence[Request]) -> Ran:
-        before = getattr(manager, "current_batch", 0)  # which its thread sets when it starts
-        for request in requests:
-            limit = request.sampling.max_new_tokens
-            manager.add_request(list(request.prompt.token_ids), max_new_tokens=limit, eos_token_id=list(work.eos))
-        lengths: list[int] = []
-        while len(lengths) < len(requests):
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError("continuous batching ended") from manager.background_thread_status.fatal_error
-            if result is not None and result.error is not None:
-                raise RuntimeError(result.error)
-            if result is not None and result.is_finished():
-                lengths.append(len(result.generated_tokens))
-        assert manager.batch_processor is not None, "it has just served requests"
-        return Ran(lengths, manager.current_batch - before, manager.batch_processor.cache.cache_tensor.nbytes)
-
-    return run
-
-
 def vllm(word: str, case: Case, work: Work, stack: ExitStack) -> Run:
     """vLLM in this process, with blocks for all its rows at full length and the one that it keeps for itself."""
     engine = _engine(case, () if work.forced else work.eos, "engine=vllm", "engine.sleep=false", word)
@@ -360,8 +306,6 @@ ARMS: Mapping[str, Arm] = {
     "budget": budgeted,
     "generate": partial(generate, False),
     "generate-slots": partial(generate, True),
-    "continuous": partial(continuous, False),
-    "continuous-slots": partial(continuous, True),
     "vllm": partial(vllm, "sampler=full"),
     "vllm-slots": partial(vllm, "sampler=infinite"),
     **{policy: partial(under, policy) for policy in POLICIES},

@@ -22,8 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from common import Figures, bench_parser, clocked, finish, in_turns, medians, parsed, settings_of, show
-from shared_prefix import make_batch
+from common import Figures, bench_parser, finish, in_turns, medians, parsed, settings_of, show
+from shared_prefix import add_batch, make_batch, measured
 from torch import Tensor
 
 from grpo_cli.config.rehearsal import build_rules
@@ -57,12 +57,10 @@ class NoEntropy(logprobs.Entropy):
         return torch.zeros(())
 
 
-def measured(learner: learning.Learner, batch: Batch, forward: Any, entropy: type[logprobs.Entropy]) -> Figures:
+def updated(learner: learning.Learner, batch: Batch, forward: Any, entropy: type[logprobs.Entropy]) -> Figures:
     learner._forward = forward
     with patch.object(learning, "Entropy", entropy):
-        update, clock = clocked(lambda: learner.update(batch, 0))
-    assert update.fault is None, update.fault
-    return clock
+        return measured(learner, batch)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Figures]:
@@ -73,8 +71,8 @@ def compare(args: argparse.Namespace) -> dict[str, Figures]:
     batch, forward = make_batch(args, model.config.vocab_size), learner._forward
     without = replace(forward, by_row=logprobs.ByRow(logprobs.PLAIN.chosen, slope))
     arms = {
-        "without": partial(measured, learner, batch, without, NoEntropy),
-        "with": partial(measured, learner, batch, forward, logprobs.Entropy),
+        "without": partial(updated, learner, batch, without, NoEntropy),
+        "with": partial(updated, learner, batch, forward, logprobs.Entropy),
     }
     for arm in arms.values():
         arm()
@@ -88,11 +86,7 @@ def compare(args: argparse.Namespace) -> dict[str, Figures]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__, rounds=7, threads=1)
     parser.add_argument("--words", nargs="+", default=[], help="of grpo train: another model")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens")
-    parser.add_argument("--reply", type=int, default=32, help="tokens")
-    parser.add_argument("--spread", type=float, default=0.0, help="of the replies' lengths, 0 to 1")
-    parser.add_argument("--m", type=int, default=16, help="replies per prompt")
-    parser.add_argument("--groups", type=int, default=16)
+    add_batch(parser, prompt=16, reply=32, m=16, groups=16)
     args = parsed(parser, words, rounds=1, prompt=8, reply=8, m=2, groups=1)
     torch.set_num_threads(args.threads)
     found = compare(args)

@@ -33,48 +33,18 @@ def hostile_expressions() -> list[str]:
     """A hundred: towers of powers, factorials, sums and integrals without end, deep nests, long rows, code, noise."""
     towers = [f"{base}^{{{base}^{{{base}^{{{base}}}}}}}" for base in (*range(2, 20), "e", r"\pi", "x", "1.5")]
     factorials = [f"{10**n}!" for n in range(6, 14)] + ["((4!)!)!", r"\binom{10^9}{5\cdot10^8}"]
-    endless = [
-        *(rf"\sum_{{i=1}}^{{10^{{{n}}}}} i^{{i}}" for n in range(6, 12)),
-        *(rf"\prod_{{k=1}}^{{10^{{{n}}}}} k" for n in range(6, 12)),
-        *(rf"\int {f}(\sin(\sin(x^x))) dx" for f in (r"\sin", r"\cos", r"\tan", r"\log")),
-        *(rf"\lim_{{x\to {a}}} x^{{x^{{x^x}}}}" for a in ("0", "1", r"\infty")),
-        *(f"(x+y+z+w)^{{{n}}}" for n in (50, 200, 1000)),
-        *(f"(1+x)^{{{n}}}" for n in (1000, 10_000)),
-        *(rf"\begin{{pmatrix}}1&2\\3&4\end{{pmatrix}}^{{{10**n}}}" for n in (6, 9, 12)),
-        r"\tan(10^{100000})",
-        r"\sqrt[1000000]{2^{1000001}}",
-        r"\frac{10^{10000000}}{3}",
-    ]
-    nests = [
-        "(" * 200 + "1" + ")" * 200,
-        r"\sqrt{" * 60 + "2" + "}" * 60,
-        r"\frac{1}{1+" * 40 + "x" + "}" * 40,
-        r"\sin(" * 80 + "x" + ")" * 80,
-        "^".join("x" * 120),
-        "x+" * 250 + "1",
-        "1/" * 200 + "1",
-        "{" * 250,
-        r"\left(" * 60,
-        "x_{" * 150,
-        r"\begin{cases}" * 30,
-    ]
-    noise = [
-        "__import__('os').system('true')",
-        r"\text{__import__('os').system('true')}",
-        "lambda: 0",
-        "}{",
-        "\\" * 100,
-        "\x00",
-        "#" * 300,
-        "_" * 300,
-        "1" * 500,
-        "1/0",
-        r"\frac{0}{0}",
-        r"\infty-\infty",
-        r"\log(0)",
-        r"\underbrace{" * 40,
-        r"\{" + ",".join(f"x^{{{i}}}" for i in range(60)) + r"\}",
-    ]
+    endless = [rf"\{kind}^{{10^{{{n}}}}} i^{{i}}" for kind in ("sum_{i=1}", "prod_{i=1}") for n in range(6, 12)]
+    endless += [rf"\int \{f}(\sin(\sin(x^x))) dx" for f in ("sin", "cos", "tan", "log")]
+    endless += [rf"\lim_{{x\to {a}}} x^{{x^{{x^x}}}}" for a in ("0", "1", r"\infty")]
+    endless += [f"(x+y+z+w)^{{{n}}}" for n in (50, 200, 1000)] + [f"(1+x)^{{{n}}}" for n in (1000, 10_000)]
+    endless += [rf"\begin{{pmatrix}}1&2\\3&4\end{{pmatrix}}^{{{10**n}}}" for n in (6, 9, 12)]
+    endless += [r"\tan(10^{100000})", r"\sqrt[1000000]{2^{1000001}}", r"\frac{10^{10000000}}{3}"]
+    nests = ["(" * 200 + "1" + ")" * 200, r"\sqrt{" * 60 + "2" + "}" * 60, r"\frac{1}{1+" * 40 + "x" + "}" * 40]
+    nests += [r"\sin(" * 80 + "x" + ")" * 80, "^".join("x" * 120), "x+" * 250 + "1", "1/" * 200 + "1", "{" * 250]
+    nests += [r"\left(" * 60, "x_{" * 150, r"\begin{cases}" * 30]
+    noise = ["__import__('os').system('true')", r"\text{__import__('os').system('true')}", "lambda: 0", "}{"]
+    noise += ["\\" * 100, "\x00", "#" * 300, "_" * 300, "1" * 500, "1/0", r"\frac{0}{0}", r"\infty-\infty", r"\log(0)"]
+    noise += [r"\underbrace{" * 40, r"\{" + ",".join(f"x^{{{i}}}" for i in range(60)) + r"\}"]
     some = [*towers, *factorials, *endless, *nests, *noise]
     return [*some, *(f"-{text}" for text in some)][:HOSTILE]
 

@@ -1,4 +1,4 @@
-"""A pretrained model of 135 M parameters: rollouts, what a decode step could take, training, memory, the KV cache.
+"""A pretrained model of 135 M parameters: rollouts, what a decode step could take, training, the KV cache.
 
     scripts/get_smollm2.sh models/smollm2
     python scripts/bench/real.py --model models/smollm2 --data train.jsonl --json scripts/baselines/bench_real.json
@@ -14,7 +14,6 @@ floor     our decode step beside the product floor: every linear layer of a step
           to, weights and input in the precision that is multiplied in
 train     rounds of 2 problems x 8 completions of up to 96 tokens, every weight trained; in float32 and autocast beside
           TRL's (the extra `bench`), also with train.shared_prefix=true; the peaks of all processes
-memory    what `grpo profile` predicts of those rounds, over what it measures
 kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
           reserve the limit: ours by that budget, and in 8 slots; `--against` another checkout, by that budget
 """
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ import torch
 from arms import ARMS, Case, make_work, reserved_bytes
 from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, finish, in_a_process, parsed, rotated, show
 from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
-from step import PHASES, WAYS, measured, training
+from step import PHASES, WAYS, measured
 
 from grpo_cli.engine.kv.padding import Padding
 from grpo_cli.support.meter import WallMeter
@@ -50,7 +48,7 @@ PRECISIONS = {
     "bfloat16": ("model.dtype=bfloat16", "model.autocast=none"),
     "autocast": ("model.dtype=float32", "model.autocast=bfloat16"),
 }
-OVER_FLOOR, OVER_MEASURED = "step_over_floor", "predicted_over_measured"
+OVER_FLOOR = "step_over_floor"
 # Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
 SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (8, 16, 256)}
 QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
@@ -65,7 +63,6 @@ COLUMNS: Mapping[str, dict[str, tuple[str, str]]] = {
     "rollout": _SPEED | _MEMORY | _RATIO,
     "floor": _ROWS | {"step ms": ("step_ms", ".1f"), "floor ms": ("floor_ms", ".1f"), "over": (OVER_FLOOR, ".2f")},
     "train": _SECONDS | {phase: (phase, ".3g") for phase in PHASES} | _MEMORY | _RATIO,
-    "memory": _MEMORY | {"predicted over it": (OVER_MEASURED, ".3f")},
     "kv": _SPEED | _ROWS | {"held MiB": (f"{HELD}_mib", ",.0f")} | _MEMORY | _RATIO,
 }
 
@@ -107,22 +104,10 @@ def floor(case: Case) -> Figures:
     return {"rows": rows, "step_ms": 1e3 * step, "floor_ms": 1e3 * least, OVER_FLOOR: step / least}
 
 
-def predicted(case: Case) -> Figures:
-    """Peaks of `grpo profile`."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ("profile.warmup=1", "profile.steps=1", "logger=jsonl", f"hydra.run.dir={folder}/run")
-        command = [sys.executable, "-P", "-m", "grpo_cli", "profile", *training(case), *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(Path(folder, "run", "profile.json").read_text())
-    peaks = {name: found[name]["peak"]["bytes"] for name in ("predicted", "measured")}
-    return {PEAK: peaks["measured"], OVER_MEASURED: peaks["predicted"] / peaks["measured"]}
-
-
 MEASURES: Mapping[str, Callable[[Case], Figures]] = {
     **{arm: partial(measure, arm) for arm in ARMS},
     **{f"train {way}": partial(measured, way) for way in WAYS},
     "floor": floor,
-    "memory": predicted,
 }
 
 
@@ -156,7 +141,6 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             shared = replace(wanted, words=(*wanted.words, "train.shared_prefix=true"))
             lines |= {SHARED: Line("train grpo-cli", shared), "TRL": Line("train trl", wanted)}
             found[f"train: {precision}"] = lines
-            found[f"memory: {precision}"] = {"ours": Line("memory", wanted)}
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
             lines = {"ours": Line("budget", wanted), "reserved": Line("infinite", wanted)}
@@ -213,8 +197,6 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     if part == "train":
         asked.append(("peak, GiB", ours.median(PEAK) / 2**30, -inf, 4.0))
         asked.append(("peak over TRL's", ours.over(lines.get("TRL"), PEAK), -inf, 1.0))
-    if part == "memory":
-        asked.append(("predicted over measured", ours.median(OVER_MEASURED), 0.9, 1.1))
     if part == "kv":
         asked += [(f"rows over {arm}", ours.over(lines[arm], "rows"), 2.0, inf) for arm in lines if arm != "ours"]
         budget = reserved_bytes(ours.case, make_work(ours.case))
@@ -237,7 +219,7 @@ def show_part(groups: Groups, part: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parts = ("rollout", "floor", "train", "memory", "kv")
+    parts = ("rollout", "floor", "train", "kv")
     parser = bench_parser(__doc__, rounds=3, threads=1)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="its folder")
     parser.add_argument("--data", type=Path, help="GSM8K's training problems, JSONL")

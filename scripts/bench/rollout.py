@@ -6,9 +6,8 @@
     python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
     scripts/reproduce.sh infinite_sampling              # --case infinite_sampling: the memory of fewer slots
 
-Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` (everything in one padded batch) and
-`continuous` (continuous batching) of `transformers`; `vllm` where it is installed. The last three also as
-`<arm>-slots`, with only `slots` rows at a time.
+Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` of `transformers` (everything in one padded
+batch); `vllm` where it is installed. The last two also as `<arm>-slots`, with only `slots` rows at a time.
 
 The embedded model answers problems of the embedded task and ends where it ends. A model of random weights would never
 end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit) and forced on every arm alike.
@@ -16,10 +15,10 @@ end by itself, so its lengths are drawn beforehand (log-normal, cut at the limit
 Each measurement is a process of its own that loads, warms up, forgets its peak and then measures; arms take turns.
 Reported are medians over the rounds, and medians of each round's ratios.
 `/CPU-s` is tokens per second of processor time, which neighbours on a busy machine do not touch (on a GPU the host's).
-Steps: batched forwards that make one token per row; for `continuous` and `vllm` all forwards, as they mix in prompts.
-KV: keys and values held at most, by shapes; for `continuous` and `vllm` what they were given, which is what their rows
-need at full length. Memory: peak of the process (of the allocator on a GPU) after warm-up, weights and libraries
-included; `working` is that peak less what was held just before.
+Steps: batched forwards that make one token per row; for `vllm` all forwards, as they mix in prompts. KV: keys and
+values held at most, by shapes; for `vllm` what it was given, which is what its rows need at full length. Memory: peak
+of the process (of the allocator on a GPU) after warm-up, weights and libraries included; `working` is that peak less
+what was held just before.
 
 `infinite_sampling` is the claim of arXiv 2506.22950 on random weights of the largest shape that the machine serves in
 minutes. Keys and memory are two columns, because the published saving, 21.55 to 10.64 GB for Qwen3-1.7B, is of the
@@ -55,25 +54,22 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.support.memory import peak_bytes
 
-DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "continuous", "continuous-slots", "vllm")
+DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
 HELD = (
     "engine/kv_held_bytes"  # bytes of keys and values that were in use when most were given out, where an engine tells
 )
-# What is shown of an arm over another one: the figure and the other's name by heading.
-Ratios = Mapping[str, tuple[str, str]]
-OF_SPEED: Ratios = {
-    "x micro": (SPEED, "micro"),
-    "x full": (SPEED, "full"),
-    "x generate": (SPEED, "generate"),
-    "steps / micro": ("steps", "micro"),
+COLUMNS = {
+    "tokens/s": (SPEED, ",.0f"),
+    "/CPU-s": (PROCESSOR, ",.0f"),
+    "x micro": ("of_micro", ".3f"),
+    "x full": ("of_full", ".3f"),
+    "steps": ("steps", "g"),
+    "length": ("length_mean", ".1f"),
+    "KV MiB": ("kv_mib", ",.1f"),
+    "memory MiB": ("peak_mib", ",.1f"),
+    "working": ("working_mib", ",.1f"),
 }
-OF_MEMORY: Ratios = {
-    "KV / full": (KV, "full"),
-    "memory / full": (PEAK, "full"),
-    "/CPU-s x full": (PROCESSOR, "full"),
-}
-OF_EVICTION: Ratios = {"x dense": (SPEED, "dense"), "/CPU-s x dense": (PROCESSOR, "dense"), "KV / dense": (KV, "dense")}
 
 
 @dataclass
@@ -95,11 +91,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows that are shown together, and which ratios with them."""
+    """Rows that are shown together."""
 
     title: str
     rows: list[Row]
-    ratios: Ratios
 
     def row(self, arm: str) -> Row | None:
         return next((row for row in self.rows if row.arm == arm), None)
@@ -166,9 +161,9 @@ def measure_in_a_process(row: Row, folder: Path) -> None:
     row.rounds += [figures] if figures else []
 
 
-def side_by_side(case: Case, arms: Sequence[str], ratios: Ratios) -> Comparison:
+def side_by_side(case: Case, arms: Sequence[str]) -> Comparison:
     shape = f"{case.prompts} prompt(s), n={case.n}, slots={case.slots}, at most {case.max_new_tokens} tokens"
-    return Comparison(f"{case.model} on {case.device}: {shape}", [Row(arm, case) for arm in arms], ratios)
+    return Comparison(f"{case.model} on {case.device}: {shape}", [Row(arm, case) for arm in arms])
 
 
 def memory_cases(case: Case) -> list[Comparison]:
@@ -176,8 +171,8 @@ def memory_cases(case: Case) -> list[Comparison]:
     rows = [Row("full", replace(case, n=16, slots=16)), Row("infinite", replace(case, n=512, slots=16))]
     even = replace(case, n=64, slots=16, lengths="full", repeats=1)
     return [
-        Comparison("n=512 in 16 slots beside n=16", rows, OF_MEMORY),
-        Comparison("all replies at full length, slots = n/4", [Row("full", even), Row("infinite", even)], OF_MEMORY),
+        Comparison("n=512 in 16 slots beside n=16", rows),
+        Comparison("all replies at full length, slots = n/4", [Row("full", even), Row("infinite", even)]),
     ]
 
 
@@ -187,35 +182,22 @@ def fewer_slots(case: Case, shares: Sequence[int]) -> Comparison:
     rows = [Row("full", replace(case, slots=case.n))]
     rows += [Row(arm, fewer) for fewer in less for arm in ("micro", "infinite")]
     title = f"{case.model} on {case.device}: a group of {case.n}, {case.lengths} lengths of at most "
-    return Comparison(f"{title}{case.max_new_tokens}", rows, OF_MEMORY)
+    return Comparison(f"{title}{case.max_new_tokens}", rows)
 
 
 def show_comparison(comparison: Comparison) -> None:
-    """The table, an arm's rollouts and slots with its name; below it the lengths, and the arms that did not run."""
-    columns = {
-        "tokens/s": (SPEED, ",.0f"),
-        "/CPU-s": (PROCESSOR, ",.0f"),
-        "steps": ("steps", "g"),
-        "KV MiB": ("kv_mib", ",.1f"),
-        "memory MiB": ("peak_mib", ",.1f"),
-        "working": ("working_mib", ",.1f"),
-    }
-    ran = [row for row in comparison.rows if row.rounds]
+    """The table, an arm's rollouts and slots with its name; below it the arms that did not run."""
     found: dict[str, Figures] = {}
-    for row in ran:
+    for row in (row for row in comparison.rows if row.rounds):
         figures = {name: row.median(name) for name in row.rounds[0]}
         figures |= {f"{name}_mib": figures[f"{name}_bytes"] / 2**20 for name in ("peak", "working")}
         figures["kv_mib"] = figures[KV] / 2**20
-        for heading, (name, base) in comparison.ratios.items():
-            ratio = row.over(comparison.row(base), name) if row.arm != base else None
-            figures |= {} if ratio is None else {heading: ratio}
+        for base in ("micro", "full"):
+            ratio = row.over(comparison.row(base), SPEED)
+            figures |= {} if ratio is None else {f"of_{base}": ratio}
         found[f"{row.arm} {row.case.n} in {row.case.slots}"] = figures
-    columns |= {h: (h, ".3f") for h in comparison.ratios if any(h in figures for figures in found.values())}
-    told = [f"{row.arm}: left out, {row.reason}" for row in comparison.rows if row.reason]
-    if ran:
-        mean, cv, longest = (ran[0].median(f"length_{name}") for name in ("mean", "cv", "max"))
-        told.insert(0, f"lengths ({ran[0].case.lengths}): mean {mean:.1f}, cv {cv:.2f}, longest {longest:g}")
-    show(comparison.title, found, columns, "\n".join(told))
+    left_out = (f"{row.arm}: left out, {row.reason}" for row in comparison.rows if row.reason)
+    show(comparison.title, found, COLUMNS, "\n".join(left_out))
 
 
 def as_found(comparison: Comparison) -> dict[str, Any]:
@@ -293,8 +275,8 @@ def comparisons(args: argparse.Namespace, folder: str) -> list[Comparison]:
         return memory_cases(cases[0])
     if args.case == "infinite_sampling":
         return [fewer_slots(case, args.shares) for case in cases]
-    arms, ratios = (POLICIES, OF_EVICTION) if args.case == "sparsity" else (args.arms, OF_SPEED)
-    return [side_by_side(case, arms, ratios) for case in cases]
+    arms = POLICIES if args.case == "sparsity" else args.arms
+    return [side_by_side(case, arms) for case in cases]
 
 
 def main(words: Sequence[str] | None = None) -> int:

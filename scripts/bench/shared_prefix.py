@@ -42,6 +42,14 @@ COLUMNS = {
 }
 
 
+def add_batch(parser: argparse.ArgumentParser, **sizes: int) -> None:
+    """What `make_batch` asks for."""
+    words = {"prompt": "tokens", "reply": "tokens", "m": "replies per prompt", "groups": "prompts"}
+    for name, help in words.items():
+        parser.add_argument(f"--{name}", type=int, default=sizes[name], help=help)
+    parser.add_argument("--spread", type=float, default=0.0, help="of the replies' lengths, 0 to 1")
+
+
 def make_batch(args: argparse.Namespace, vocabulary: int) -> Batch:
     """`groups` prompts of `prompt` tokens, `m` replies to each."""
     generator = torch.Generator().manual_seed(args.seed)
@@ -110,11 +118,7 @@ def compare(args: argparse.Namespace) -> dict[str, Figures]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--model", choices=[name for name, shape in SHAPES.items() if shape.config], default="50m")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--reply", type=int, default=256, help="tokens")
-    parser.add_argument("--spread", type=float, default=0.0, help="of the replies' lengths, 0 to 1")
-    parser.add_argument("--m", type=int, default=8, help="replies per prompt")
-    parser.add_argument("--groups", type=int, default=1)
+    add_batch(parser, prompt=256, reply=256, m=8, groups=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = parsed(parser, words, rounds=1, model="wide", prompt=16, reply=8, m=2)

@@ -11,20 +11,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts" / "bench"))
 
-from common import Check, document, write  # noqa: E402
+from common import Check, document, told, write  # noqa: E402
 
-LARGE = ("model=qwen3_1_7b", "model.random_init=true")
-ADAPTED = ("model=qwen2_5_3b", "model.random_init=true", "model.lora.rank=64", "model.gradient_checkpointing=true")
-SMALL = ("model=tiny",)
-ONCE = ("profile.steps=1", "profile.warmup=1", "profile.eval=false", "eval.every=0", "logger=jsonl")
+COMMANDS = Path(__file__).with_suffix(".yaml")
 DECODE_WITHIN = {16: 2.2, 64: 1.8, 256: 1.6}  # times the floor, by rows
 NOTHING_TO_MISS = "on a CPU nothing is wanted but that it runs"
 
@@ -49,203 +49,81 @@ class Part:
     wanted: Callable[[Found], Checks] = field(repr=False)
 
 
-def contact() -> Part:
-    real = ("model=qwen2_5_0_5b", "model.random_init=true", "train.steps=2", "train.prompts=4", "eval.every=0")
-    toy = ("model=tiny", "model.random_init=false", "train.prompts=2", "n=4", "sampling.max_new_tokens=16")
+def contact(found: Found) -> Checks:
+    checks = found["checks"].get("checks.json", {})
+    yield Check("checks that fail", sum(not one["ok"] for one in checks.values()) if checks else inf, most=0)
+    yield Check("exit code of the tests marked gpu", float(found["tests"]["code"]), most=0)
+    for name in ("default", "qwen", "qwen, as graphs"):
+        done = found[name].get("summary.json", {}).get("status") == "completed"
+        yield Check(f"grpo train completes, {name}", float(done), least=1)
+
+
+def decode(found: Found) -> Checks:
+    for rows, most in DECODE_WITHIN.items():
+        name, graphs = f"{rows} rows", f"{rows} rows, as graphs"
+        yield Check(f"decode over its floor, {graphs}", _over(found[graphs], "decode"), most=most)
+        yield Check(f"decode over its floor, {name}", _over(found[name], "decode"), most=13.0)
+
+
+def rollouts(found: Found) -> Checks:
+    yield Check("tokens/s of 256 rows, as graphs", _speed(found["full, as graphs"]), least=25_000)
+    infinite, micro = (_speed(found[f"{name}, as graphs"]) for name in ("infinite", "micro"))
+    yield Check("infinite over micro, tokens/s", infinite / micro if micro else 0.0, least=1.25)
+    yield from _predictions(found)
+
+
+def sparse(found: Found) -> Checks:
+    dense = _speed(found["dense"])
+    for name in ("streaming", "rkv"):
+        ratio = _speed(found[name]) / dense if dense else 0.0
+        yield Check(f"{name} over dense, tokens/s at equal KV bytes", ratio, least=2)
+
+
+def update(found: Found) -> Checks:
+    for name in found:
+        yield Check(f"floor over the update, {name}", _utilisation(found[name]), least=0.35)
+    padded, free = (_seconds(found[name], "forward", "backward") for name in ("padded", "no padding"))
+    yield Check("no padding over padded, seconds", free / padded if padded else inf, most=1.05)
+    yield from _predictions(found)
+
+
+def learn(found: Found) -> Checks:
+    for seed in ("seed 0", "seed 1"):
+        accuracy = found[seed].get("summary.json", {}).get("final_accuracy")
+        yield Check(f"greedy accuracy after training, {seed}", -1.0 if accuracy is None else accuracy, least=0.97)
+        peaks = _column(found[seed], "memory/peak_bytes")
+        ratio = peaks[-1] / peaks[9] if len(peaks) > 10 else inf
+        yield Check(f"peak at the end over that of step 10, {seed}", ratio, most=1.02)
+    off = max((abs(ratio - 1) for ratio in _column(found["seed 0"], "mismatch/ratio_mean")), default=inf)
+    yield Check("largest |mean ratio - 1| of policy to sampler", off, most=0.01)
+
+
+def part_of(wanted: Callable[[Found], Checks]) -> Part:
+    """The commands of the part that has the name of its criteria; contact begins with its own checks and the tests."""
+    about = yaml.safe_load(COMMANDS.read_text(encoding="utf-8"))[wanted.__name__]
+    words = _flat([about["words"], about.get("more", [])])
+    toys = about.get("toys", {})
+    commands = [
+        Command(name, _flat([words, own]), about["limit"], _flat([about["toy"], toys.get(name, [])]))
+        for name, own in about["commands"].items()
+    ]
     tests = ("-m", "pytest", "-m", "gpu", "-W", "default", "-q", "-p", "no:cacheprovider", "tests")
-    commands = (
-        Command("checks", ("scripts/gpu/contact.py",), 200, ("--few",)),
-        Command("tests", tests, 150, ("tests/test_meter.py",)),
-        Command("default", ("train", "train.steps=5", "eval.problems=20", "logger=jsonl"), 70, (*toy, "eval.every=0")),
-        Command("qwen", ("train", *real, "logger=jsonl"), 70, toy),
-        Command("qwen, as graphs", ("train", *real, "logger=jsonl", "engine.cuda_graph=true"), 70, toy),
-    )
-
-    def wanted(found: Found) -> Checks:
-        checks = found["checks"].get("checks.json", {})
-        yield Check("checks that fail", sum(not one["ok"] for one in checks.values()) if checks else inf, most=0)
-        yield Check("exit code of the tests marked gpu", float(found["tests"]["code"]), most=0)
-        for name in ("default", "qwen", "qwen, as graphs"):
-            done = found[name].get("summary.json", {}).get("status") == "completed"
-            yield Check(f"grpo train completes, {name}", float(done), least=1)
-
-    return Part(commands, wanted)
+    first = [Command("checks", ("scripts/gpu/contact.py",), 200, ("--few",))]
+    first.append(Command("tests", tests, 150, ("tests/test_meter.py",)))
+    return Part((*(first if wanted is contact else []), *commands), wanted)
 
 
-def decode() -> Part:
-    """Rows that all make 512 tokens, after prompts of the embedded task: some 270 keys on average."""
-    long = ("sampling.max_new_tokens=512", "train.prompts=4", "m=2", "profile.lengths=full")
-    toy = (*SMALL, "model.random_init=false", "sampling.max_new_tokens=8", "n=4", "train.prompts=2")
-    commands = tuple(
-        Command(f"{rows} rows{said}", ("profile", *LARGE, *ONCE, *long, f"n={rows // 4}", *way), 95, toy)
-        for rows in DECODE_WITHIN
-        for said, way in (("", ()), (", as graphs", ("engine.cuda_graph=true",)))
-    )
-
-    def wanted(found: Found) -> Checks:
-        for rows, most in DECODE_WITHIN.items():
-            yield Check(
-                f"decode over its floor, {rows} rows, as graphs",
-                _over(found[f"{rows} rows, as graphs"], "decode"),
-                most=most,
-            )
-            yield Check(f"decode over its floor, {rows} rows", _over(found[f"{rows} rows"], "decode"), most=13.0)
-
-    return Part(commands, wanted)
-
-
-def rollouts() -> Part:
-    words = (
-        *LARGE,
-        *ONCE,
-        "n=16",
-        "m=4",
-        "train.prompts=16",
-        "sampling.max_new_tokens=1024",
-        "profile.lengths=lognormal",
-    )
-    toy = (
-        *SMALL,
-        "model.random_init=false",
-        "sampling.max_new_tokens=12",
-        "n=4",
-        "m=2",
-        "train.prompts=2",
-        "model.dtype=auto",
-    )
-    ways = {
-        "full": (),
-        "micro": ("sampler=micro", "sampler.slots=64"),
-        "infinite": ("sampler=infinite", "sampler.slots=64"),
-    }
-    commands = tuple(
-        Command(f"{name}{said}", ("profile", *words, *way, *graph), 70, (*toy, *(("sampler.slots=4",) if way else ())))
-        for name, way in ways.items()
-        for said, graph in (("", ()), (", as graphs", ("engine.cuda_graph=true",)))
-    )
-
-    def wanted(found: Found) -> Checks:
-        yield Check("tokens/s of 256 rows, as graphs", _speed(found["full, as graphs"]), least=25_000)
-        infinite, micro = (_speed(found[f"{name}, as graphs"]) for name in ("infinite", "micro"))
-        yield Check("infinite over micro, tokens/s", infinite / micro if micro else 0.0, least=1.25)
-        yield from _predictions(found)
-
-    return Part(commands, wanted)
-
-
-def sparse() -> Part:
-    words = (
-        *LARGE,
-        *ONCE,
-        "n=96",
-        "m=2",
-        "train.prompts=4",
-        "sampling.max_new_tokens=4096",
-        "profile.lengths=lognormal",
-    )
-    words = (
-        *words,
-        "profile.mean=2048",
-        "profile.warmup=0",
-        "sampler=infinite",
-        "sampler.slots=null",
-        "sampler.kv_budget=8GiB",
-    )
-    toy = (*SMALL, "model.random_init=false", "sampling.max_new_tokens=24", "profile.mean=12", "n=8", "train.prompts=2")
-    toy = (*toy, "sampler.kv_budget=1MiB")
-    kept = ("sparsity.budget=512", "sparsity.buffer=128", "correction=sparse_rl")
-    few = ("sparsity.budget=8", "sparsity.buffer=4", "sparsity.window=4")
-    ways: Mapping[str, tuple[str, ...]] = {
-        "dense": (),
-        "streaming": ("sparsity=streaming", *kept),
-        "rkv": ("sparsity=rkv", *kept),
-    }
-    commands = tuple(
-        Command(name, ("profile", *words, *way), 190, (*toy, *(few if way else ()))) for name, way in ways.items()
-    )
-
-    def wanted(found: Found) -> Checks:
-        dense = _speed(found["dense"])
-        for name in ("streaming", "rkv"):
-            yield Check(
-                f"{name} over dense, tokens/s at equal KV bytes", _speed(found[name]) / dense if dense else 0.0, least=2
-            )
-
-    return Part(commands, wanted)
-
-
-def update() -> Part:
-    words = (*ADAPTED, *ONCE, "n=16", "m=16", "train.prompts=4", "sampling.max_new_tokens=512", "profile.lengths=full")
-    toy = (
-        *SMALL,
-        "model.random_init=false",
-        "sampling.max_new_tokens=12",
-        "n=4",
-        "m=4",
-        "train.prompts=2",
-        "model.lora.rank=4",
-        "train.micro_batch_tokens=256",
-    )
-    ways = {"padded": (), "no padding": ("train.padding_free=true",), "shared prefixes": ("train.shared_prefix=true",)}
-    commands = tuple(Command(name, ("profile", *words, *way), 110, toy) for name, way in ways.items())
-
-    def wanted(found: Found) -> Checks:
-        for name in ways:
-            yield Check(f"floor over the update, {name}", _utilisation(found[name]), least=0.35)
-        padded, free = (_seconds(found[name], "forward", "backward") for name in ("padded", "no padding"))
-        yield Check("no padding over padded, seconds", free / padded if padded else inf, most=1.05)
-        yield from _predictions(found)
-
-    return Part(commands, wanted)
-
-
-def learn() -> Part:
-    words = ("train", "logger=jsonl")
-    toy = ("train.steps=2", "train.prompts=2", "n=4", "sampling.max_new_tokens=16", "eval.problems=4", "eval.every=2")
-    corrected = ("model.autocast=bfloat16", "n=64", "m=16", "train.steps=30", "sparsity=rkv", "correction=sparse_rl")
-    commands = (
-        *(Command(f"seed {seed}", (*words, f"seed={seed}", "engine.cuda_graph=true"), 120, toy) for seed in (0, 1)),
-        Command(
-            "sparse",
-            (*words, *corrected),
-            120,
-            (*toy, "m=2", "sparsity.budget=20", "sparsity.buffer=4", "sparsity.window=4"),
-        ),
-    )
-
-    def wanted(found: Found) -> Checks:
-        for seed in (0, 1):
-            files = found[f"seed {seed}"]
-            accuracy = files.get("summary.json", {}).get("final_accuracy")
-            yield Check(
-                f"greedy accuracy after training, seed {seed}", -1.0 if accuracy is None else accuracy, least=0.97
-            )
-            peaks = [row["memory/peak_bytes"] for row in files.get("metrics.jsonl", []) if "memory/peak_bytes" in row]
-            yield Check(
-                f"peak at the end over that of step 10, seed {seed}",
-                peaks[-1] / peaks[9] if len(peaks) > 10 else inf,
-                most=1.02,
-            )
-        ratios = [
-            row["mismatch/ratio_mean"]
-            for row in found["seed 0"].get("metrics.jsonl", [])
-            if "mismatch/ratio_mean" in row
-        ]
-        yield Check(
-            "largest |mean ratio - 1| of policy to sampler", max((abs(r - 1) for r in ratios), default=inf), most=0.01
-        )
-
-    return Part(commands, wanted)
+def _flat(words: Any) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(word for some in words for word in _flat(some))
 
 
 PARTS: Mapping[str, Callable[[], Part]] = {
-    "contact": contact,
-    "decode": decode,
-    "rollouts": rollouts,
-    "sparse": sparse,
-    "update": update,
-    "learn": learn,
+    wanted.__name__: partial(part_of, wanted) for wanted in (contact, decode, rollouts, sparse, update, learn)
 }
+
+
+def _column(found: Mapping[str, Any], metric: str) -> list[float]:
+    return [row[metric] for row in found.get("metrics.jsonl", []) if metric in row]
 
 
 def _phases(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -340,18 +218,13 @@ def run(name: str, args: argparse.Namespace) -> bool:
     checks = list(part.wanted({command.name: found[command.name] for command in part.commands}))
     for check in checks:
         print(check if args.device != "cpu" else f"found  {check.words}: {check.found:.3f}")
-    write(args.folder / f"{name}.json", about | {"found": found, "checks": [_told(check) for check in checks]})
+    write(args.folder / f"{name}.json", about | {"found": found, "checks": told(checks)})
     ended = all(one["code"] in (0, 5) for one in found.values())  # pytest: 5 where there is nothing to test
     print(
         f"{name}: {'every' if ended else 'NOT every'} command ended well"
         + (f"; {NOTHING_TO_MISS}" if args.device == "cpu" else "")
     )
     return ended and (args.device == "cpu" or all(check.holds for check in checks))
-
-
-def _told(check: Check) -> dict[str, Any]:
-    bounds = {key: value for key, value in asdict(check).items() if value not in (inf, -inf)}
-    return bounds | {"holds": check.holds}
 
 
 def main(words: Sequence[str] | None = None) -> int:

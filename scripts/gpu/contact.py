@@ -15,11 +15,11 @@ import math
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from grpo_cli import experiment
 from grpo_cli.config.compose import settings_of
@@ -27,43 +27,7 @@ from grpo_cli.runs.layout import METRICS
 from grpo_cli.support.processor import settle
 
 BASE = ("train.steps=2", "train.prompts=4", "n=8", "m=8", "eval.every=0", "sampling.max_new_tokens=24", "logger=jsonl")
-PRECISIONS = {
-    "float32": ("model.dtype=float32", "model.autocast=none"),
-    "bfloat16": ("model.dtype=bfloat16", "model.autocast=none", "model.lora.rank=8"),
-    "autocast": ("model.dtype=float32", "model.autocast=bfloat16"),
-}
-FAMILIES = {
-    "qwen2": ("model=qwen2_5_0_5b",),
-    "qwen3": ("model=qwen3_0_6b",),
-    "llama": ("model=llama3_2_1b",),
-    "smollm2": ("model=smollm2_135m",),
-}
-SHAPE = ("model.random_init=true", "model.architecture.num_hidden_layers=2")
-SPARSE = ("sparsity.budget=8", "sparsity.buffer=4", "sparsity.window=4", "correction=sparse_rl")
-WAYS: Mapping[str, tuple[str, ...]] = {
-    "micro": ("sampler=micro", "sampler.slots=5"),
-    "infinite": ("sampler=infinite", "sampler.slots=7"),
-    "infinite, as graphs": ("sampler=infinite", "sampler.slots=7", "engine.cuda_graph=true"),
-    "full, as graphs": ("engine.cuda_graph=true",),
-    "a KV budget": ("sampler=infinite", "sampler.slots=null", "sampler.kv_budget=1MiB"),
-    "longest first": ("sampler=infinite", "sampler.slots=7", "scheduler=lpt", "predictor=prefix"),
-    "streaming": ("sparsity=streaming", *SPARSE),
-    "h2o": ("sparsity=h2o", *SPARSE),
-    "snapkv": ("sparsity=snapkv", *SPARSE),
-    "rkv": ("sparsity=rkv", *SPARSE),
-    "rkv, prompts too": ("sparsity=rkv", *SPARSE, "sparsity.protect_prompt=false"),
-    "stop strings": ('sampling.stop=["3"]',),
-    "adapters": ("model.lora.rank=8",),
-    "adapters, checkpointing": ("model.lora.rank=8", "model.gradient_checkpointing=true"),
-    "offloaded activations": ("model.gradient_checkpointing=true", "model.offload_activations=true"),
-    "no padding": ("train.padding_free=true",),
-    "shared prefixes": ("train.shared_prefix=true",),
-    "micro-batches by memory": ("train.micro_batch_tokens=256",),
-    "offloaded optimizer": ("optim.offload=true",),
-    "a reference model": ("loss.kl_coef=0.1",),
-    "two epochs": ("train.epochs=2", "train.minibatches=2"),
-    "down-sampled": ("n=16", "m=4", "downsample=maxvar", "correction=sparse_rl"),
-}
+TRIED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 # Log ratios of sampler and policy: by how much a mean may be off, and how far the smallest thousandth may lie.
 CLOSE, FAR = {"float32": 1e-3, "bfloat16": 0.02, "autocast": 0.02}, {"float32": 0.01, "bfloat16": 0.5, "autocast": 0.5}
 ON_A_GPU = ("as graphs", "offloaded activations")
@@ -71,13 +35,13 @@ ON_A_GPU = ("as graphs", "offloaded activations")
 
 def checks(few: bool) -> dict[str, tuple[str, tuple[str, ...]]]:
     """By name, the precision and the words."""
-    families = {"embedded": ("model=tiny",)} if few else {name: (*words, *SHAPE) for name, words in FAMILIES.items()}
+    precisions, families = TRIED["precisions"], {"embedded": ["model=tiny"]} if few else TRIED["families"]
     found = {
-        f"{family}, {precision}": (precision, (*words, *PRECISIONS[precision]))
+        f"{family}, {precision}": (precision, (*words, *more))
         for family, words in families.items()
-        for precision in PRECISIONS
+        for precision, more in precisions.items()
     }
-    return found | {way: ("float32", (*words, *PRECISIONS["float32"])) for way, words in WAYS.items()}
+    return found | {way: ("float32", (*words, *precisions["float32"])) for way, words in TRIED["ways"].items()}
 
 
 def tried(words: tuple[str, ...], precision: str, device: str, folder: Path) -> dict[str, float]:

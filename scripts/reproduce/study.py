@@ -1,128 +1,281 @@
-"""What the studies of training share: runs through the pool of `grpo train -m`, and how much sooner an accuracy is met.
+"""A study of training: arms times seeds, as its YAML file beside this one lists them.
 
-A study is arms times seeds. A fixed number of runs is made at a time, each with a fixed number of threads, in an order
+    scripts/reproduce.sh pods                                       # every arm and seed; installs the extra `plot`
+    scripts/reproduce.sh pods --seeds 0 --steps 20 --arms grpo_ga maxvar --parts default
+
+Runs go through the pool of `grpo train -m`: a fixed number at a time, each with a fixed number of threads, in an order
 that spreads every arm over the whole study, so that a machine that slows down slows all arms. A finished run is never
-made again, so an interrupted study is continued by its command. Its folder is one that `grpo report` reads as well.
+made again: the same command continues an interrupted study. What the runs came to goes to results.json in the study's
+folder (the pages' tables are made of it by scripts/claims.py), and `grpo report` draws them.
+
+Accuracy is that of samples at temperature 1 on held-out problems; evaluation is not on the clock. Keys of the YAML:
+
+parts        by name: `words` of all its arms, `arms` by name with their words, and a `baseline`, as arm or part/arm.
+             Runs of a part with a baseline end once they have generated as many tokens as the baseline of their seed,
+             or after `longest` times its steps; `token_share` is at which share of its tokens an arm's accuracy first
+             is the baseline's last
+profiled     the arm that learns from a profile (`grpo eval` of all training problems), whose tokens are counted
+sooner_than  arms to compare times with: how long such an arm takes to 99 % of its own best accuracy, over how long
+             another one takes to that accuracy, seed by seed
+evaluated    caches in which each arm's policy is evaluated by `grpo eval` afterwards, by arm; `all` for the others
+means        metrics whose mean over the steps is reported
+measured     what no training run can tell, by name: the module beside this one whose function of that name does
+
+A word such as cache=rkv_20+4 stands for an eviction policy with so many keys and so many steps between two evictions;
+rkv_24_whole_after_2 evicts prompts as well, once a reply has 2 tokens. Words in braces are variables (`--set`).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import importlib
+import json
 import os
+import re
 import shutil
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-from common import Check, document, parser, positive, rotated, told, write
-from common import parsed as parsed
+from common import ROOT, document, parsed, parser, positive, rotated, settings_of, write
 
 from grpo_cli.config.overrides import overrides
-from grpo_cli.report import plots, read
-from grpo_cli.report.curves import AXES, CLOCK, GREEDY, Curve, Rows, curve_of
+from grpo_cli.report import read
+from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import places
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
 
-# What a curve shows: the share of right answers among samples at temperature 1, which is what is trained. Greedy
-# accuracy is soon near its ceiling on the embedded task, and moves in steps of one problem.
+HERE = Path(__file__).resolve().parent
+STUDIES = sorted(file.stem for file in HERE.glob("*.yaml"))
 ACCURACY = "eval/pass@1"
-
 # Only files; and no checkpoints but the first and the last, so that none falls between two timed steps.
 QUIET = (
-    *("device=cpu", "logger=jsonl", "record.rollouts=0"),
-    *("train.checkpoint_every=1000000", "train.keep_checkpoints=1"),
+    "device=cpu",
+    "logger=jsonl",
+    "record.rollouts=0",
+    "train.checkpoint_every=1000000",
+    "train.keep_checkpoints=1",
 )
-
-# Problems that come back about five times in 160 steps; the embedded model has met none of more than 8 numbers.
-REVISITED_TASK = ("task.train_problems=512", "task.max_terms=10")
-REVISITED = (
-    *REVISITED_TASK,
-    *("n=8", "m=8", "downsample=all", "train.prompts=16", "eval.every=10", "eval.problems=448", "eval.k=4"),
-)
+CHECKPOINT = 1.65e9  # bytes: SmolLM2-135M in float32 with AdamW's two moments and the tokenizer
+GIB = 2**30
+SUMMED = ("train_seconds", "peak_memory_bytes", "generated_tokens", "trained_tokens")  # of a run's summary
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run: where it belongs and the words that it is started with."""
 
-    setting: str
+    part: str
     arm: str
     seed: int
+    name: str
     words: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting}/{self.arm}/seed{self.seed}"
 
 
 @dataclass(frozen=True)
-class Speedup:
-    """How many times sooner than the baseline an arm reaches 99 % of the baseline's best accuracy, seed by seed.
-
-    `ratios` are those of the seeds that reach it, `never` counts the others. Seeds whose baseline has learnt nothing
-    (it is at its best before the first step) belong to neither.
-    """
-
-    ratios: tuple[float, ...]
-    never: int
-
-    def __str__(self) -> str:
-        seeds = len(self.ratios) + self.never
-        if not self.ratios:
-            return "never" if seeds else "-"
-        deviation = f" ± {statistics.stdev(self.ratios):.2f}" if len(self.ratios) > 1 else ""
-        never = f" ({self.never} of {seeds} never)" if self.never else ""
-        return f"{statistics.mean(self.ratios):.2f}{deviation}{never}"
+class Part:
+    words: Sequence[str]
+    arms: Mapping[str, Sequence[str]]
+    baseline: str = ""  # part/arm
+    longest: int = 4
 
 
-def study_parser(description: str | None, steps: int | None) -> argparse.ArgumentParser:
-    """The options of every study; `steps` is what a run has by default."""
-    made = parser(description, threads=1)
-    whose = "default: those of conf/experiment" if steps is None else f"default: {steps}"
-    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    made.add_argument("--steps", type=positive, default=steps, help=f"of every run; {whose}")
+@dataclass(frozen=True)
+class Plan:
+    """What a YAML file says. `levels` of the results: seeds; arms and seeds; parts, arms and seeds."""
+
+    name: str
+    about: str
+    parts: Mapping[str, Part]
+    steps: int | None
+    seeds: Sequence[int]
+    words: Sequence[str]
+    means: Sequence[str]
+    sooner_than: Sequence[str]
+    evaluated: Mapping[str, Sequence[str]]
+    measured: Mapping[str, str]
+    variables: Mapping[str, Any]
+    quick: Mapping[str, Any]
+    profiled: str
+    needs: Sequence[str]
+    levels: int
+    key: str
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(arm for part in self.parts.values() for arm in part.arms))
+
+
+def plan_of(name: str) -> Plan:
+    found = yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+    usual = {"steps": None, "seeds": [0, 1, 2], "words": [], "means": [], "sooner_than": [], "evaluated": {}}
+    usual |= {"measured": {}, "variables": {}, "profiled": "", "needs": [], "levels": 3, "key": "results"}
+    parts = {part: Part(**{"words": [], **of}) for part, of in found.pop("parts").items()}
+    return Plan(name=name, parts=parts, **usual | found)
+
+
+# What is asked
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] not in STUDIES:
+        raise SystemExit(f"name a study: {', '.join(STUDIES)}")
+    plan = plan_of(words[0])
+    made = parser(f"{plan.about}\n    scripts/reproduce.sh {plan.name}", threads=1)
+    made.add_argument("--seeds", type=int, nargs="+", default=plan.seeds)
+    made.add_argument("--steps", type=positive, default=plan.steps, help="of every run; default: %(default)s, as named")
     made.add_argument("--jobs", type=positive, default=2, help="runs at a time")
+    parts = [*plan.parts, *plan.measured]
+    made.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    made.add_argument("--arms", nargs="+", choices=plan.arms, default=plan.arms)
+    made.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"of {', '.join(plan.variables)}")
     made.add_argument("--out", type=Path, help="default: outputs/reproduce_<study>")
-    return made
+    if "model" in plan.needs:
+        made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="of scripts/get_smollm2.sh")
+    if "data" in plan.needs:
+        made.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
+    args = parsed(made, words[1:], **{"seeds": plan.seeds[:1], "steps": 2} | dict(plan.quick))
+    args.plan = plan
+    args.variables = dict(plan.variables) | dict(word.split("=", 1) for word in args.set)
+    return args
 
 
-def folder(args: argparse.Namespace, name: str) -> Path:
-    """Of the study of this name."""
-    return (args.out or Path(f"outputs/reproduce_{name}{'_quick' * args.quick}")).resolve()
+def check_needs(args: argparse.Namespace) -> None:
+    """SystemExit where what a study of a real model needs is not there. Its paths become words of runs."""
+    if "model" in args.plan.needs:
+        check_model(args.model)
+        args.model = args.variables["model"] = args.model.resolve()
+    if "data" in args.plan.needs:
+        check_data(args.data)
+        args.data = args.data.resolve()
 
 
-def is_there(run: Run, out: Path) -> bool:
-    """Whether it is complete. SystemExit where another one is in its place."""
-    return _is_there(Job(0, out / run.name, run.words, run.name))
+def check_model(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"{folder} holds no model: make it with scripts/get_smollm2.sh {folder}, or give --model")
 
 
-def conduct(
-    args: argparse.Namespace,
-    name: str,
-    runs: Sequence[Run],
-    report: Callable[[argparse.Namespace, Path, Sequence[Run]], None],
-) -> None:
-    """Train what is missing, then report; that the figures cannot be drawn is found out before anything is trained."""
-    if not plots.can_draw():
-        raise SystemExit("the figures need matplotlib: pip install 'grpo-cli[plot]', or use scripts/reproduce.sh")
-    out = folder(args, name)
-    run_all("train", {run.name: run.words for run in runs}, out, args)
-    report(args, out, runs)
+def check_data(file: Path) -> None:
+    if not file.is_file():
+        raise SystemExit(f"{file} is no file: give --data, GSM8K's train.jsonl (openai/grade-school-math)")
 
 
-def in_turns(rounds: Sequence[Sequence[Run]]) -> list[Run]:
-    """All runs of several rounds (one run per arm in each), each round beginning one arm later than the one before.
+def check_disk(out: Path, runs: int, at_once: int) -> None:
+    """Room for the last checkpoint of so many runs; one gives way to the next by lying beside it."""
+    there = next(folder for folder in (out, *out.parents) if folder.is_dir())
+    needed, free = (runs + min(runs, at_once)) * CHECKPOINT, shutil.disk_usage(there).free
+    if needed > free:
+        raise SystemExit(
+            f"the checkpoints of {runs} runs need {needed / GIB:.0f} GiB, and {there} has {free / GIB:.0f} GiB free: "
+            "give another --out, or fewer runs"
+        )
 
-    Every arm so comes at every time of the study, and beside different neighbours.
-    """
-    return [run for turn, runs in enumerate(rounds) for run in rotated(runs, turn)]
+
+def folder(args: argparse.Namespace) -> Path:
+    return (args.out or Path(f"outputs/reproduce_{args.plan.name}{'_quick' * args.quick}")).resolve()
+
+
+# Runs
+
+
+def cache_words(name: str) -> tuple[str, ...]:
+    """Of `rkv_20+4`, `dense`, `rkv_24_whole_after_2+4`: see above."""
+    cache, _, buffer = name.partition("+")
+    found = re.fullmatch(r"([a-z0-9]+)_(\d+)(_whole)?(?:_after_(\d+))?", cache)
+    if found is None:
+        return (f"sparsity={cache}",)
+    policy, budget, whole, after = found[1], int(found[2]), found[3], found[4]
+    window = int(after or (budget // 2 if policy == "h2o" else min(8, budget // 2)))
+    values = {"budget": budget, "buffer": buffer or max(1, budget // 4), "window": window}
+    values["protect_prompt"] = str(not whole).lower()
+    return (f"sparsity={policy}", *(f"sparsity.{key}={value}" for key, value in values.items()))
+
+
+def expanded(words: Sequence[str], variables: Mapping[str, Any]) -> tuple[str, ...]:
+    """Words with their variables and caches put in."""
+    given = [word.format_map(variables) if re.search(r"{[a-z]+}", word) else word for word in words]
+    return tuple(one for w in given for one in (cache_words(w[6:]) if w.startswith("cache=") else (w,)))
+
+
+def run_of(args: argparse.Namespace, part: str, arm: str, seed: int, *more: str) -> Run:
+    plan, of = args.plan, args.plan.parts[part]
+    steps = () if args.steps is None else (f"train.steps={args.steps}",)
+    asked = expanded((*plan.words, *of.words, *of.arms[arm]), args.variables)
+    words = dict.fromkeys((*asked, f"seed={seed}", *steps, *more, *QUIET))
+    words = tuple({word.partition("=")[0]: word for word in words}.values())  # the last of each key
+    at = [part] if plan.levels == 3 else []
+    return Run(part, arm, seed, "/".join([*at, *arm.replace("=", "").split(), f"seed{seed}"]), words)
+
+
+def baseline_of(args: argparse.Namespace, part: str) -> tuple[str, str]:
+    """Part and arm; the arm is empty where runs of `part` end by themselves."""
+    found = args.plan.parts[part].baseline
+    return (part, found) if "/" not in found else tuple(found.split("/"))  # type: ignore[return-value]
+
+
+def baselines(args: argparse.Namespace) -> list[Run]:
+    named = dict.fromkeys(baseline_of(args, part) for part in args.plan.parts if part in args.parts)
+    return [run_of(args, part, arm, seed) for part, arm in named if arm for seed in args.seeds]
+
+
+def others(args: argparse.Namespace, out: Path) -> list[Run]:
+    """All runs but the baselines, each round beginning one arm later: every arm comes at every time of the study."""
+    spent = {run.seed: int(read_rows(run, out)[-1]["tokens/generated"]) for run in baselines(args)}
+    arms = [(p, a) for p, part in args.plan.parts.items() if p in args.parts for a in part.arms if a in args.arms]
+    arms = [(part, arm) for part, arm in arms if (part, arm) != baseline_of(args, part)]
+
+    def run(part: str, arm: str, seed: int) -> Run:
+        if not args.plan.parts[part].baseline:
+            return run_of(args, part, arm, seed)
+        steps, tokens, more = args.plan.parts[part].longest * args.steps, spent[seed], tuple[str, ...]()
+        if arm == args.plan.profiled:
+            file, cost = profile_of(seed, out)
+            # Its phases are parts of train.steps: about as many as its tokens will last.
+            words = run_of(args, part, arm, seed).words
+            steps = max(1, round((1 - cost / tokens) * args.steps * settings_of(*words).n / mean_size(file, words)))
+            tokens, more = max(1, tokens - cost), (f"train.history={file}",)
+        return run_of(args, part, arm, seed, *more, f"train.steps={steps}", f"train.max_generated={tokens}")
+
+    return [run(*arm, seed) for turn, seed in enumerate(args.seeds) for arm in (rotated(arms, turn) if arms else arms)]
+
+
+def profiles(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """The pass over all problems that comes before training, by seed."""
+    task = [word for word in args.plan.words if word.startswith("task.")]
+    words = (*task, "eval.split=train", "eval.problems=-1", "eval.k=8", "logger=jsonl", "device=cpu")
+    return {f"profiles/seed{seed}": (*words, f"seed={seed}") for seed in args.seeds}
+
+
+def profile_of(seed: int, out: Path) -> tuple[Path, int]:
+    """Its file, and how many tokens it took; the greedy answers are no part of it."""
+    file = out / "profiles" / f"seed{seed}" / "samples.jsonl"
+    return file, sum(row["length"] for row in _sampled_of(file))
+
+
+def _sampled_of(file: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["reason"] == "sampled"]
+
+
+def mean_size(file: Path, words: Sequence[str]) -> float:
+    """Of a group in a run with this profile, over its steps, of which each size has as many as it has problems."""
+    solved: dict[str, list[bool]] = {}
+    for row in _sampled_of(file):
+        solved.setdefault(row["prompt_id"], []).append(row["solved"])
+    chosen = settings_of(*words).parts["curriculum"]
+    sizes, shares = chosen["sizes"], [statistics.mean(of) for of in solved.values()]
+    taught = [share for share in shares if 0 < share <= chosen["trivial"]]
+    return statistics.mean(next((size for size in sizes if size * share >= 1), sizes[-1]) for share in taught)
 
 
 def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: argparse.Namespace) -> None:
@@ -132,8 +285,9 @@ def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: a
     words or is still written to, and at the end if a job has failed.
     """
     jobs = [Job(i, out / name, tuple(given), name) for i, (name, given) in enumerate(words.items())]
-    left = [job for job in jobs if not _is_there(job)]
-    print(f"{len(jobs) - len(left)} of {len(jobs)} of grpo {command} are done already in {out}", flush=True)
+    left = [job for job in jobs if not is_there(job)]
+    if jobs:
+        print(f"{len(jobs) - len(left)} of {len(jobs)} of grpo {command} are done already in {out}", flush=True)
     for job in left:
         shutil.rmtree(job.folder, ignore_errors=True)
         write_status(job.folder, Status("waiting", None, job.overrides, command=command))
@@ -143,7 +297,7 @@ def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: a
         return [sys.executable, "-P", "-m", "grpo_cli", command, *job.overrides, *folder]
 
     threads = {"OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
-    own = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", ""))))
+    own = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": own}  # for the rules of studies
     board = Board()
     pool = Pool([place | threads for place in places(args.jobs, [], environment)], command_of, command, board)
@@ -157,7 +311,7 @@ def run_all(command: str, words: Mapping[str, Sequence[str]], out: Path, args: a
         raise SystemExit("\n".join(["the study is not complete; go on with the same command", *failed]))
 
 
-def _is_there(job: Job) -> bool:
+def is_there(job: Job) -> bool:
     """Whether the run is complete. One of other words in its place is an error: nothing is overwritten."""
     status = read_status(job.folder)
     if status is not None and status.overrides != job.overrides:
@@ -167,18 +321,7 @@ def _is_there(job: Job) -> bool:
     return is_done(job.folder)
 
 
-def write_results(
-    args: argparse.Namespace, out: Path, tables: str, found: Mapping[str, Any], checks: Sequence[Check] = ()
-) -> int:
-    """Tables to the screen and to `out`, with which bounds hold; all numbers, and what they depend on, as JSON there
-    and where it was asked. Returns 1 if a bound is missed."""
-    tables = "\n\n".join([tables, *map(str, checks)])
-    print(f"\n{tables}\n\ntables, figures and the curve of every run: {out}")
-    (out / "results.md").write_text(tables + "\n", encoding="utf-8")
-    checked = {"checks": told(checks)} if checks else {}
-    for path in filter(None, (out / "results.json", args.json)):
-        write(path, {**document(args), **found, **checked})
-    return int(not all(check.holds for check in checks))
+# What they came to
 
 
 def read_rows(run: Run, out: Path) -> Rows:
@@ -193,119 +336,147 @@ def sampled(rows: Rows) -> Curve:
     return curve_of(rows, ACCURACY)
 
 
-def accuracies(rows: Rows) -> dict[str, float]:
-    curve = sampled(rows)
-    greedy = curve_of(rows, GREEDY).accuracy[-1]
-    return {"final_accuracy": curve.accuracy[-1], "best_accuracy": max(curve.accuracy), "final_greedy": greedy}
+def of_run(rows: Rows, means: Sequence[str], cost: int = 0) -> dict[str, Any]:
+    """What one run came to by itself; `cost`: tokens of its profile. Metrics that a record lacks count as 0."""
+    curve, greedy, trained = sampled(rows), curve_of(rows, GREEDY).accuracy, [row for row in rows if row["step"]]
+    last, seconds = trained[-1], sum(row["time/step"] for row in trained)
+    tokens = last["tokens/generated"] + cost
+    mixed = sum(row.get("group/mixed", 0) for row in trained)
+    groups = sum(row["group/mixed"] / (1 - row["group/zero_std"]) for row in trained if row["group/zero_std"] < 1)
+    found = {
+        "start_greedy": greedy[0],
+        "final_greedy": greedy[-1],
+        "steps": len(trained),
+        "tokens": tokens,
+        **{name: last[name] for name in ("clock/train_seconds", "tokens/generated", "tokens/trained")},
+        **{name: statistics.mean(row.get(name, 0.0) for row in trained) for name in means},
+        "mixed_per_million": 1e6 * mixed / tokens,
+        "mixed_share": mixed / groups if groups else 0.0,
+        "seconds_per_step": statistics.median(row["time/step"] for row in trained),
+        "rollout_share": sum(row["time/rollout"] for row in trained) / seconds,
+        "update_share": sum(row["time/update"] + row["time/logprobs"] for row in trained) / seconds,
+    }
+    if curve.accuracy:
+        ends = {"final_accuracy": curve.accuracy[-1], "best_accuracy": max(curve.accuracy)}
+        found |= ends | {"lowest": min(curve.accuracy[1:]), "rise": curve.accuracy[-1] - curve.accuracy[0]}
+    return found
 
 
-def mean_of(rows: Rows, *names: str) -> dict[str, float]:
-    """Means over the steps; what a record lacks is 0."""
-    return {name: statistics.mean(row.get(name, 0.0) for row in rows if row["step"]) for name in names}
+def token_share(rows: Rows, base: Rows, cost: int = 0) -> float | None:
+    """At which share of the baseline's tokens a run's accuracy first is the baseline's last; None if it never is.
+    `cost` comes to what the run itself has used."""
+    reached = sampled(rows).first_reaching(sampled(base).accuracy[-1], "tokens/generated")
+    return None if reached is None else (reached + cost) / float(base[-1]["tokens/generated"])
 
 
-def undisturbed(runs: Mapping[int, Rows]) -> dict[int, Curve]:
-    """The curves of an arm's seeds on one clock: each step takes the least that it took any of them.
+def sooner_than(baseline: Mapping[int, Curve], arm: Mapping[int, Curve]) -> dict[str, Any]:
+    """How many times sooner than the baseline an arm reaches 99 % of the baseline's best accuracy, seed by seed.
 
-    The seeds run at different times of the study, so what else the machine did then falls on few of them. Lengths
-    of rollouts hardly differ between seeds at one step, and the rest of a step does not depend on the seed.
+    `ratios` are those of the seeds that reach it, `never` counts the others. Seeds whose baseline has learnt nothing
+    (it is at its best before the first step) belong to neither.
     """
-    by_step = zip(*([row["time/step"] for row in rows if row["step"]] for rows in runs.values()), strict=True)
-    clock = dict(enumerate(itertools.accumulate(map(min, by_step), initial=0.0)))
-    found = {seed: sampled(rows) for seed, rows in runs.items()}
+    ratios, never = list[float](), 0
+    for seed in sorted(baseline.keys() & arm.keys()):
+        target = 0.99 * max(baseline[seed].accuracy)
+        its, mine = baseline[seed].first_reaching(target), arm[seed].first_reaching(target)
+        if its and mine:
+            ratios.append(its / mine)
+        never += bool(its) and mine is None
+    return {"ratios": ratios, "never": never}
+
+
+def results(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """By part, arm and seed; where times are compared, of each arm also the ratios and the curves."""
+    plan, found = args.plan, dict[str, Any]()
+    base, runs = baselines(args), [*baselines(args), *others(args, out)]
+    rows = {run.name: read_rows(run, out) for run in runs}
+    for part in (part for part in plan.parts if part in args.parts):
+        its = {run.seed: run for run in base if (run.part, run.arm) == baseline_of(args, part)}
+        arms: dict[str, dict[int, Rows]] = {}
+        for run in [*its.values(), *(run for run in runs if run.part == part)]:
+            arms.setdefault(run.arm, {})[run.seed] = rows[run.name]
+        found[part] = {arm: _of_arm(args, out, arm, of, arms) for arm, of in arms.items()}
+        for arm, seed in ((arm, seed) for arm, of in arms.items() for seed in its.keys() & of.keys()):
+            share = token_share(arms[arm][seed], rows[its[seed].name], _cost(args, out, arm, seed))
+            found[part][arm][seed]["token_share"] = share
+    if plan.levels == 3:
+        return found
+    (found,) = found.values()
+    return next(iter(found.values())) if plan.levels == 1 else found
+
+
+def _cost(args: argparse.Namespace, out: Path, arm: str, seed: int) -> int:
+    return profile_of(seed, out)[1] if arm == args.plan.profiled else 0
+
+
+def _of_arm(args: argparse.Namespace, out: Path, arm: str, of: Any, arms: Mapping[str, Any]) -> dict[Any, Any]:
+    runs = {seed: of_run(rows, args.plan.means, _cost(args, out, arm, seed)) for seed, rows in of.items()}
+    if not args.plan.sooner_than:
+        return runs
+    curves = {name: {seed: sampled(rows) for seed, rows in its.items()} for name, its in arms.items()}
+    bases = [base for base in args.plan.sooner_than if base in arms and base != arm]
     return {
-        seed: replace(curve, axes={**curve.axes, CLOCK: tuple(clock[step] for step in curve.steps)})
-        for seed, curve in found.items()
+        "runs": runs,
+        "sooner_than": {base: sooner_than(curves[base], curves[arm]) for base in bases},
+        "curves": {seed: asdict(curve) for seed, curve in curves[arm].items()},
     }
 
 
-def speedup(baseline: Mapping[int, Curve], arm: Mapping[int, Curve], share: float = 0.99) -> Speedup:
-    """Curves by seed to `Speedup`; every seed is compared with the baseline of that seed."""
-    pairs = [(baseline[seed], arm[seed]) for seed in sorted(baseline.keys() & arm.keys())]
-    ratios = [_ratio(base, mine, share) for base, mine in pairs]
-    never = sum(ratio is None and _target_time(base, share) > 0 for ratio, (base, _) in zip(ratios, pairs, strict=True))
-    return Speedup(tuple(ratio for ratio in ratios if ratio is not None), never)
+def evaluations(args: argparse.Namespace, out: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Held-out accuracy of each run's policy, by the run and by the cache that it is evaluated in."""
+    few, words = ("eval.problems=20",) if args.quick else (), dict[str, tuple[str, ...]]()
+    caches = {run.name: args.plan.evaluated.get(run.arm, args.plan.evaluated["all"]) for run in others(args, out)}
+    for name, of in caches.items():
+        for cache in of:
+            policy = expanded((f"cache={cache}+{{buffer}}",), args.variables)
+            given = [word.lstrip("+") for word in overrides({"checkpoint": str(out / name)})]
+            words[f"evaluations/{name}/{cache}"] = (*given, "eval.problems={problems}", "eval.k=4", *few, *policy)
+    words = {name: expanded(of, args.variables) for name, of in words.items()}
+    run_all("eval", words, out, args)
+    kept = (GREEDY, ACCURACY, "eval/length_mean", "engine/kv_saving_mean")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, of in caches.items():
+        read = {cache: json.loads((out / "evaluations" / name / cache / "summary.json").read_text()) for cache in of}
+        found[name] = {cache: {key: its.get(key, 0.0) for key in kept} for cache, its in read.items()}
+    return found
 
 
-def _target_time(baseline: Curve, share: float) -> float:
-    reached = baseline.first_reaching(share * max(baseline.accuracy))
-    assert reached is not None, "a curve reaches 99 % of its own best"
-    return reached
+def with_summaries(args: argparse.Namespace, out: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Of the default run also what its summary says, and how many problems it is evaluated on."""
+    for run in others(args, out):
+        summary = json.loads((out / run.name / "summary.json").read_text(encoding="utf-8"))
+        found[run.seed] |= {key: summary[key] for key in SUMMED}
+    return {"problems": settings_of().eval.problems, "results": found}
 
 
-def _ratio(baseline: Curve, arm: Curve, share: float) -> float | None:
-    reached = arm.first_reaching(share * max(baseline.accuracy))
-    return _target_time(baseline, share) / reached if reached else None
+def main(words: Sequence[str] | None = None) -> int:
+    args = options(words)
+    check_needs(args)
+    out, plan = folder(args), args.plan
+    found: dict[str, Any] = {}
+    for name, module in plan.measured.items():
+        if name in args.parts:
+            found[name] = getattr(importlib.import_module(module), name)(args, out)
+    if set(args.parts) & plan.parts.keys():
+        if "model" in plan.needs:
+            check_disk(out, sum(not (out / run.name).is_dir() for run in others(args, out)), args.jobs)
+        run_all("train", {run.name: run.words for run in baselines(args)}, out, args)
+        if plan.profiled in args.arms:
+            run_all("eval", profiles(args), out, args)
+        run_all("train", {run.name: run.words for run in others(args, out)}, out, args)
+        came = results(args, out)
+        nested = plan.levels == 3 and plan.measured  # what is measured then is one of the parts
+        found = {plan.key: found | came} if nested else found | {plan.key: came}
+        found = with_summaries(args, out, came) if plan.levels == 1 else found
+        found |= {"evaluations": evaluations(args, out)} if plan.evaluated else {}
+        subprocess.run([sys.executable, "-m", "grpo_cli", "report", str(out), "--out", str(out / "report")])
+    told = document(args)
+    told["settings"] = {key: value for key, value in told["settings"].items() if key not in ("plan", "variables")}
+    for path in filter(None, (out / "results.json", args.json)):
+        write(path, {**told, **found})
+    print(f"figures: {out / 'results.json'}; pictures: {out / 'report'}")
+    return 0
 
 
-def spent(runs: Iterable[Run], out: Path) -> dict[int, int]:
-    """How many tokens each of these runs, one a seed, has generated."""
-    return {run.seed: int(read_rows(run, out)[-1]["tokens/generated"]) for run in runs}
-
-
-def share_reaching(rows: Rows, base: Rows, axis: str = "tokens/generated", cost: int = 0) -> float | None:
-    """At which share of the baseline's tokens (or of another axis) a run's accuracy first is the baseline's last; None
-    if it never is. `cost` comes to what the run itself has used."""
-    reached = sampled(rows).first_reaching(sampled(base).accuracy[-1], axis)
-    return None if reached is None else (reached + cost) / float(base[-1][axis])
-
-
-def spread(values: Iterable[float], digits: int = 3) -> str:
-    """`mean ± standard deviation` over seeds, the mean alone where there is one."""
-    numbers = list(values)
-    shown = f"{statistics.mean(numbers):.{digits}g}"
-    return f"{shown} ± {statistics.stdev(numbers):.2g}" if len(numbers) > 1 else shown
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *rows])
-
-
-Column = Callable[[Sequence[Mapping[str, Any]]], str]  # what one arm's runs come to
-
-
-def over_seeds(name: str) -> Column:
-    return lambda runs: spread(run[name] for run in runs)
-
-
-def mean(name: str, form: str = ".2g") -> Column:
-    return lambda runs: format(statistics.mean(run[name] for run in runs), form)
-
-
-def reaching(name: str) -> Column:
-    """Of a share that some runs may never come to."""
-
-    def column(runs: Sequence[Mapping[str, Any]]) -> str:
-        there = [run[name] for run in runs if run[name] is not None]
-        never = f" ({len(runs) - len(there)} of {len(runs)} never)" if len(there) < len(runs) else ""
-        return (spread(there) if there else "") + never
-
-    return column
-
-
-def signs(name: str) -> Column:
-    """Whether a difference has one sign in all seeds: what has not is a null result."""
-
-    def column(runs: Sequence[Mapping[str, Any]]) -> str:
-        above, below = (sum(sign * run[name] > 0 for run in runs) for sign in (1, -1))
-        alike = "better" if above == len(runs) else "worse" if below == len(runs) else ""
-        return f"{alike} in every seed" if alike else f"null: {above} of {len(runs)} better"
-
-    return column
-
-
-def plot(
-    path: Path,
-    title: str,
-    panels: Mapping[str, Mapping[str, Sequence[Curve]]],
-    targets: Mapping[str, float],
-    axes: Mapping[str, str] = AXES,
-) -> None:
-    """One row per setting, one column per axis: mean accuracy of each arm, and a band of one standard deviation.
-
-    `targets` are accuracies by setting, drawn as dashed lines.
-    """
-    lines = {setting: [plots.ArmLine(arm, found) for arm, found in arms.items()] for setting, arms in panels.items()}
-    with plots.paper_style():
-        figure = plots.accuracy_figure(lines, axes, targets, "held-out accuracy, sampled", title)
-        path.write_bytes(plots.png(figure))
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
 
 
@@ -53,6 +54,7 @@ class Dense:
         return max(1, max_new_tokens - 1)
 
 
+@facts(evicts=True)
 @dataclass(frozen=True)
 class Budget(ABC):
     """At most `budget` keys, and `buffer` more between two evictions, for each rollout, layer and key-value head.

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.types import Request, Rollout
 
@@ -139,6 +140,7 @@ class Told:
         """There is nothing to put back."""
 
 
+@facts(of_whole_rollouts=True)
 class Oracle:
     """Replays known lengths: what the best possible predictor would say. For studies.
 

@@ -24,7 +24,7 @@ from grpo_cli.engine.ray.messages import Done, Order, Place, Snapshot
 from grpo_cli.engine.ray.parcel import fixed_numbers, moving_numbers, nbytes, skeleton
 from grpo_cli.engine.ray.ray_cluster import Needs, RayCluster, fetch, require_ray
 from grpo_cli.engine.ray.worker import Blueprint, place, rollout_of
-from grpo_cli.interfaces import Engine, Meter
+from grpo_cli.interfaces import Engine, Meter, facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Request, Rollout
@@ -39,6 +39,7 @@ NO_ENOUGH = (
 )
 
 
+@facts(stops_early=False)
 class RayEngine:
     """Rollouts by `workers` actors of Ray."""
 

@@ -36,7 +36,7 @@ from grpo_cli.engine.step.weights import (
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.packed import causal
 from grpo_cli.model.transfer import send
-from grpo_cli.support.memory import tensors_of
+from grpo_cli.support.memory import storages, tensors_of
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,8 @@ class Decoder:
     @property
     def copied_bytes(self) -> int:
         """Of the copies of weights; packed ones are not counted."""
-        of_model = {weight.untyped_storage()._cdata for weight in self._modules.parameters()}
-        held = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_of(self._held())}
-        return sum(size for storage, size in held.items() if storage not in of_model)
+        of_model = storages(self._modules.parameters())
+        return sum(size for storage, size in storages(tensors_of(self._held())).items() if storage not in of_model)
 
     def _held(self) -> list[Any]:
         return [*self._blocks_of_model, self._head]

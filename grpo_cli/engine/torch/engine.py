@@ -22,7 +22,7 @@ from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
 from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
-from grpo_cli.interfaces import Meter
+from grpo_cli.interfaces import Meter, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, is_out_of_memory
@@ -30,6 +30,7 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
+@facts(is_policy=True)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
     `invariance.py` finds that they can, which `facts` reports.

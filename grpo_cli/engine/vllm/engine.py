@@ -27,7 +27,7 @@ from grpo_cli.engine.vllm.admission import Work
 from grpo_cli.engine.vllm.options import check_options
 from grpo_cli.engine.vllm.process import OLD_RUNNER, guest, head_sizes, require_vllm, runner_of
 from grpo_cli.engine.vllm.served import Served
-from grpo_cli.interfaces import Meter
+from grpo_cli.interfaces import Meter, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.weights import merged_weights
 from grpo_cli.support.errors import UserError, refuse
@@ -40,6 +40,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 MARGIN = 2**29
 
 
+@facts(is_policy=False)
 class VllmEngine:
     """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
 

@@ -1,4 +1,4 @@
-"""What partial rollouts save: decode steps per trained group, with lengths that are given and no training.
+"""What partial rollouts save: decode steps per trained group, with given lengths and no training (of frontier_b).
 
 A reply's length is drawn from a log-normal distribution by its problem and sample, so that all arms are given the same
 replies, resumed or not. The engine is a run's own and its work is real, but only counts are told, which are the same on
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-import study
 import torch
-from common import Check, Figures, engine_of, settings_of, write
+from common import Figures, engine_of, settings_of, write
 
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
@@ -30,7 +30,6 @@ from grpo_cli.experiment import set_up
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Engine
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
-from grpo_cli.report import plots
 from grpo_cli.types import EngineStats, Request, Rollout, ScoredGroup
 
 SAMPLERS: Mapping[str, tuple[str, ...]] = {
@@ -45,16 +44,7 @@ COLLECTORS: Mapping[str, tuple[str, ...]] = {
 MEAN, LONGEST, DEVIATION = 24.0, 192, 1.0  # tokens; the deviation as a share of the mean, before the longest are cut
 SHAPE = ("n=8", "m=8", "downsample=all", "train.prompts=16", f"sampling.max_new_tokens={LONGEST}", "device=cpu")
 BEFORE = 10  # steps that are not counted: what is carried from step to step has to come to its usual number
-COLUMNS = {
-    "decode steps per trained group": ("decode_steps_per_group", ".2f"),
-    "of equal's": ("of_equal", ".2f"),
-    "slot utilisation": ("utilisation", ".2f"),
-    "prompt tokens per group": ("prefill_per_group", ".0f"),
-    "groups per step": ("groups_per_step", ".1f"),
-    "old tokens": ("old_share", ".0%"),
-    "mean lag": ("lag_mean", ".2f"),
-    "variation of lengths": ("variation", ".2f"),
-}
+STEPS = 50
 
 
 def length_of(problem: str, sample: int) -> int:
@@ -139,62 +129,21 @@ def figures(steps: Sequence[tuple[EngineStats, Sequence[ScoredGroup], float]], f
     }
 
 
-def all_of(args: argparse.Namespace, out: Path) -> dict[str, dict[str, Figures]]:
+def cost(args: argparse.Namespace, out: Path) -> dict[str, dict[str, Figures]]:
     """Figures by sampler and collector. What is there already is read; `args.jobs` are made at a time."""
-    arms = [(sampler, collector) for sampler in args.samplers for collector in COLLECTORS]
-    files = {arm: out / "cost" / f"{arm[0]}_{arm[1].replace(' ', '_')}_{args.cost_steps}.json" for arm in arms}
+    samplers, steps = (["full"], 2) if args.quick else (list(SAMPLERS), STEPS)
+    arms = list(product(samplers, COLLECTORS))
+    files = {arm: out / "cost" / f"{arm[0]}_{arm[1].replace(' ', '_')}.json" for arm in arms}
     left = [arm for arm, file in files.items() if not file.exists()]
-    print(f"{len(arms) - len(left)} of {len(arms)} of the cost of collecting are done already in {out}", flush=True)
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, spawned, torch.set_num_threads, (args.threads,)) as pool:
-        samplers, collectors = [arm[0] for arm in left], [arm[1] for arm in left]
-        made = pool.map(measured, samplers, collectors, [args.cost_steps] * len(left))
-        for arm, figures in zip(left, made, strict=True):
-            write(files[arm], figures)
-            print(f"{' '.join(arm)}: {figures['decode_steps_per_group']:.2f} decode steps per group", flush=True)
-    found: dict[str, dict[str, Figures]] = {}
-    for (sampler, collector), file in files.items():
-        found.setdefault(sampler, {})[collector] = json.loads(file.read_text(encoding="utf-8"))
-    return {sampler: beside_equal(of) for sampler, of in found.items()}
+        for arm, made in [(arm, pool.submit(measured, *arm, steps)) for arm in left]:
+            write(files[arm], made.result())
+    found = {arm: json.loads(file.read_text(encoding="utf-8")) for arm, file in files.items()}
+    return {s: beside_equal({collector: found[s, collector] for collector in COLLECTORS}) for s in samplers}
 
 
 def beside_equal(found: Mapping[str, Figures]) -> dict[str, Figures]:
     """One sampler's collectors, with their decode steps as a share of the plain collector's."""
     base = found["equal"]["decode_steps_per_group"]
     return {name: {**of, "of_equal": of["decode_steps_per_group"] / base} for name, of in found.items()}
-
-
-def table(found: Mapping[str, Mapping[str, Figures]]) -> str:
-    lines = [
-        [sampler, collector, *(format(figures[name], form) for name, form in COLUMNS.values())]
-        for sampler, of in found.items()
-        for collector, figures in of.items()
-    ]
-    told = study.markdown(["sampler", "collector", *COLUMNS], lines)
-    null = [sampler for sampler, of in found.items() if min(figures["of_equal"] for figures in of.values()) > 0.98]
-    return told + "".join(f"\n\nNull: under sampler={sampler} a surplus saves no decode steps." for sampler in null)
-
-
-def checks(found: Mapping[str, Mapping[str, Figures]]) -> list[Check]:
-    least = min(figures["variation"] for of in found.values() for figures in of.values())
-    made = [Check("cost: the least variation of lengths (deviation / mean) of an arm", least, least=0.8)]
-    if "full" in found:
-        share = found["full"]["surplus 1"]["of_equal"]
-        made.append(Check("cost: sampler=full, surplus 1: decode steps per trained group, of equal's", share, most=0.7))
-    return made
-
-
-def draw(path: Path, found: Mapping[str, Mapping[str, Figures]]) -> None:
-    """Decode steps per trained group and slot utilisation over collectors, a line for each sampler."""
-    with plots.paper_style():
-        import matplotlib.pyplot as plt
-
-        figure, panels = plt.subplots(1, 2, figsize=(7.6, 3.0), layout="constrained")
-        for panel, words in zip(panels, ("decode steps per trained group", "slot utilisation"), strict=True):
-            for i, (sampler, of) in enumerate(found.items()):
-                values = [figures[COLUMNS[words][0]] for figures in of.values()]
-                panel.plot(list(of), values, plots.MARKERS[i] + "-", color=plots.COLOURS[i], label=sampler)
-            panel.set_ylabel(words)
-            panel.set_ylim(bottom=0)
-        panels[0].legend()
-        path.write_bytes(plots.png(figure))

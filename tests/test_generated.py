@@ -1,0 +1,79 @@
+"""What all generated tasks keep to: problems of seed and index, splits that share nothing, sizes in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import made
+import pytest
+from tiny_hf import make_tokenizer
+
+from grpo_cli.model.load import load_tokenizer
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.generated import GeneratedTask, is_held_out
+
+TINY, WORDS = load_tokenizer(made.model()), make_tokenizer()
+TASKS = ("arithmetic", "countdown", "word_problems")
+# Settings under which there are few problems, and others that no task can have, each with what the refusal names.
+FEW: dict[str, dict[str, int]] = {
+    "arithmetic": {"max_terms": 2, "max_operand": 2, "max_value": 10},
+    "countdown": {"min_numbers": 2, "max_numbers": 2, "max_number": 5, "max_target": 10},
+    "word_problems": {"max_start": 3, "max_change": 2},
+}
+BAD: dict[str, tuple[dict[str, int], str]] = {
+    "arithmetic": ({"min_terms": 1, "max_operand": 60}, "task.min_terms=1.*task.max_value=99"),
+    "countdown": ({"min_numbers": 1, "max_target": 5}, "task.min_numbers=1.*task.max_target=5"),
+    "word_problems": ({"min_steps": 3, "max_change": 10_000}, "task.min_steps=3.*task.max_change=10000"),
+}
+
+
+def task(name: str, seed: int = 0, **changes: Any) -> GeneratedTask[Any]:
+    return made.task(name, WORDS if name == "word_problems" else TINY, seed, **changes)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_train_is_a_function_of_seed_and_index_and_eval_of_neither(name: str) -> None:
+    first, again, other = (task(name, seed).prompts("train") for seed in (3, 3, 4))
+    assert [first[i] for i in (7, 2, 5)] == [again[i] for i in (7, 2, 5)]
+    assert first[0:20] != other[0:20] and first[-1] == first[len(first) - 1]
+    assert task(name, 3).prompts("eval") == task(name, 4).prompts("eval")
+    assert len(list(task(name, train_problems=5).prompts("train"))) == 5
+    for call in (lambda: first[len(first)], lambda: first[-len(first) - 1]):
+        with pytest.raises(IndexError):
+            call()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_no_problem_of_one_split_is_in_the_other_and_none_is_twice_in_eval(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_of: dict[str, str] = {}
+    prompt = GeneratedTask._prompt
+
+    def noted(self: GeneratedTask[Any], prompt_id: str, problem: Any, told: str) -> Any:
+        made_of[prompt_id] = self.key(problem)
+        return prompt(self, prompt_id, problem, told)
+
+    monkeypatch.setattr(GeneratedTask, "_prompt", noted)
+    asked = task(name, 1)
+    held_out, _ = asked.prompts("eval"), asked.prompts("train")[0:1000]
+    assert len({prompt.token_ids for prompt in held_out}) == len(held_out) > 200
+    assert {is_held_out(key) for prompt_id, key in made_of.items() if prompt_id.startswith("eval")} == {True}
+    assert {is_held_out(key) for prompt_id, key in made_of.items() if prompt_id.startswith("train")} == {False}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_cannot_be_is_refused_with_all_its_keys(name: str) -> None:
+    with pytest.raises(UserError, match="task.eval_problems=400: only .*; ask for fewer, or raise task.max_"):
+        task(name, eval_problems=400, **FEW[name])
+    changes, named = BAD[name]
+    with pytest.raises(UserError, match=f"(?s){named}.*task.eval_problems=0"):
+        task(name, eval_problems=0, **changes)
+    with pytest.raises(UserError, match=f"task={name} .*'test'"):
+        task(name).prompts("test")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_text_leaves_special_tokens_out(name: str) -> None:
+    tokenizer = WORDS if name == "word_problems" else TINY
+    assert task(name, eval_problems=1).text([*tokenizer.encode("1+2"), tokenizer.eos_token_id]) == "1+2"

@@ -375,7 +375,7 @@ def test_a_step_has_exactly_its_rollouts_and_no_group_of_one(choice, n, prompts,
 
 
 @pytest.mark.parametrize("choice", ["dars", "mixed", "sqrt", "ci"])
-@pytest.mark.parametrize(("n", "prompts"), [(2, 1), (16, 16), (4100, 3)])
+@pytest.mark.parametrize(("n", "prompts"), [(2, 1), (16, 16), pytest.param(4100, 3, marks=pytest.mark.matrix)])
 def test_a_rehearsal_knows_how_much_is_asked_for(choice, n, prompts):
     rule = collector(choice, **({"most": 2 * n} if choice == "dars" else {}))
     size = rehearsed(rule, n, prompts)

@@ -19,16 +19,14 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.profile import read_history
-from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rules_of
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make
+from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.history import History
-from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Rules, Task, Tracker
-from grpo_cli.learner.optimizer import check_optimizer
+from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Task, Tracker
 from grpo_cli.model.adapters import AdapterOff
 from grpo_cli.model.checks import check_device, check_vocabulary
 from grpo_cli.model.load import (
@@ -48,28 +46,14 @@ from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes
-from grpo_cli.support.memory import SHARE, expand_segments, part_of_gpu
+from grpo_cli.support.memory import expand_segments
 from grpo_cli.support.meter import WallMeter
-from grpo_cli.support.processor import flush_denormals, remarks, why_no_gpu
+from grpo_cli.support.processor import remarks
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.train import Trainer
 from grpo_cli.types import Record
-
-
-def pick_device(word: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
-    flush_denormals()  # whoever computes asks here first
-    if word == "auto":
-        word = "cuda" if torch.cuda.is_available() else "cpu"
-    if word == "cuda":
-        if not torch.cuda.is_available():
-            found = f"PyTorch finds no GPU here ({why_no_gpu()})"
-            raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
-    return torch.device(word)
 
 
 def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
@@ -84,13 +68,14 @@ def say_to_stderr(text: str) -> None:
 
 
 def set_up(
-    settings: RunSettings | EvalRunSettings,
+    run: Prepared[Any] | EvalRunSettings,
     weights: ModelSettings,
     warn: Callable[[str], None] = say_to_stderr,
     **engine: Any,
 ) -> Bench:
     """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
-    device = pick_device(settings.device)
+    settings: RunSettings | EvalRunSettings = run.settings if isinstance(run, Prepared) else run
+    device = run.device if isinstance(run, Prepared) else pick_device(run.device)
     if device.type == "cpu":
         for remark in remarks(os.environ, torch.get_num_threads()):
             warn(remark)
@@ -107,7 +92,7 @@ def set_up(
     task = make("task", settings.parts["task"], offered)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     # Told to workers of engine=ray, who may not have the code of a collector of one's own.
-    per_step = collection_size(settings).at_once if isinstance(settings, RunSettings) else None
+    per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
@@ -158,29 +143,19 @@ def worker_engine(
     return _engine(replace(settings, parts=parts), model, eos, pad, decode=decode, told=told, **more)
 
 
-def tried_rules(settings: RunSettings) -> Rules:
-    """The rules of a run, each tried once, and its optimizer looked at: what can be refused before a model is read."""
-    device = pick_device(settings.device)
-    rules = build_rules(settings)
-    check_optimizer(settings.optim, device)
-    return rules
-
-
-def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
-    """A training run, ready to go: its model loaded, and its checkpoint, if there is one to go on from.
-
-    `rules` are those of `tried_rules`, if they have been tried before.
-    """
-    rules = rules or tried_rules(settings)
+def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
+    """A training run, ready to go: its model loaded, and its checkpoint, if there is one to go on from."""
+    prepared = run if isinstance(run, Prepared) else prepare(run)
+    settings = prepared.settings
     run_dir = Path(settings.run_dir)
     console = ConsoleTracker(settings.train.steps, folder=run_dir)
     checkpoint = _checkpoint_to_resume(settings.resume, settings.accept_damage, console.warn)
     if checkpoint is not None:
         _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
-    bench = set_up(settings, weights, console.warn)
-    _say_what_depends_on_memory(settings, console.warn)
-    for remark in together.remarks(settings, rules, collection_size(settings)):
+    bench = set_up(prepared, weights, console.warn)
+    _say_what_depends_on_memory(prepared, console.warn)
+    for remark in together.remarks(settings, prepared.rules, prepared.size):
         console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
@@ -190,12 +165,13 @@ def build(settings: RunSettings, rules: Rules | None = None) -> Trainer:
         console.warn(line)
     trackers = _trackers(settings, run_dir, checkpoint, console)
     meter = WallMeter(bench.device, on_phase=console.phase)
-    parts = parts_of(settings, rules, bench, trackers, meter, console.say, console.warn)
+    parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
 
 
-def _say_what_depends_on_memory(settings: RunSettings, warn: Callable[[str], None]) -> None:
-    if settings.parts["sampler"].get("on_oom") == "halve" and collection_size(settings).partial:
+def _say_what_depends_on_memory(run: Prepared[Any], warn: Callable[[str], None]) -> None:
+    settings = run.settings
+    if settings.parts["sampler"].get("on_oom") == "halve" and run.size.partial:
         warn(
             "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
             f"collector={choice_of('collector', settings.parts['collector'])} trains on in which step: a run may not "
@@ -204,8 +180,7 @@ def _say_what_depends_on_memory(settings: RunSettings, warn: Callable[[str], Non
 
 
 def parts_of(
-    settings: RunSettings,
-    rules: Rules,
+    run: Prepared[Any],
     bench: Bench,
     trackers: tuple[Tracker, ...],
     meter: Meter,
@@ -213,8 +188,9 @@ def parts_of(
     warn: Callable[[str], None],
 ) -> Parts:
     """What a trainer is put together from."""
+    settings, rules = run.settings, run.rules
     history = read_history(settings.train.history, bench.task.prompts("train"))
-    curriculum, replay = curriculum_of(settings, bench.task, history), replay_of(settings, bench, warn)
+    curriculum, replay = curriculum_of(run, bench.task, history), replay_of(settings, bench, warn)
     reference = _reference(settings, bench) if rules.loss.needs_reference else None
     save_model = partial(save_pretrained, bench.model, bench.tokenizer, with_base=settings.model.random_init)
     return Parts(bench, curriculum, replay, history, rules, reference, save_model, trackers, meter, say, warn)
@@ -242,14 +218,15 @@ def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) 
     return made
 
 
-def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curriculum:
+def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculum:
     """Which problems the run's steps take. UserError if the task has fewer than a step may ask for."""
-    prompts, train = task.prompts("train"), settings.train
+    settings, prompts = run.settings, task.prompts("train")
+    train = settings.train
     offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
     made = make("curriculum", settings.parts["curriculum"], {**offered, "seed": settings.seed, "history": history})
     if not isinstance(made, Curriculum):
         raise UserError(f"curriculum: {settings.parts['curriculum']['_target_']} has no pick(step, count, without)")
-    wanted = collection_size(settings).picked
+    wanted = run.size.picked
     if wanted > len(prompts):
         collector = settings.parts["collector"]
         more = [f"collector.{name}" for name in ("pool", "surplus") if name in collector]
@@ -258,11 +235,6 @@ def curriculum_of(settings: RunSettings, task: Task, history: History) -> Curric
             f"{len(prompts)}: lower {' or '.join(['train.prompts', *more])}"
         )
     return made
-
-
-def collection_size(settings: RunSettings) -> CollectionSize:
-    """What a step may ask for at most, as far as a rehearsal tells."""
-    return rehearsed(rules_of(settings.parts).collector, settings.n, settings.train.prompts)
 
 
 def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callable[[str], None]) -> Path | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.profile.estimate import Prediction, total
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.profile.shapes import KV, Workload
@@ -44,7 +44,7 @@ def predictions(asked: argparse.Namespace) -> Iterator[tuple[str, Prediction]]:
         common += [word.format(half=max(1, asked.n // 2), quarter=max(1, asked.n // 4)) for word in words]
         settings = settings_of(*common)
         shapes = shapes_of(settings.model)
-        _, step = step_of(settings, build_rules(settings), False, seen=(work, None))
+        _, step = step_of(prepare(settings), False, seen=(work, None))
         yield name, estimator_of(settings, shapes, torch.device("cuda"), 0).predict(step)
 
 

@@ -11,7 +11,7 @@ import torch
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.config.precision import decided
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.estimate import total
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
@@ -38,9 +38,9 @@ def settings_on_a_gpu(*words: str) -> RunSettings:
 
 def phases_of(settings: RunSettings) -> dict[str, int]:
     """Bytes of each phase, every rollout as long as may be."""
-    device, rules = torch.device("cuda"), build_rules(settings)
+    device = torch.device("cuda")
     shapes = shapes_of(settings.model)
-    _, step = step_of(settings, rules, has_dropout(shapes.model))
+    _, step = step_of(prepare(settings), has_dropout(shapes.model))
     found = estimator_of(settings, shapes, device, 0).predict(step.at_full_length())
     return {phase: total(sizes) for phase, sizes in found.phases.items()}
 

@@ -12,13 +12,17 @@ import made
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from grpo_cli.cli import main as cli
+from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.rehearsal import rehearsed_rules
-from grpo_cli.experiment import curriculum_of, pick_device, set_up
+from grpo_cli.config.prepare import pick_device, prepare
+from grpo_cli.config.rehearsal import try_rules
+from grpo_cli.experiment import curriculum_of, set_up
 from grpo_cli.history import History
 from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.support.errors import UserError
@@ -134,7 +138,10 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def rules(n: int = 4, m: int = 2, **changed: dict[str, Any]):
-    return rehearsed_rules({**PARTS, **changed}, n, m, prompts=2)
+    settings = settings_of(f"n={n}", f"m={m}", "train.prompts=2", "collector=equal")
+    tried = try_rules(replace(settings, parts={**settings.parts, **PARTS, **changed}))
+    assert tried is not None
+    return tried.rules
 
 
 def refusal(n: int = 4, m: int = 2, **changed: dict[str, Any]) -> str:
@@ -222,7 +229,7 @@ def test_a_plain_function_needs_no_reference(user_module):
 
 
 def test_the_rehearsal_s_group_is_the_run_s_as_long_as_that_is_small(user_module):
-    for n, m in ((4, 2), (4096, 4095), (5000, 7), (10**9, 10**8), (10**9, 10**9)):
+    for n, m in ((4, 2), (4096, 4095), (5000, 7), (10**6, 10**5), (10**6, 10**6)):
         rules(n, m, downsample={"_target_": f"{user_module}.watched"})
     assert sys.modules[user_module].sizes == [(4, 2), (4096, 4095), (4096, 7), (4096, 4095)]
 
@@ -318,7 +325,7 @@ def test_a_gpu_that_others_fill_is_said_before_the_first_step(monkeypatch: pytes
 def test_out_of_memory_on_a_gpu_says_who_holds_it(monkeypatch: pytest.MonkeyPatch):
     with_a_gpu(monkeypatch, free=2**30, reserved=3 * 2**30)
     settings = settings_of("device=cuda", "n=2", "train.prompts=1", "eval.every=0", "run_dir=outputs/x")
-    said = str(out_of_memory(settings, torch.OutOfMemoryError("CUDA out of memory")))
+    said = str(out_of_memory(prepare(settings), torch.OutOfMemoryError("CUDA out of memory")))
     assert "of the GPU's 24.00 GiB other processes hold 19.50 GiB, and 1.00 GiB are free" in said
     assert "train.micro_batch_tokens" in said and "could not be predicted" not in said
 
@@ -348,7 +355,7 @@ def test_an_engine_that_lacks_what_a_run_asks_for_is_refused_before_the_first_st
     for word in ("cuda_graph", "packed_weights", "compile"):
         del settings.parts["engine"][word]  # type: ignore[attr-defined]
     with pytest.raises(UserError, match="user_rules.Thing is no engine: it has no reads_stop_strings, generate, stats"):
-        set_up(settings, settings.model)
+        set_up(prepare(settings), settings.model)
 
 
 def test_slots_that_no_step_can_fill_are_said_before_the_first_step():
@@ -386,5 +393,22 @@ def twice_as_many(collection):
 def test_a_step_that_wants_more_problems_than_there_are_says_what_to_lower(collector, said):
     words = ("task.train_problems=12", "train.prompts=8", "device=cpu", "logger=jsonl")
     settings = settings_of(*words, *collector)
+    run = prepare(settings)
     with pytest.raises(UserError, match=said):
-        curriculum_of(settings, set_up(settings, settings.model, print).task, History())
+        curriculum_of(run, set_up(run, settings.model, print).task, History())
+
+
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_start_rehearses_its_collector_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+
+    def counted(collector: Any, n: int, prompts: int) -> CollectionSize:
+        calls.append(n)
+        return rehearsed(collector, n, prompts)
+
+    monkeypatch.setattr("grpo_cli.config.rehearsal.rehearsed", counted)
+    words = ["n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "sampler.on_oom=halve", "logger=jsonl"]
+    words += ["profile.steps=1", "profile.warmup=0"] * (command == "profile")
+    result = CliRunner().invoke(cli.app, [command, *words, f"hydra.run.dir={tmp_path / 'run'}"], prog_name="grpo")
+    assert result.exit_code == 0, result.output
+    assert calls == [4]

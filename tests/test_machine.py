@@ -27,7 +27,7 @@ from grpo_cli.support.processor import strict_branch
 
 SETTLED = """
 import torch
-from grpo_cli.experiment import pick_device
+from grpo_cli.config.prepare import pick_device
 torch.set_num_threads(2)
 pick_device("cpu")
 weight = torch.nn.Parameter(torch.ones(100_000))

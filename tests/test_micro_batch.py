@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
-from grpo_cli.experiment import build, tried_rules
+from grpo_cli.config.prepare import prepare
+from grpo_cli.experiment import build
 from grpo_cli.profile import micro_batch
 from grpo_cli.support import memory
 from grpo_cli.support.errors import UserError
@@ -29,7 +31,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, free: int, *words: str) -> tuple[in
     said: list[str] = []
     monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
     settings = settings_of(*AUTO, *words)
-    settings = micro_batch.decided(settings, tried_rules(settings), torch.device("cpu"), said.append)
+    settings = micro_batch.decided(prepare(settings), torch.device("cpu"), said.append).settings
     assert isinstance(settings.train.micro_batch_tokens, int)
     return settings.train.micro_batch_tokens, *said
 
@@ -115,12 +117,12 @@ def test_a_control_group_and_those_around_it_bound_what_is_free(
 
 def test_a_run_on_a_gpu_is_told_before_it_begins_what_will_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(*WORDS, "n=16")
-    rules = tried_rules(settings)
+    run = prepare(settings)
 
     def said(free: int, device: str = "cuda") -> list[str]:
         lines: list[str] = []
         monkeypatch.setattr(micro_batch, "free_bytes", lambda device: free)
-        micro_batch.foresee(settings, rules, torch.device(device), lines.append)
+        micro_batch.foresee(replace(run, device=torch.device(device)), lines.append)
         return lines
 
     (line,) = said(LITTLE)

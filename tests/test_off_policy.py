@@ -23,7 +23,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.rehearsal import rehearsed_rules
+from grpo_cli.config.rehearsal import try_rules
 from grpo_cli.experiment import build
 from grpo_cli.history import History
 from grpo_cli.learner.batch import collate, corrected, verdict_on
@@ -514,6 +514,7 @@ class Silent:
     ],
 )
 def test_a_correction_of_one_s_own_that_cannot_be_asked_is_refused(kind: str, message: str) -> None:
-    parts = {**made.settings().parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
+    settings = made.settings()
+    parts = {**settings.parts, "correction": {"_target_": f"test_off_policy.{kind}"}}
     with pytest.raises(UserError, match=message):
-        rehearsed_rules(parts, 4, 4, 2)
+        try_rules(replace(settings, parts=parts))

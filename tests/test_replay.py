@@ -26,7 +26,8 @@ from grpo_cli.collect.stored import from_plain, to_plain
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
-from grpo_cli.experiment import collection_size, replay_of, set_up
+from grpo_cli.config.prepare import prepare
+from grpo_cli.experiment import replay_of, set_up
 from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.methods.dots import GroupStore
@@ -425,7 +426,7 @@ def opened(path: Path, warnings: list[str] | None = None, **changed: Any) -> Run
 @functools.cache
 def bench() -> Bench:
     settings = settings_of(*WORDS, *EASY)
-    return set_up(settings, settings.model)
+    return set_up(prepare(settings), settings.model)
 
 
 def every(replay: RunFolder) -> list[ScoredGroup]:
@@ -599,4 +600,4 @@ def test_what_cannot_work_is_refused_in_one_line(words: str, said: str) -> None:
 
 def test_a_run_with_a_store_is_predicted_as_a_plain_one() -> None:
     plain, replayed = (settings_of(*words) for words in ((), ("replay=fifo",)))
-    assert collection_size(replayed) == collection_size(plain), "its first step is one, and the largest"
+    assert prepare(replayed).size == prepare(plain).size, "its first step is one, and the largest"

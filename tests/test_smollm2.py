@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.compose import model_of, settings_of
+from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt
@@ -35,7 +36,7 @@ def test_greedy_rollouts_are_those_of_transformers() -> None:
     settings = settings_of(
         "model=smollm2_135m", f"model.path={SMOLLM2}", "sampler=infinite", "sampler.slots=2", "device=cpu"
     )
-    bench = set_up(settings, settings.model)
+    bench = set_up(prepare(settings), settings.model)
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     chats = [
         tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True) for q in QUESTIONS

@@ -444,7 +444,7 @@ def test_jobs_at_a_time_split_the_threads_unless_they_are_set(monkeypatch: pytes
 def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from grpo_cli.experiment import pick_device
+    from grpo_cli.config.prepare import pick_device
     from grpo_cli.support.memory import CONTEXT
 
     shares: list[float] = []

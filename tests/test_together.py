@@ -14,7 +14,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import choice_of, choices, shipped
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rules_of
-from grpo_cli.experiment import build, collection_size
+from grpo_cli.experiment import build
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GroupRequest, Round
@@ -49,7 +49,9 @@ EQUAL = {"equal": [], "partial": ["collector=partial"], "every_second": OWN["eve
 
 def remarks(*words: str, resume: str | None = None) -> list[str]:
     settings = replace(settings_of(*words), resume=resume)
-    return [*together.remarks(settings, rules_of(settings.parts), collection_size(settings))]
+    rules = rules_of(settings.parts)
+    size = rehearsed(rules.collector, settings.n, settings.train.prompts)
+    return [*together.remarks(settings, rules, size)]
 
 
 def refusal(*words: str) -> str:

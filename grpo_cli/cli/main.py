@@ -35,6 +35,7 @@ from grpo_cli.support.terminal import console, outlive_the_reader
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from grpo_cli.config.prepare import Prepared
     from grpo_cli.settings import RunSettings
     from grpo_cli.sweep.resume import Sweep
 
@@ -152,20 +153,20 @@ def _compared(sweep: Sweep) -> int:
     return 0 if len(done) == len(sweep.jobs) else 2
 
 
-def _checked_profile(cfg: DictConfig) -> Any:
+def _checked_profile(cfg: DictConfig) -> None:
     from grpo_cli.config.check import check_profile
     from grpo_cli.config.compose import parse_profile
 
-    settings = parse_profile(cfg)
-    check_profile(settings)
-    return settings
+    check_profile(parse_profile(cfg))
 
 
 def _profile(cfg: DictConfig) -> Any:
+    from grpo_cli.config.compose import parse_profile
+    from grpo_cli.config.prepare import prepare
     from grpo_cli.profile.roofline import fast_when_planned
 
-    settings = _checked_profile(cfg)
-    settings = _decided(settings, fast_when_planned(settings.profile.for_gpu))
+    settings = parse_profile(cfg)
+    run = prepare(settings, _to_stderr, fast_when_planned(settings.profile.for_gpu))
     from hydra.core.hydra_config import HydraConfig
 
     from grpo_cli.cli.start import started
@@ -174,8 +175,8 @@ def _profile(cfg: DictConfig) -> Any:
     from grpo_cli.runs.summary import write_summary
 
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    with started("profile", cfg, settings):
-        found = profiling.profile(settings, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+    with started("profile", cfg, run.settings):
+        found = profiling.profile(run, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
         show(found, console())
         typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
@@ -290,52 +291,42 @@ def merge(
     typer.echo(f"{folder} holds {merged} and its base as one model")
 
 
-def _checked(cfg: DictConfig) -> Any:
+def _checked(cfg: DictConfig) -> None:
     from grpo_cli.config.check import check
     from grpo_cli.config.compose import parse
 
-    settings = parse(cfg)
-    check(settings)
-    return settings
+    check(parse(cfg))
 
 
-def _checked_eval(cfg: DictConfig) -> Any:
+def _checked_eval(cfg: DictConfig) -> None:
     from grpo_cli.config.check import check_eval
     from grpo_cli.config.compose import parse_eval
 
-    settings = parse_eval(cfg)
-    check_eval(settings)
-    return settings
-
-
-def _decided(settings: Any, fast: bool | None = None) -> Any:
-    from grpo_cli.config.precision import decided
-
-    return decided(settings, _to_stderr, fast)
+    check_eval(parse_eval(cfg))
 
 
 def _train(cfg: DictConfig) -> Any:
-    settings = _checked(cfg)
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
+    from grpo_cli.config.compose import parse
+    from grpo_cli.config.prepare import prepare
     from grpo_cli.profile import micro_batch
     from grpo_cli.runs.stop import Stop
 
-    rules = experiment.tried_rules(settings)
-    settings = _decided(settings)
-    if _is_done(settings):
+    run = prepare(parse(cfg), _to_stderr)
+    if _is_done(run.settings):
         return None
-    device = experiment.pick_device(settings.device)
-    settings = micro_batch.decided(settings, rules, device, _to_stderr)
-    micro_batch.foresee(settings, rules, device, _to_stderr)
+    run = micro_batch.decided(run, run.device, _to_stderr)
+    micro_batch.foresee(run, _to_stderr)
+    settings = run.settings
     with (
         started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
-        _memory_explained(settings),
+        _memory_explained(run),
         Stop(_to_stderr) as stop,
     ):
         if _is_done(settings):  # by the process that was waited for
             return None
-        trainer = experiment.build(settings, rules)
+        trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]  # what a sweeper would optimise
 
@@ -354,7 +345,7 @@ def _is_done(settings: RunSettings) -> bool:
 
 
 @contextmanager
-def _memory_explained(settings: RunSettings) -> Iterator[None]:
+def _memory_explained(run: Prepared[RunSettings]) -> Iterator[None]:
     """A failed allocation becomes a message that says where, and what would make it fit."""
     try:
         yield
@@ -365,13 +356,16 @@ def _memory_explained(settings: RunSettings) -> Iterator[None]:
             raise
         from grpo_cli.profile.advice import out_of_memory
 
-        raise out_of_memory(settings, error) from error
+        raise out_of_memory(run, error) from error
 
 
 def _evaluate(cfg: DictConfig) -> Any:
-    settings = _decided(_checked_eval(cfg))
     from grpo_cli import experiment
     from grpo_cli.cli.start import started
+    from grpo_cli.config.compose import parse_eval
+    from grpo_cli.config.prepare import prepare_eval
+
+    settings = prepare_eval(parse_eval(cfg), _to_stderr)
 
     with started("eval", cfg, settings):
         result = experiment.evaluate_model(settings)

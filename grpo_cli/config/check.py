@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.choices import choice_of
 from grpo_cli.settings import (
@@ -26,6 +26,9 @@ from grpo_cli.settings import (
 from grpo_cli.support.errors import UserError, closest, gathered, refuse
 from grpo_cli.support.formatting import parse_bytes, shown
 
+if TYPE_CHECKING:
+    from grpo_cli.config.rehearsal import Tried
+
 _SCHEDULES = ("constant", "linear", "cosine")
 _DTYPES = ("auto", "float32", "bfloat16")
 _QUANTISED = ("none", "8bit", "4bit")
@@ -39,8 +42,12 @@ MOST_SAMPLES = 2**16
 _LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
-def check(settings: RunSettings) -> None:
-    """Every rule that relates settings of a training run. UserError lists all that are broken."""
+def check(settings: RunSettings) -> Tried | None:
+    """Every rule that relates settings of a training run. UserError lists all that are broken.
+
+    Returns the rules that were tried, None where code of a person's own crashed: it does so again in its run.
+    """
+    tried: list[Tried] = []
     refuse(
         [
             *_seed_problems(settings.seed),
@@ -55,11 +62,12 @@ def check(settings: RunSettings) -> None:
             *_at_least("resume_wait", settings.resume_wait, 0),
             *_resume_problems(settings),
             *_engine_problems(settings),
-            *_rule_problems(settings),
+            *_rule_problems(settings, tried.append),
             *_curriculum_problems(settings),
             *_own_problems(settings, "replay"),
         ]
     )
+    return tried[0] if tried else None
 
 
 def _resume_problems(settings: RunSettings) -> Iterator[str]:
@@ -67,10 +75,11 @@ def _resume_problems(settings: RunSettings) -> Iterator[str]:
         yield "accept_damage=true is about the records of a run that goes on: name it, resume=<run folder>"
 
 
-def check_profile(settings: ProfileRunSettings) -> None:
+def check_profile(settings: ProfileRunSettings) -> Tried | None:
     """The same for `grpo profile`: those of the training run, then those of the profile."""
-    check(settings)
+    tried = check(settings)
     refuse([*_profile_problems(settings.profile, settings.sampling)])
+    return tried
 
 
 def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[str]:
@@ -292,39 +301,16 @@ def _engine_problems(settings: RunSettings | EvalRunSettings) -> list[str]:
     return _refused(lambda: engine_parts(settings.parts, {"seed": settings.seed}, early=True))
 
 
-def _rule_problems(settings: RunSettings) -> list[str]:
-    """What rules say of their settings, the collector of `n`, and down-sampling of `n` and `m`; the others are tried by
-    the run itself."""
-    from grpo_cli.collect.rehearsal import rehearsed
+def _rule_problems(settings: RunSettings, keep: Callable[[Tried], None]) -> list[str]:
+    """What rules say of their settings, of `n` and `m`, and of each other."""
     from grpo_cli.config import together
-    from grpo_cli.config.instantiate import rules_of
-    from grpo_cli.config.rehearsal import try_choice
-
-    n, m, prompts = settings.n, settings.m, settings.train.prompts
+    from grpo_cli.config.rehearsal import try_rules
 
     def ask() -> None:
-        rules = rules_of(settings.parts)
-        problems = [] if settings.resume is not None else [*together.undone(settings, rules)]
-        with gathered(problems):
-            if n >= 2 and prompts >= 1:
-                size = rehearsed(rules.collector, n, prompts)
-                refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
-        with gathered(problems):
-            if n >= 2 and 1 <= m <= n:
-                try_choice(rules, n, m)
-        refuse(problems)
+        if (tried := try_rules(settings)) is not None:
+            keep(tried)
 
     return [*together.problems(settings), *_refused(ask)]
-
-
-def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
-    from grpo_cli.collect.collection import MOST_ROLLOUTS
-
-    if rollouts > MOST_ROLLOUTS:
-        yield (
-            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
-            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
-        )
 
 
 def _curriculum_problems(settings: RunSettings) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_cli.collect.rehearsal import MOST_REHEARSED, rehearsed
+from grpo_cli.collect.collection import MOST_ROLLOUTS
+from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
+from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.history import History
 from grpo_cli.interfaces import Loss, Rules
@@ -18,7 +20,7 @@ from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
 from grpo_cli.rules.downsample import choose
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import RunSettings, Sampling
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.types import (
     AdvantageInputs,
     Batch,
@@ -34,20 +36,44 @@ from grpo_cli.types import (
 )
 
 
-def build_rules(settings: RunSettings) -> Rules:
-    """The rules of a run, each tried once on a made-up group of its size, so that a bad answer is found at once."""
-    return rehearsed_rules(settings.parts, settings.n, settings.m, settings.train.prompts)
+@dataclass(frozen=True)
+class Tried:
+    """The rules of a run, each tried once, and what a step of its collector may ask for."""
+
+    rules: Rules
+    size: CollectionSize
 
 
-def rehearsed_rules(parts: Mapping[str, Mapping[str, Any]], n: int, m: int, prompts: int) -> Rules:
-    """The same of a run's parts and numbers."""
-    rules = rules_of(parts)
-    rehearsed(rules.collector, n, prompts)
-    _rehearse(rules, *try_choice(rules, n, m))
-    return rules
+def try_rules(settings: RunSettings) -> Tried | None:
+    """The rules of a run, each tried on a made-up group of its size. UserError lists what cannot be used. None where
+    `n`, `m` or `train.prompts` is out of its range, so that there is nothing to try."""
+    rules, problems = rules_of(settings.parts), list[str]()
+    if settings.resume is None:
+        problems += together.undone(settings, rules)
+    n, m, prompts = settings.n, settings.m, settings.train.prompts
+    if not (n >= 2 and prompts >= 1 and 1 <= m <= n):
+        refuse(problems)
+        return None
+    size = CollectionSize.equal(n, prompts)
+    with gathered(problems):
+        size = rehearsed(rules.collector, n, prompts)
+        refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
+    with gathered(problems):
+        tried = _try_choice(rules, n, m)
+    refuse(problems)
+    _rehearse(rules, *tried)
+    return Tried(rules, size)
 
 
-def try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
+def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
+    if rollouts > MOST_ROLLOUTS:
+        yield (
+            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
+            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
+        )
+
+
+def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
     """A made-up group of `n` rollouts (or of as many as are worth it), and those of it that are kept for `m`."""
     size = min(n, MOST_REHEARSED)
     group, keep = _made_up_group(size), min(m, size if m == n else size - 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from grpo_cli import experiment
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
@@ -13,7 +13,6 @@ from grpo_cli.profile.estimate import KINDS, OPTIMIZER, OTHER, REFERENCE, WEIGHT
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import KV, Sizes
-from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import held_by_others
@@ -115,7 +114,7 @@ def breakdown(phase: str, sizes: Sizes, sampler: Sampler) -> list[str]:
     return lines
 
 
-def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
+def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
     """What a person is told in place of a traceback: where, what was expected to be there, and what would lower it."""
     spans = spans_around(error)
     phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
@@ -123,14 +122,13 @@ def out_of_memory(settings: RunSettings, error: BaseException) -> UserError:
         phase = "eval"
     said = " ".join(str(error).split())[:200]
     lines = [f"out of memory in {phase or (spans[-1] if spans else 'setting up')} ({said})"]
-    device = experiment.pick_device(settings.device)
+    settings, device = run.settings, run.device
     if device.type == "cuda":
         others, free, whole = held_by_others(device)
         lines.append(f"of the GPU's {gib(whole)} other processes hold {gib(others)}, and {gib(free)} are free")
     try:
-        rules = build_rules(settings)
         shapes = shapes_of(settings.model)
-        sampler, step = step_of(settings, rules, has_dropout(shapes.model))
+        sampler, step = step_of(run, has_dropout(shapes.model))
         predicted = estimator_of(settings, shapes, device, 0).predict(step)
     except (UserError, MemoryError, RuntimeError) as also:
         lines.append(f"what it would have taken could not be predicted: {also}")

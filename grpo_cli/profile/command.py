@@ -15,9 +15,9 @@ import torch
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
-from grpo_cli.interfaces import AdvantageFn, Rules
+from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, roofline
 from grpo_cli.profile.findings import Findings, metrics, versions, write
@@ -43,22 +43,22 @@ from grpo_cli.types import AdvantageInputs, Record
 Say = Callable[[str], None]
 
 
-def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn: Say) -> Findings:
+def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say, warn: Say) -> Findings:
     """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
     the numbers."""
-    device = experiment.pick_device(settings.device)
-    rules = build_rules(settings)
+    settings, device = run.settings, run.device
     planned = torch.device("cuda") if settings.profile.for_gpu else device
     lengths, room = _lengths(settings), _room(settings, device)
-    settings = decided(settings, rules, planned, say, None if settings.profile.fit is None else room)
+    run = decided(run, planned, say, None if settings.profile.fit is None else room)
+    settings = run.settings
     other = process_alone(planned)
     measured = None
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
-        measured = _measured(settings, rules, lengths, folder, say, warn)
+        measured = _measured(run, lengths, folder, say, warn)
     shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
-    sampler, step = step_of(settings, rules, has_dropout(shapes.model), lengths, seen)
+    sampler, step = step_of(run, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
     dtype = "bfloat16" if "bfloat16" in (settings.model.autocast, settings.model.dtype) else "float32"
     optimizer = optimizer_bytes(settings, shapes, planned)
@@ -83,7 +83,7 @@ def profile(settings: ProfileRunSettings, command: Sequence[str], say: Say, warn
         ),
         rates=_rates(settings, device, dtype),
         floors=roofline.floors(step, roofline.ModelSizes.of(shapes, dtype, optimizer), settings.train.epochs),
-        not_predicted=not_predicted(settings),
+        not_predicted=not_predicted(run),
     )
     write(findings, folder)
     _log(settings, findings, folder, say, warn)
@@ -115,17 +115,17 @@ def _lengths(settings: ProfileRunSettings) -> Lengths | None:
 
 
 def _measured(
-    settings: ProfileRunSettings, rules: Rules, lengths: Lengths | None, folder: Path, say: Say, warn: Say
+    run: Prepared[ProfileRunSettings], lengths: Lengths | None, folder: Path, say: Say, warn: Say
 ) -> Measured:
-    device = experiment.pick_device(settings.device)
-    probe = Probe(device)
+    settings = run.settings
+    probe = Probe(run.device)
     instead: dict[str, Any] = {} if lengths is None else {"eos_token_ids": (NEVER,)}
     try:
-        bench = experiment.set_up(settings, settings.model, meter=probe, warn=warn, **instead)
+        bench = experiment.set_up(run, settings.model, meter=probe, warn=warn, **instead)
         engine = ProfiledEngine(bench.engine, lengths)
         bench = replace(bench, engine=engine)
-        rules = replace(rules, advantage=partial(_never_all_equal, rules.advantage))
-        parts = experiment.parts_of(settings, rules, bench, (), probe, say, warn)
+        rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
+        parts = experiment.parts_of(replace(run, rules=rules), bench, (), probe, say, warn)
         rehearsal = Rehearsal(Step(settings, parts), settings, parts)
         seen = Subject(rehearsal, bench.model, parts.reference, engine, probe)
         measured = measure(seen, settings.profile, settings.profile.eval and settings.eval.every > 0, say)
@@ -136,7 +136,7 @@ def _measured(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise advice.out_of_memory(settings, error) from error
+        raise advice.out_of_memory(run, error) from error
     return measured
 
 

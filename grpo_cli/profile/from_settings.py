@@ -13,9 +13,9 @@ from grpo_cli.collect.epochs import Epochs
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, fact_of, make
+from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
-from grpo_cli.experiment import collection_size, is_ours
-from grpo_cli.interfaces import Rules
+from grpo_cli.experiment import is_ours
 from grpo_cli.learner.forward import make_forward
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
@@ -67,9 +67,9 @@ def process_alone(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device))
 
 
-def not_predicted(settings: RunSettings) -> tuple[str, ...]:
+def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
     """What the run takes that no shape tells."""
-    notes = []
+    settings, size, notes = run.settings, run.size, []
     if not is_ours(settings):
         name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
         notes.append(
@@ -79,7 +79,6 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
-    size = collection_size(settings)
     if size.partial:
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all that are under way ended in them, "
@@ -102,17 +101,17 @@ def not_predicted(settings: RunSettings) -> tuple[str, ...]:
 
 
 def step_of(
-    settings: RunSettings,
-    rules: Rules,
+    run: Prepared[Any],
     dropout: bool,
     lengths: Lengths | None = None,
     seen: tuple[Workload, Workload | None] | None = None,
 ) -> tuple[Sampler, StepShape]:
     """The sampler, and what a step is made of: as it was seen, else with lengths as they are forced, else with all
     rollouts as long as may be."""
+    settings, rules = run.settings, run.rules
     offered = {"seed": settings.seed}
     built = engine_parts(settings.parts, offered)
-    rollouts, evaluation = seen or _workloads(settings, lengths)
+    rollouts, evaluation = seen or _workloads(run, lengths)
     prefix = built["predictor"].prefix_tokens if built["scheduler"].needs_lengths else 0
     packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
@@ -136,8 +135,9 @@ def step_of(
     return built["sampler"], step
 
 
-def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload, Workload | None]:
+def _workloads(run: Prepared[Any], lengths: Lengths | None) -> tuple[Workload, Workload | None]:
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
+    settings, size = run.settings, run.size
     tokenizer = load_tokenizer(_without_weights(settings.model))
     # What there is to warn of is said when the task is made for the run itself.
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
@@ -150,7 +150,6 @@ def _workloads(settings: RunSettings, lengths: Lengths | None) -> tuple[Workload
         forced_to = (longest,) * count if lengths is None else tuple(lengths(count, longest))
         return Workload.equal(prompts, n, longest, forced_to)
 
-    size = collection_size(settings)
     step = Epochs(task.prompts("train"), settings.train.prompts, settings.seed).pick(0, size.problems, frozenset())
     held_out = task.prompts("eval")
     problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from grpo_cli.config.auto import AUTO, as_begun
+from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
-from grpo_cli.interfaces import Rules
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice
 from grpo_cli.profile.estimate import Estimator, StepShape, most_tokens, with_tokens
@@ -27,21 +27,21 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 
 def decided(
-    settings: Settings, rules: Rules, device: torch.device, say: Callable[[str], None], room: int | None = None
-) -> Settings:
-    """The settings with a number where they say auto, which is said: the largest with which the passes over rollouts of
+    run: Prepared[Settings], device: torch.device, say: Callable[[str], None], room: int | None = None
+) -> Prepared[Settings]:
+    """The run with a number where they say auto, which is said: the largest with which the passes over rollouts of
     full length fit `room` bytes, by default what is free. Rollouts are made by themselves and have no part in it.
 
     UserError where not one sequence fits.
     """
-    if settings.train.micro_batch_tokens != AUTO:
-        return settings
-    begun = as_begun(settings, "train")
+    if run.settings.train.micro_batch_tokens != AUTO:
+        return run
+    begun = as_begun(run.settings, "train")
     if begun:
-        return _with(settings, begun["micro_batch_tokens"])
+        return _with(run, begun["micro_batch_tokens"])
     other = process_alone(device)  # is there already, and so not in what is free
     room = int(_SHARE * free_bytes(device)) + other if room is None else room
-    sampler, estimator, step = _updates(_with(settings, 1), rules, device, other)
+    sampler, estimator, step = _updates(_with(run, 1), device, other)
     all_of_them = most_tokens(step)
     found = estimator.micro_batch(with_tokens(step, all_of_them), room)
     if found is None:
@@ -53,16 +53,17 @@ def decided(
         )
     count = found or all_of_them
     say(_said(count, found == 0, estimator, step, room))
-    return _with(settings, count)
+    return _with(run, count)
 
 
-def foresee(settings: RunSettings, rules: Rules, device: torch.device, say: Callable[[str], None]) -> None:
+def foresee(run: Prepared[Any], say: Callable[[str], None]) -> None:
     """Say before a run on a GPU that its updates will not fit what is free, and the key that makes them, where the
     prediction knows. On a CPU memory is another, which swaps; and a run that goes on has gone before."""
-    if device.type != "cuda" or settings.resume is not None:
+    device = run.device
+    if device.type != "cuda" or run.settings.resume is not None:
         return
     try:
-        _, estimator, step = _updates(settings, rules, device, 0)
+        _, estimator, step = _updates(run, device, 0)
         peak, room = estimator.predict(step).peak, free_bytes(device)
         least = peak if peak <= room else estimator.predict(with_tokens(step, 1)).peak
     except (UserError, RuntimeError):
@@ -72,14 +73,12 @@ def foresee(settings: RunSettings, rules: Rules, device: torch.device, say: Call
         say(f"updates are expected to take {gib(peak)}, and {gib(room)} of the GPU are free: {fits}")
 
 
-def _updates(
-    settings: RunSettings, rules: Rules, device: torch.device, other: int
-) -> tuple[Sampler, Estimator, StepShape]:
+def _updates(run: Prepared[Any], device: torch.device, other: int) -> tuple[Sampler, Estimator, StepShape]:
     """A step of rollouts of full length, but for how they are made."""
-    shapes = shapes_of(settings.model)
-    sampler, step = step_of(settings, rules, has_dropout(shapes.model))
+    shapes = shapes_of(run.settings.model)
+    sampler, step = step_of(run, has_dropout(shapes.model))
     step = replace(step, engine=None, evaluation=None).at_full_length()
-    return sampler, estimator_of(settings, shapes, device, other), step
+    return sampler, estimator_of(run.settings, shapes, device, other), step
 
 
 def _said(count: int, all_at_once: bool, estimator: Estimator, step: StepShape, room: int) -> str:
@@ -91,5 +90,6 @@ def _said(count: int, all_at_once: bool, estimator: Estimator, step: StepShape, 
     )
 
 
-def _with(settings: Settings, tokens: int) -> Settings:
-    return replace(settings, train=replace(settings.train, micro_batch_tokens=tokens))
+def _with(run: Prepared[Settings], tokens: int) -> Prepared[Settings]:
+    train = replace(run.settings.train, micro_batch_tokens=tokens)
+    return replace(run, settings=replace(run.settings, train=train))

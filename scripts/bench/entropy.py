@@ -26,7 +26,7 @@ from common import Figures, bench_parser, finish, in_turns, medians, parsed, set
 from shared_prefix import add_batch, make_batch, measured
 from torch import Tensor
 
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.learner import learner as learning
 from grpo_cli.learner import logprobs
 from grpo_cli.model.load import load_model
@@ -67,7 +67,7 @@ def compare(args: argparse.Namespace) -> dict[str, Figures]:
     settings = settings_of("optim.lr=1e-9", "train.compile=false", *args.words)
     model = load_model(settings.model, torch.device("cpu"))
     given = settings.model, settings.sampling, settings.train, settings.optim, NullMeter()
-    learner = learning.Learner(model, build_rules(settings).loss, *given)
+    learner = learning.Learner(model, prepare(settings).rules.loss, *given)
     batch, forward = make_batch(args, model.config.vocab_size), learner._forward
     without = replace(forward, by_row=logprobs.ByRow(logprobs.PLAIN.chosen, slope))
     arms = {

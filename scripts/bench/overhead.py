@@ -27,7 +27,7 @@ import torch
 from common import Check, Figures, bench_parser, clocked, finish, in_turns, medians, over, parsed, settings_of, show
 
 from grpo_cli import experiment
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.interfaces import Meter
 from grpo_cli.methods.pods import max_reward_indices, max_variance_indices, percentile_indices
 from grpo_cli.profile.forced_lengths import NEVER, ProfiledEngine
@@ -77,8 +77,8 @@ def meter(args: argparse.Namespace) -> Found:
     switch = Switch()
     small = ("n=4", "train.prompts=1") if args.quick else ()
     settings = settings_of("sampling.max_new_tokens=32", *small, *args.overrides, command="profile")
-    rules = build_rules(settings)
-    bench = experiment.set_up(settings, settings.model, meter=switch, eos_token_ids=(NEVER,))
+    rules = prepare(settings).rules
+    bench = experiment.set_up(prepare(settings), settings.model, meter=switch, eos_token_ids=(NEVER,))
     bench = replace(bench, engine=ProfiledEngine(bench.engine, lambda count, longest: [longest] * count))
     parts = experiment.parts_of(settings, rules, bench, (), switch, print, print)
     step = Step(settings, parts)

@@ -58,6 +58,7 @@ from common import (
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
+from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.ray.crew import Crew
 from grpo_cli.engine.ray.dealing import Deal
 from grpo_cli.engine.ray.messages import Answer, Done, News, Order, Place, Snapshot
@@ -128,7 +129,7 @@ def dealing(args: argparse.Namespace) -> int:
 def bench_of(args: argparse.Namespace, *words: str) -> Any:
     path = tuple(word.lstrip("+") for word in overrides({"model.path": str(args.model)}))
     settings = settings_of(*MODEL, f"sampling.max_new_tokens={args.tokens}", *path, *words)
-    return settings, set_up(settings, settings.model, print)
+    return settings, set_up(prepare(settings), settings.model, print)
 
 
 def rate_child(words: Sequence[str], out: Path) -> None:

@@ -22,7 +22,7 @@ from arms import SHAPES
 from common import Figures, bench_parser, clocked, finish, in_turns, medians, over, parsed, settings_of, show
 from transformers import AutoModelForCausalLM
 
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.learner.learner import Learner
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch
@@ -82,7 +82,7 @@ def make_learner(args: argparse.Namespace, arm: str) -> Learner:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(args.device)
     tokens = f"train.micro_batch_tokens={args.micro_batch_tokens}"
     settings = settings_of("optim.lr=1e-6", tokens, *ARMS[arm])
-    loss = build_rules(settings).loss
+    loss = prepare(settings).rules.loss
     return Learner(model, loss, settings.model, settings.sampling, settings.train, settings.optim, NullMeter())
 
 

@@ -41,7 +41,7 @@ from common import (
 )
 
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.rehearsal import build_rules
+from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import parts_of, set_up
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.step import Step
@@ -74,8 +74,8 @@ def run_ours(case: Case) -> list[Figures]:
     """Rounds of `grpo train`, nothing saved or logged; phases in processor seconds where there is one thread."""
     settings = settings_of(*training(case))
     meter = WallMeter(clock=clock_of(case.threads))
-    bench = set_up(settings, settings.model, meter=meter)
-    rules = build_rules(settings)
+    bench = set_up(prepare(settings), settings.model, meter=meter)
+    rules = prepare(settings).rules
     step = Step(settings, parts_of(settings, rules, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):

@@ -26,6 +26,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import set_up
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Engine
@@ -76,7 +77,7 @@ class Given:
 @cache
 def bench() -> Bench:
     settings = settings_of(*SHAPE)
-    return set_up(settings, settings.model)
+    return set_up(prepare(settings), settings.model)
 
 
 def measured(sampler: str, collector: str, steps: int) -> Figures:

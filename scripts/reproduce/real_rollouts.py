@@ -39,6 +39,7 @@ from common import ROOT, clocked, finish, in_a_process, parsed, parser, positive
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
+from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.logprobs import token_logprobs
@@ -88,7 +89,7 @@ def measure(words: Sequence[str], prompts: int, samples: int, calls: int, compar
     `compared`: also the replies' tokens under the dense policy.
     """
     settings = settings_of(*words)
-    bench = set_up(settings, settings.model, print)
+    bench = set_up(prepare(settings), settings.model, print)
     problems = bench.task.prompts("train")
     list(bench.engine.generate(requests_for([problems[-1]], 2, settings.sampling, settings.seed, 0)))  # warmed up
     found, trace, ratios = list[dict[str, Any]](), list[dict[str, Any]](), list[np.ndarray]()

@@ -1,0 +1,67 @@
+"""A run prepared once: settings checked and without `auto`, rules made and tried, the collector rehearsed, a device.
+
+Training and profiles are handed the result; nothing after this makes rules or rehearses a collector again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from grpo_cli.collect.rehearsal import CollectionSize
+from grpo_cli.config.check import check, check_eval, check_profile
+from grpo_cli.config.precision import decided
+from grpo_cli.config.rehearsal import try_rules
+from grpo_cli.interfaces import Rules
+from grpo_cli.learner.optimizer import check_optimizer
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import SHARE, part_of_gpu
+from grpo_cli.support.processor import flush_denormals, why_no_gpu
+
+Settings = TypeVar("Settings", bound=RunSettings)
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[Settings]):
+    """What is known of a run before its model is loaded. `size`: what a step asks for, as far as a rehearsal tells."""
+
+    settings: Settings
+    rules: Rules
+    size: CollectionSize
+    device: torch.device
+
+
+def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
+    """UserError with all that can be refused before a model is read. What `auto` became goes to `say`; `fast` as in
+    `config.precision`."""
+    tried = check_profile(settings) if isinstance(settings, ProfileRunSettings) else check(settings)
+    tried = tried or try_rules(settings)  # code of a person's own that crashed when it was checked, is seen to here
+    assert tried is not None, "what is out of range was refused"
+    device = pick_device(settings.device)
+    check_optimizer(settings.optim, device)
+    return Prepared(decided(settings, say, fast), tried.rules, tried.size, device)
+
+
+def prepare_eval(settings: EvalRunSettings, say: Callable[[str], None] = print) -> EvalRunSettings:
+    """The settings of an evaluation, checked and without `auto`."""
+    check_eval(settings)
+    return decided(settings, say)
+
+
+def pick_device(word: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
+    flush_denormals()  # whoever computes asks here first
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    if word == "cuda":
+        if not torch.cuda.is_available():
+            found = f"PyTorch finds no GPU here ({why_no_gpu()})"
+            raise UserError(f"device=cuda was asked for, but {found}; use device=auto or device=cpu")
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(part_of_gpu(float(os.environ.get(SHARE, "1")), total))
+    return torch.device(word)

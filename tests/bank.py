@@ -1,14 +1,16 @@
-"""A Bernoulli bank: problems that are solved by chance, so that real steps of rollouts run without a model.
+"""Real steps of rollouts without a model: scripted ones, and a Bernoulli bank of problems that are solved by chance.
 
-Problem q is solved with the chance 1 / (1 + exp(difficulty - ability)); difficulties are drawn from N(0, 4^2), and what
-a policy would learn is that ability grows by `drift` times the share of a step's groups that are mixed.
+Of the bank, problem q is solved with the chance 1 / (1 + exp(difficulty - ability)); difficulties are drawn from
+N(0, 4^2), and what a policy would learn is that ability grows by `drift` times the share of a step's groups that are
+mixed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 from small import FakeEngine
@@ -18,9 +20,62 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 SAMPLING = Sampling.plain(1)
+
+
+def collection_of(
+    engine: Any,
+    curriculum: Curriculum,
+    *,
+    n: int,
+    prompts: int,
+    sampling: Sampling = SAMPLING,
+    seed: int = 0,
+    step: int = 0,
+    history: History | None = None,
+    version: int = 0,
+) -> StepCollection:
+    """A step's, of an engine that is its task as well."""
+    return StepCollection(
+        n=n,
+        prompts=prompts,
+        sampling=sampling,
+        seed=seed,
+        step=step,
+        curriculum=curriculum,
+        task=engine,
+        history=History() if history is None else history,
+        version=version,
+        span=lambda name: nullcontext(),
+    )
+
+
+class Scripted(FakeEngine):
+    """Rollouts of one token that are right or wrong as `solves` has it. The last comes first, as engines may do."""
+
+    def __init__(self, solves: Callable[[Request], bool] = lambda request: False) -> None:
+        self.solves = solves
+        self.rounds: list[list[Request]] = []
+        self.judged: list[Request] = []
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
+        self.rounds.append(list(requests))
+        yield from (Rollout(request, (0,), (-1.0,), Finish.EOS, 0) for request in reversed(requests))
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return []
+
+    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
+        self.judged.append(rollout.request)
+        return Reward(float(self.solves(rollout.request)))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(decode_steps=1, generated_tokens=len(self.rounds[-1]), slots=1, slot_utilisation=1.0)
 
 
 class Bank(FakeEngine):
@@ -80,7 +135,16 @@ class BankRun:
 
     def steps(self, steps: range) -> BankRun:
         for step in steps:
-            groups = self._collection(step).run(self._collector, self.bank)
+            collection = collection_of(
+                self.bank,
+                self.curriculum,
+                n=self._n,
+                prompts=self._prompts,
+                seed=self._seed,
+                step=step,
+                history=self.history,
+            )
+            groups = collection.run(self._collector, self.bank)
             self.history.observe(step, groups)
             self.metrics.append(dict(self.curriculum.observe(step, groups)))  # type: ignore[attr-defined]
             self.bank.learn(groups)
@@ -88,19 +152,6 @@ class BankRun:
             self.picked.append([group.prompt.id for group in groups])
             self.sizes.append({group.prompt.id: len(group.rollouts) for group in groups})
         return self
-
-    def _collection(self, step: int) -> StepCollection:
-        return StepCollection(
-            n=self._n,
-            prompts=self._prompts,
-            sampling=SAMPLING,
-            seed=self._seed,
-            step=step,
-            curriculum=self.curriculum,
-            task=self.bank,
-            history=self.history,
-            span=lambda name: nullcontext(),
-        )
 
 
 def group_of(prompt: Prompt, solved: int, tried: int = 8) -> ScoredGroup:

@@ -15,7 +15,6 @@ sys.path.append(str(SCRIPTS))
 
 
 @pytest.mark.study
-@pytest.mark.slow
 def test_forty_bad_command_lines_are_each_refused_by_the_name_of_what_is_wrong(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "bad_commands.py"), "--count", "40", "--json", str(tmp_path / "told")]
     ended = subprocess.run(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import FakeEngine
+from bank import Scripted, collection_of
 from test_train import GRPO, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
@@ -33,49 +32,14 @@ from grpo_cli.types import EngineStats, Finish, GroupRequest, Prompt, Request, R
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
 
-class Scripted(FakeEngine):
-    """An engine and a task: sample s of a problem earns 1 if s is in `right`. Last request first, as engines may."""
-
-    def __init__(self, right: Set[int] = frozenset()) -> None:
-        self.right = right
-        self.asked: list[Sequence[Request]] = []
-        self.judged: list[Rollout] = []
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Rollout]:
-        self.asked.append(requests)
-        yield from (Rollout(request, (5,), (-1.0,), Finish.EOS, 0) for request in reversed(requests))
-
-    def prompts(self, split: str) -> Sequence[Prompt]:
-        return PROBLEMS
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        self.judged.append(rollout)
-        return Reward(float(rollout.request.sample in self.right))
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-    def stats(self) -> EngineStats:
-        return EngineStats(decode_steps=1, generated_tokens=len(self.asked[-1]), slots=1, slot_utilisation=1.0)
-
-
-def collection_of(script: Scripted, *, n: int = 3, prompts: int = 2, step: int = 4, seed: int = 7) -> StepCollection:
-    return StepCollection(
-        n=n,
-        prompts=prompts,
-        sampling=Sampling.plain(8),
-        seed=seed,
-        step=step,
-        curriculum=Epochs(PROBLEMS, prompts, seed),
-        task=script,
-        history=History(),
-        span=lambda name: nullcontext(),
-    )
+def step_of(script: Scripted, *, prompts: int = 2, step: int = 4) -> StepCollection:
+    order = Epochs(PROBLEMS, prompts, 7)
+    return collection_of(script, order, n=3, prompts=prompts, seed=7, step=step, sampling=Sampling.plain(8))
 
 
 def collected(collector: Collector, script: Scripted | None = None, **numbers: int) -> list[ScoredGroup]:
     script = script or Scripted()
-    return collection_of(script, **numbers).run(collector, script)
+    return step_of(script, **numbers).run(collector, script)
 
 
 def twice(collection: Collection) -> Rounds:
@@ -94,19 +58,19 @@ def test_the_plain_collector_asks_for_what_a_plain_step_does() -> None:
     script = Scripted()
     groups = collected(equal, script)
     prompts = Epochs(PROBLEMS, 2, 7).pick(4, 2, frozenset())
-    assert [list(asked) for asked in script.asked] == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
+    assert [list(asked) for asked in script.rounds] == [requests_for(prompts, 3, Sampling.plain(8), seed=7, step=4)]
     assert [group.prompt for group in groups] == prompts
     assert [[r.request.sample for r in group.rollouts] for group in groups] == [[0, 1, 2]] * 2
 
 
 def test_a_second_round_goes_on_where_the_first_has_ended() -> None:
-    script = Scripted(right={3})
-    collection = collection_of(script)
+    script = Scripted(lambda request: request.sample == 3)
+    collection = step_of(script)
     groups = collection.run(twice, script)
     first = groups[0].prompt
     assert [[r.request.sample for r in group.rollouts] for group in groups] == [[0, 1, 2, 3, 4]] * 2
     assert [group.totals.tolist() for group in groups] == [[0.0, 0.0, 0.0, 1.0, 0.0]] * 2
-    assert [request.seed for request in script.asked[1][:3]] == [
+    assert [request.seed for request in script.rounds[1][:3]] == [
         request.seed for request in requests_for([first], 5, Sampling.plain(8), seed=7, step=4)[2:]
     ], "a sample's stream does not depend on the round that asked for it"
     assert len(script.judged) == 10, "each is judged once"
@@ -128,7 +92,7 @@ def test_a_collector_may_leave_groups_out_of_training() -> None:
 
     script = Scripted()
     groups = collected(one, script)
-    assert [group.prompt.id for group in groups] == [script.asked[0][i].prompt.id for i in (0, 4)]
+    assert [group.prompt.id for group in groups] == [script.rounds[0][i].prompt.id for i in (0, 4)]
     assert len(script.judged) == 4, "what is not trained on is not judged"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import long_context
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.study]
+pytestmark = pytest.mark.study
 
 
 def test_no_lever_raises_the_peak_and_those_of_the_update_lower_it() -> None:

@@ -4,19 +4,18 @@ collector=partial, which loses nothing on the way."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bank import collection_of
 from captured import Again
 from made import full, infinite, mean_length, micro, prefix_head
 from small import FakeEngine, make_engine, small_model, some_requests
-from test_resume import rows, trained
+from test_resume import cut_off_and_resumed, records, rows, trained
 from test_stop import cut, stopping
 from test_stop import engine as reading_engine
 
@@ -32,7 +31,6 @@ from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.sample import uniforms
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.engine.torch.generation import BEHIND
-from grpo_cli.history import History
 from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods.april import Partial
 from grpo_cli.methods.dps import DynamicsPredictive
@@ -328,18 +326,8 @@ def step_of(
     engine: Slotted, step: int, *, n: int = 3, prompts: int = 4, updates: int = 1, tokens: int = 40, **parts: Any
 ) -> StepCollection:
     curriculum = parts.get("curriculum") or Epochs(PROBLEMS, prompts, 0)
-    return StepCollection(
-        n=n,
-        prompts=prompts,
-        sampling=parts.get("sampling", Sampling.plain(tokens)),
-        seed=7,
-        step=step,
-        curriculum=curriculum,
-        task=engine,
-        history=History(),
-        version=step * updates,
-        span=lambda name: nullcontext(),
-    )
+    words: dict[str, Any] = dict(sampling=Sampling.plain(tokens), seed=7, step=step, version=step * updates)
+    return collection_of(engine, curriculum, n=n, prompts=prompts, **words)
 
 
 def held_of(rule: Partial) -> list[Group]:
@@ -597,29 +585,20 @@ def test_a_forced_length_is_that_of_the_whole_rollout() -> None:
 TRAINED = ("record.rollouts=-1", "optim.lr=1e-3")
 
 
-def told(folder: Path) -> tuple[list[dict[str, object]], str]:
-    return rows(folder), (folder / "rollouts.jsonl").read_text()
-
-
 def test_a_run_without_a_surplus_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
     words = (*TRAINED, "sampler=infinite", "sampler.slots=5")
     trained(tmp_path / "equal", *words)
     trained(tmp_path / "partial", *words, "collector=partial", "collector.surplus=0")
-    metrics, rollouts = told(tmp_path / "partial")
+    metrics, rollouts = records(tmp_path / "partial")
     carried = [{row.pop(f"collect/carried_{what}") for what in ("rollouts", "tokens")} for row in metrics[1:]]
     assert carried == [{0.0}] * 2
-    assert (metrics, rollouts) == told(tmp_path / "equal")
+    assert (metrics, rollouts) == records(tmp_path / "equal")
 
 
 def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Path) -> None:
     words = (*TRAINED, "collector=partial", "train.steps=4", "eval.every=2", "eval.problems=4")
-    trained(tmp_path / "alone", *words)
-    shutil.copytree(tmp_path / "alone", tmp_path / "cut")  # as a kill leaves it in the second save
-    (tmp_path / "cut" / "checkpoints" / "step_000004" / "COMPLETE").unlink()
-    (tmp_path / "cut" / "summary.json").unlink()
-    trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
-    assert told(tmp_path / "cut") == told(tmp_path / "alone")
-    metrics, rollouts = told(tmp_path / "alone")
+    cut_off_and_resumed(tmp_path, *words, step=4)
+    metrics, rollouts = records(tmp_path / "alone")
     held = load_state(tmp_path / "alone" / "checkpoints" / "step_000002")["rules"]["collector"]["held"]
     assert held and metrics[2]["collect/carried_tokens"]
     lengths = sum(json.loads(line)["length"] for line in rollouts.splitlines())

@@ -16,7 +16,7 @@ import made
 import numpy as np
 import pytest
 import torch
-from test_resume import HELD, WORDS, kill_and_resume, rows, trained
+from test_resume import HELD, WORDS, cut_off_and_resumed, kill_and_resume, records, rows, trained
 from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
 
@@ -329,7 +329,7 @@ class OfOnesOwn(NoReplay):
         (OfOnesOwn(keeps=2), r"replay: draw\(count=0, fresh, ...\) answered .* do not begin with the 3 of fresh"),
     ],
 )
-def test_a_replay_of_ones_own_that_loses_groups_is_told(tmp_path: Path, replay: Replay, said: str) -> None:
+def test_a_replay_of_ones_own_that_loses_groups_is_records(tmp_path: Path, replay: Replay, said: str) -> None:
     with pytest.raises(UserError, match=said):
         make_trainer(quiet(settings_for(tmp_path, steps=1)), replay=replay).fit()
 
@@ -357,24 +357,15 @@ EASY = ("task.train_problems=512", "task.eval_problems=20", "task.max_terms=2", 
 ALL = ("record.rollouts=-1", "optim.lr=1e-3", *EASY)
 
 
-def told(folder: Path) -> tuple[list[dict[str, object]], str]:
-    return rows(folder), (folder / "rollouts.jsonl").read_text()
-
-
 def test_a_run_that_asks_all_problems_anew_is_a_plain_one_to_the_bit(tmp_path: Path) -> None:
     trained(tmp_path / "none", *ALL)
     trained(tmp_path / "fifo", *ALL, "replay=fifo", "replay.fresh=1")
-    assert told(tmp_path / "fifo") == told(tmp_path / "none")
+    assert records(tmp_path / "fifo") == records(tmp_path / "none")
 
 
 def test_a_run_goes_on_with_its_store_from_a_checkpoint(tmp_path: Path) -> None:
     words = (*ALL, "replay=fifo", "correction=decoupled", "train.steps=4")
-    trained(tmp_path / "alone", *words)
-    shutil.copytree(tmp_path / "alone", tmp_path / "cut")  # as a kill leaves it in the second save
-    (tmp_path / "cut" / "checkpoints" / "step_000004" / "COMPLETE").unlink()
-    (tmp_path / "cut" / "summary.json").unlink()
-    trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
-    assert told(tmp_path / "cut") == told(tmp_path / "alone")
+    cut_off_and_resumed(tmp_path, *words, step=4)
     assert load_state(tmp_path / "alone" / "checkpoints" / "step_000002")["rules"]["replay"]["stored"]
     assert [row.get("replay/groups") for row in rows(tmp_path / "alone")][2:] == [1.0] * 3
     resume = f"resume={tmp_path / 'cut'}"
@@ -415,17 +406,12 @@ FROM = ("replay=folder", "replay.foreign=0.5", "correction=ftis")
 
 def test_two_runs_teach_a_third(others: Path, tmp_path: Path) -> None:
     words = (*ALL, *FROM, f"replay.path={others}", "train.steps=4")
-    trained(tmp_path / "alone", *words)
+    cut_off_and_resumed(tmp_path, *words, step=4)
     said = rows(tmp_path / "alone")[1:]
     assert [row["replay/groups"] for row in said] == [1.0] * 4 and "replay/age_mean" not in said[0]
     assert all(0 < row["off/token_share"] < 1 and row["off/given_share"] == 0 for row in said)  # type: ignore[operator]
     assert [row["rollouts/generated"] for row in said] == [8.0, 16.0, 24.0, 32.0]
     assert any(row["mismatch/ratio_mean"] != 1.0 for row in said if "mismatch/ratio_mean" in row)
-    shutil.copytree(tmp_path / "alone", tmp_path / "cut")
-    (tmp_path / "cut" / "checkpoints" / "step_000004" / "COMPLETE").unlink()
-    (tmp_path / "cut" / "summary.json").unlink()
-    trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
-    assert told(tmp_path / "cut") == told(tmp_path / "alone")
 
 
 def opened(path: Path, warnings: list[str] | None = None, **changed: Any) -> RunFolder:

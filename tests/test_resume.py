@@ -55,15 +55,24 @@ def rows(folder: Path) -> list[dict[str, object]]:
     return [{name: v for name, v in json.loads(line).items() if not name.startswith(moving)} for line in lines]
 
 
-def test_a_run_cut_off_after_its_first_checkpoint_predicts_lengths_as_one_left_alone(tmp_path: Path) -> None:
-    words = ["eval.every=2", "eval.problems=4", "sampler=infinite", "sampler.slots=3", "scheduler=sjf"]
-    words += ["predictor=mean", "record.rollouts=-1"]
+def records(folder: Path) -> tuple[list[dict[str, object]], str]:
+    return rows(folder), (folder / "rollouts.jsonl").read_text()
+
+
+def cut_off_and_resumed(tmp_path: Path, *words: str, step: int) -> None:
+    """A run (`alone`), and the same as a kill leaves it in the save of that step, gone on with (`cut`): they record the
+    same."""
     trained(tmp_path / "alone", *words)
-    shutil.copytree(tmp_path / "alone", tmp_path / "cut")  # as a kill leaves it in the second save
-    (tmp_path / "cut" / "checkpoints" / "step_000002" / "COMPLETE").unlink()
+    shutil.copytree(tmp_path / "alone", tmp_path / "cut")
+    (tmp_path / "cut" / "checkpoints" / f"step_{step:06d}" / "COMPLETE").unlink()
     (tmp_path / "cut" / "summary.json").unlink()
     trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}")
-    assert rows(tmp_path / "cut") == rows(tmp_path / "alone")
+    assert records(tmp_path / "cut") == records(tmp_path / "alone")
+
+
+def test_a_run_cut_off_after_its_first_checkpoint_predicts_lengths_as_one_left_alone(tmp_path: Path) -> None:
+    words = ["eval.every=2", "eval.problems=4", "sampler=infinite", "sampler.slots=3", "scheduler=sjf"]
+    cut_off_and_resumed(tmp_path, *words, "predictor=mean", "record.rollouts=-1", step=2)
     assert "predictor/kendall_tau" in rows(tmp_path / "cut")[-1]
     first, again = (load_state(tmp_path / run / "checkpoints" / "step_000002") for run in ("alone", "cut"))
     assert first["engine"] == again["engine"]

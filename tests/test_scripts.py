@@ -31,7 +31,6 @@ SMALL = {
     "soak": [()],
     "step": [()],
 }
-SLOW = {"step", "judge", "memory", "real"}
 
 
 def load(name: str) -> ModuleType:
@@ -72,11 +71,7 @@ def test_no_bench_goes_untried():
 @pytest.mark.filterwarnings("ignore:This process .*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        pytest.param(name, words, marks=pytest.mark.slow if {name, words} & SLOW else ())
-        for name, cases in SMALL.items()
-        for words in cases
-    ],
+    [(name, words) for name, cases in SMALL.items() for words in cases],
 )
 def test_a_bench_works_at_a_small_size_and_leaves_its_figures(name: str, words: tuple[str, ...], tmp_path: Path):
     out = tmp_path / "figures" / "out.json"

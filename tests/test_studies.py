@@ -223,7 +223,6 @@ def test_results_say_what_the_runs_say(tmp_path: Path, runs_made: Callable[[], s
 
 
 @in_all
-@pytest.mark.slow
 def test_the_default_run_leaves_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "default.json"
     assert study.main(["default", "--quick", "--jobs", "1", "--out", str(tmp_path / "runs"), "--json", str(out)]) == 0

@@ -1,4 +1,4 @@
-"""Who leaves the line: the scheduler's order, as far as there is room for a prompt, and nobody forgotten."""
+"""Who leaves the queue: in the scheduler's order, as far as there is room for a prompt, and nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.torch.forecast import Crowd
-from grpo_cli.engine.torch.queue import Line
+from grpo_cli.engine.torch.forecast import RunningRows
+from grpo_cli.engine.torch.queue import WaitingQueue
 from grpo_cli.engine.torch.sequence import Sequence as Rollout
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Prompt, Request
@@ -34,10 +34,10 @@ class InTurn:
         return Plan(tuple(zip(order[: self._at_once], free_slots, strict=False)))
 
 
-def line(prompts: str, scheduler: InTurn) -> Line:
+def queue(prompts: str, scheduler: InTurn) -> WaitingQueue:
     """A line of requests whose prompts are named by these letters."""
     requests = [Request(Prompt(name, (1,), ""), i, 0, Sampling.plain(9)) for i, name in enumerate(prompts)]
-    return Line([Rollout(index, request) for index, request in enumerate(requests)], scheduler, 2)
+    return WaitingQueue([Rollout(index, request) for index, request in enumerate(requests)], scheduler, 2)
 
 
 def room_for(prompts: str) -> Callable[[Rollout], bool]:
@@ -50,7 +50,7 @@ def places(entering: list[tuple[int, Rollout]]) -> list[tuple[int, int]]:
 
 def test_with_room_for_all_the_plan_is_followed() -> None:
     scheduler = InTurn([3, 1, 0, 2])
-    waiting = line("aabb", scheduler)
+    waiting = queue("aabb", scheduler)
     assert scheduler.began == ([0, 1, 2, 3], 2) and len(waiting) == 4
     assert places(waiting.leave([], [5, 2], room_for("ab"))) == [(3, 5), (1, 2)]
     assert places(waiting.leave([Running(1, 2, 4, None)], [5], room_for("ab"))) == [(0, 5)]
@@ -60,7 +60,7 @@ def test_with_room_for_all_the_plan_is_followed() -> None:
 
 def test_who_has_no_room_waits_before_all_that_are_chosen_later_and_others_begin() -> None:
     scheduler = InTurn([2, 3, 0, 4, 1])
-    waiting = line("aabbc", scheduler)
+    waiting = queue("aabbc", scheduler)
     # Both rollouts of b are chosen and have no room; so the two of a begin, and c is chosen on the way.
     assert places(waiting.leave([], [0, 1], room_for("a"))) == [(0, 0), (1, 1)]
     assert scheduler.shown[0] == ([0, 1, 2, 3, 4], [], [0, 1])
@@ -76,25 +76,25 @@ def test_who_has_no_room_waits_before_all_that_are_chosen_later_and_others_begin
 
 def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step() -> None:
     scheduler = InTurn([0, 1, 2], at_once=1)
-    waiting = line("aaa", scheduler)
+    waiting = queue("aaa", scheduler)
     assert places(waiting.leave([], [0, 1], room_for("a"))) == [(0, 0)]
     assert len(scheduler.shown) == 1
-    idle = line("aa", InTurn([0, 1], at_once=0))
+    idle = queue("aa", InTurn([0, 1], at_once=0))
     assert idle.leave([Running(7, 1, 1, None)], [0], room_for("a")) == []
 
 
 def test_a_line_in_which_nobody_can_ever_begin_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="who waits for room is not kept from it"):
-        line("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))
+    with pytest.raises(AssertionError, match="not kept from room"):
+        queue("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))
 
 
-def test_a_crowd_fits_with_half_of_everybodys_last_page_left_empty() -> None:
+def test_running_rows_fit_with_half_of_everybodys_last_page_left_empty() -> None:
     """Two rows that end at 4 tokens hold 8; half of two pages of 16 is 16 more."""
-    assert Crowd([0, 0], [4, 4], 24, 16).fits and not Crowd([0, 0], [4, 4], 23, 16).fits
-    assert Crowd([0, 0], [4, 4], 8, 1).fits is False, "with pages of 1 half of two is 1"
+    assert RunningRows([0, 0], [4, 4], 24, 16).fits and not RunningRows([0, 0], [4, 4], 23, 16).fits
+    assert RunningRows([0, 0], [4, 4], 8, 1).fits is False, "with pages of 1 half of two is 1"
 
 
-def test_who_is_admitted_belongs_to_the_crowd_and_who_is_not_leaves_it_as_it_was() -> None:
-    crowd = Crowd([0], [4], 29, 16)  # 4 + 8; another with a prompt of 5 makes 8 + 16 of 24
-    assert not crowd.admits(0, 4, 6) and crowd.admits(0, 4, 5)
-    assert crowd.fits and not crowd.admits(0, 1, 0)
+def test_who_is_admitted_belongs_to_them_and_who_is_not_leaves_them_as_they_were() -> None:
+    running = RunningRows([0], [4], 29, 16)  # 4 + 8; another with a prompt of 5 makes 8 + 16 of 24
+    assert not running.admits(0, 4, 6) and running.admits(0, 4, 5)
+    assert running.fits and not running.admits(0, 1, 0)

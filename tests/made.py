@@ -35,11 +35,11 @@ def correction(choice: str = "none", **changed: Any) -> Any:
 
 
 def advantage(choice: str, **changed: Any) -> Any:
-    return function("advantage", part("advantage", choice, **changed), ("kept_rewards", "group_rewards"))
+    return function("advantage", part("advantage", choice, **changed))
 
 
 def downsample(choice: str) -> Any:
-    return function("downsample", part("downsample", choice), ("group", "keep", "rng"))
+    return function("downsample", part("downsample", choice))
 
 
 def task(choice: str, tokenizer: Any, seed: int = 0, **changed: Any) -> Any:

@@ -34,7 +34,7 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def collector(choice: str, **changed: Any) -> Any:
-    return function("collector", made.part("collector", choice, **changed), ("collection",))
+    return function("collector", made.part("collector", choice, **changed))
 
 
 def problems(count: int) -> list[Prompt]:

@@ -28,7 +28,7 @@ WEIGHTS = [1.3135, 1.2315, 1.1546, 1.0826, 1.0151, 0.9518, 0.8926, 0.8370, 0.785
 
 
 def gdro(**changed: Any) -> PromptGdro:
-    made_rule = function("credit", made.part("credit", "gdro", **changed), ("batch", "problems", "history"))
+    made_rule = function("credit", made.part("credit", "gdro", **changed))
     assert isinstance(made_rule, PromptGdro)
     return made_rule
 

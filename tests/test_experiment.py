@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 from grpo_cli.cli import main as cli
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.config.check import check
-from grpo_cli.config.choices import config_dir
+from grpo_cli.config.choices import config_dir, defaults_of
 from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.prepare import pick_device, prepare
-from grpo_cli.config.rehearsal import try_rules
-from grpo_cli.experiment import curriculum_of, set_up
+from grpo_cli.config.kinds import KINDS
+from grpo_cli.experiment import curriculum_of, pick_device, set_up
 from grpo_cli.history import History
 from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.support.errors import UserError
@@ -31,14 +30,8 @@ from grpo_cli.tracking.introduction import introduction
 from grpo_cli.types import GroupRequest, Round
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
-PARTS: dict[str, dict[str, Any]] = {
-    "collector": made.part("collector", "equal"),
-    "replay": made.part("replay", "none"),
-    "credit": made.part("credit", "none"),
-    "downsample": made.part("downsample", "all"),
-    "advantage": GRPO,
-    "correction": made.part("correction", "none"),
-    "loss": LOSS,
+PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in KINDS} | {
+    "downsample": made.part("downsample", "all")
 }
 
 RULES_OF_A_USER = """
@@ -157,6 +150,28 @@ def test_a_part_gets_its_own_words_and_the_objects_that_it_names(user_module):
 
 def test_the_yaml_s_word_goes_before_an_object_of_that_name():
     assert made.micro({"slots": 3}, slots=5).slots == 5
+
+
+class Shaper(Protocol):
+    """A kind of rule that the package does not have."""
+
+    def __call__(self, group: ScoredGroup, history: History) -> ScoredGroup: ...
+
+
+@dataclass(frozen=True)
+class WithShaper(Rules):
+    shaper: Shaper
+
+
+@pytest.mark.parametrize(
+    ("shaper", "refused"),
+    [(lambda group, history: group, None), (lambda group, history: group.totals, "shaper: .*return .*ScoredGroup")],
+)
+def test_a_new_kind_of_rule_is_tried_as_its_protocol_says(monkeypatch, shaper, refused):
+    known = rules()
+    monkeypatch.setattr(rehearsal, "RULES", kinds.RULES | {"shaper": kinds.Kind.of(Shaper)})
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        rehearsal._rehearse(WithShaper(**vars(known), shaper=shaper), *try_choice(known, 4, 2))
 
 
 def test_the_rules_of_the_package_pass_their_rehearsal():

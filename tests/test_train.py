@@ -25,13 +25,13 @@ from small import FakeEngine, make_engine, small_model
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.replay import NoReplay
-from grpo_cli.config.instantiate import OwnLoss
+from grpo_cli.config.instantiate import OwnLoss, rules_of
 from grpo_cli.history import History
-from grpo_cli.interfaces import Bench, Loss, Parts, Rules, Task
+from grpo_cli.interfaces import Bench, Loss, Parts, Task
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
 from grpo_cli.methods.gdro import PromptGdro
-from grpo_cli.rules import credit, downsample
+from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
@@ -118,7 +118,7 @@ def make_trainer(settings: RunSettings, *, model: Any = None, checkpoint: Path |
     bench = Bench(torch.device("cpu"), model, None, 0, CountTask(), engine)
     if isinstance(parts.get("engine"), type):
         parts["engine"] = parts["engine"](model)
-    rules = Rules(equal, downsample.all_rollouts, made.advantage("grpo"), credit.none, made.correction(), GRPO)
+    rules = rules_of(made.settings().parts | {"downsample": made.part("downsample", "all")})
     prompts = bench.task.prompts("train")
     curriculum = Epochs(prompts, settings.train.prompts, settings.seed)
     plain = Parts(

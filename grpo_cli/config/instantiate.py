@@ -19,12 +19,11 @@ import torch
 from hydra.errors import InstantiationException
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
+from grpo_cli.config.kinds import KINDS, RULES, is_function
 from grpo_cli.config.overrides import RENAMED
 from grpo_cli.config.read import read_kwargs
-from grpo_cli.engine.batching import Sampler
-from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.order.predict import NoPredictor
-from grpo_cli.interfaces import Correction, Loss, Rules
+from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
@@ -32,7 +31,6 @@ RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)
 INNER = "inner"  # the word by which an engine names the one that its workers have
 # What is given by its name to a part that is called, if it has such a parameter.
 _BY_NAME = {"advantage": ("inputs",)}
-_PROTOCOLS = {"sampler": Sampler, "scheduler": Scheduler, "predictor": Predictor, "correction": Correction}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -93,10 +91,10 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     return "", given
 
 
-def function(name: str, part: Mapping[str, Any], called_with: tuple[str, ...]) -> Any:
-    """A part that is called: an object of a class, or a function with its settings filled in, once it is known to take
+def function(name: str, part: Mapping[str, Any]) -> Any:
+    """A rule that is called: an object of a class, or a function with its settings filled in, once it is known to take
     the arguments it will get."""
-    factory = _factory(name, part, {})
+    called_with, factory = RULES[name].called_with, _factory(name, part, {})
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     signature = inspect.signature(rule)
     named = {word: word for word in _BY_NAME.get(name, ()) if word in signature.parameters}
@@ -139,9 +137,9 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
 
 def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
     """What will be asked of it, and it has not."""
-    protocol = _PROTOCOLS.get(name, object)
-    lacking = [asked for asked in vars(protocol) if not asked.startswith("_") and not hasattr(made, asked)]
+    lacking = [asked for asked in KINDS[name].members if not hasattr(made, asked)] if name in KINDS else []
     if lacking:
+        protocol = KINDS[name].protocol
         yield f"{name}: {part['_target_']} has no {', '.join(lacking)}; see {protocol.__module__}.{protocol.__name__}"
 
 
@@ -197,19 +195,17 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
     """The rules of a run, untried. UserError lists all that cannot be had."""
     made: dict[str, Any] = {}
     problems: list[str] = []
-    with gathered(problems):
-        made["collector"] = function("collector", parts["collector"], ("collection",))
-    with gathered(problems):
-        made["downsample"] = function("downsample", parts["downsample"], ("group", "keep", "rng"))
-    with gathered(problems):
-        made["advantage"] = function("advantage", parts["advantage"], ("kept_rewards", "group_rewards"))
-    with gathered(problems):
-        made["credit"] = function("credit", parts["credit"], ("batch", "problems", "history"))
-    with gathered(problems):
-        made["correction"] = make("correction", parts["correction"], {})
-        refuse([*_unspoken("correction", parts["correction"], made["correction"])])
-    with gathered(problems):
-        loss = function("loss", parts["loss"], ("logprobs", "batch", "totals"))
-        made["loss"] = loss if isinstance(loss, Loss) else OwnLoss(loss)
+    for name in RULES:
+        with gathered(problems):
+            made[name] = _rule(name, parts[name])
     refuse(problems)
     return Rules(**made)
+
+
+def _rule(name: str, part: Mapping[str, Any]) -> Any:
+    if not is_function(name):
+        made = make(name, part, {})
+        refuse([*_unspoken(name, part, made)])
+        return made
+    rule = function(name, part)
+    return OwnLoss(rule) if RULES[name].protocol is Loss and not isinstance(rule, Loss) else rule

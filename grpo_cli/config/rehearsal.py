@@ -14,6 +14,7 @@ from grpo_cli.collect.collection import MOST_ROLLOUTS
 from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
+from grpo_cli.config.kinds import RULES
 from grpo_cli.history import History
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
@@ -85,6 +86,10 @@ def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]
         raise UserError(f"{error} (tried on a made-up group of n={size} with m={keep})") from error
 
 
+# Those that are asked in the order of a step, each of the answer of the one before.
+_REHEARSED = ("collector", "downsample", "advantage", "correction", "credit", "loss")
+
+
 def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     m = len(kept.rollouts)
     of_kept, of_group = (torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group))
@@ -97,7 +102,7 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
             "correction: one that rejects is asked before rollouts are chosen, when nobody knows their advantages; "
             "leave out the parameter advantages, or say rejects = False"
         )
-    logprobs = torch.full((m, 4), -1.0, requires_grad=True)
+    logprobs, rng = torch.full((m, 4), -1.0, requires_grad=True), np.random.default_rng(0)
     batch = _made_up_batch(advantages, logprobs.detach())
     verdict = verdict_on(rules.correction, batch, logprobs.detach())
     if not isinstance(verdict, Verdict) or len(verdict.reasons) != m:
@@ -108,10 +113,22 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     if factors is not None:
         _expect("credit", factors, (m, 4))
         batch = replace(batch, weights=batch.weights * factors)
+    made_up = {"group": group, "keep": m, "rng": rng, "kept_rewards": of_kept, "group_rewards": of_group}
+    _rehearse_others(rules, made_up | {"batch": batch, "problems": ["rehearsal"] * m, "history": History()})
     output = _rehearsed_loss(rules.loss, logprobs, corrected(batch, verdict))
     _expect("loss", output.loss, ())
     if not output.loss.requires_grad:
         raise UserError("loss: the answer has no gradient with respect to the log-probabilities; do not detach them")
+
+
+def _rehearse_others(rules: Rules, made_up: Mapping[str, Any]) -> None:
+    """Ask each rule of a kind that `_rehearse` does not know, of what its protocol names. UserError if the answer is
+    not of the type that the protocol declares."""
+    for name, kind in RULES.items():
+        if name not in _REHEARSED:
+            answer = copy.deepcopy(getattr(rules, name))(*[made_up[word] for word in kind.called_with])
+            if not isinstance(answer, kind.answers):
+                raise UserError(f"{name}: the answer to a made-up group was {answer!r}; return {kind.answers}")
 
 
 def _rehearsed_loss(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> LossOutput:

@@ -30,14 +30,6 @@ _RESERVED = re.compile(r"_\w+_")  # the words by which Hydra is told how to buil
 # overrides.
 _FOLDER_OF_A_JOB = re.compile(r"([\w,=-]|\$\{\w+(\.\w+)*\})+")
 _OF_A_SWEEP = re.compile(r"hydra\.(launcher|sweeper)\.(?!params\b)[\w.-]+")
-# By which names a rule is given what it is called with.
-_CALLED_WITH = {
-    "collector": ("collection",),
-    "downsample": ("group", "keep", "rng"),
-    "advantage": ("kept_rewards", "group_rewards"),
-    "credit": ("batch", "problems", "history"),
-    "loss": ("logprobs", "batch", "totals"),
-}
 
 
 @dataclass(frozen=True)
@@ -267,55 +259,39 @@ def _against_kind(group: str, module: str, name: str, here: _Here) -> Iterator[s
         yield f"{module} has no class and no function {name}"
     elif found.__module__ != module:  # it was imported there, and is judged by where it is from
         yield from _against_target(group, f"{found.__module__}.{found.__qualname__}", here)
-    elif group != REWARD and not (_is_a_part(group, found) if group not in _CALLED_WITH else _is_a_rule(group, found)):
+    elif group != REWARD and not _is_of(group, found):
         yield f"{module}.{name} is not what {group} takes: {_asked_of(group)}"
 
 
-def _is_a_part(group: str, found: Any) -> bool:
+def _is_of(group: str, found: Any) -> bool:
+    """Whether a class or function can be a part of the group."""
+    from grpo_cli.config.kinds import KINDS, is_function  # loads torch, as the part does
+
+    if is_function(group):
+        return _is_a_rule(KINDS[group].called_with, found)
     if not inspect.isclass(found):
         return False
     if group == "sparsity":
         from grpo_cli.engine.kv.eviction import Budget, Dense
 
         return issubclass(found, Budget | Dense)
-    return all(callable(getattr(found, asked, None)) for asked in _methods_of(group))
+    return group not in KINDS or all(callable(getattr(found, asked, None)) for asked in KINDS[group].methods)
 
 
-def _is_a_rule(group: str, found: Any) -> bool:
+def _is_a_rule(called_with: Sequence[str], found: Any) -> bool:
     if inspect.isclass(found):
         return any("__call__" in vars(base) for base in found.__mro__)
     parameters = inspect.signature(found).parameters.values()
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(by_place) >= len(_CALLED_WITH[group]) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return len(by_place) >= len(called_with) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _asked_of(group: str) -> str:
-    if group in _CALLED_WITH:
-        return f"{group}({', '.join(_CALLED_WITH[group])})"
-    return f"a class with {', '.join(_methods_of(group)) or 'what those of grpo_cli have'}"
+    from grpo_cli.config.kinds import KINDS, is_function
 
-
-def _methods_of(group: str) -> list[str]:
-    """What a part of the group is asked, as methods."""
-    from grpo_cli import interfaces  # which loads torch
-    from grpo_cli.engine import interfaces as of_engines
-    from grpo_cli.engine.batching import Sampler
-
-    protocols: dict[str, Any] = {
-        "task": interfaces.Task,
-        "engine": interfaces.Engine,
-        "sampler": Sampler,
-        "scheduler": of_engines.Scheduler,
-        "predictor": of_engines.Predictor,
-        "curriculum": interfaces.Curriculum,
-        "replay": interfaces.Replay,
-        "correction": interfaces.Correction,
-        "logger": interfaces.Tracker,
-    }
-    asked = vars(protocols.get(group, object)).items()
-    return [
-        name for name, what in asked if inspect.isfunction(what) and (not name.startswith("_") or name == "__call__")
-    ]
+    if is_function(group):
+        return f"{group}({', '.join(KINDS[group].called_with)})"
+    return f"a class with {', '.join(KINDS[group].methods) if group in KINDS else 'what those of grpo_cli have'}"
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def _ray(records: Records) -> list[Claim]:
             ("bench_ray_weights",),
         ),
         Claim(
-            "the trainer's own work for a request, of 64 made-up workers that answer at once",
+            "cutting requests into portions for 64 workers, for each request",
             f"{records['bench_ray_dealing']['microseconds_per_request']:.1f} us of processor time",
             rounds(records["bench_ray_dealing"]["settings"]["rounds"]),
             f"{command} dealing",

@@ -20,7 +20,7 @@ import pytest
 from tests.cluster.test_whole_runs import WORDS, ended, rows, started, told
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 WORKERS = 4  # of which each node of two CPUs has two

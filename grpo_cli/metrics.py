@@ -100,7 +100,7 @@ METRICS: Mapping[str, str] = {
     "engine/workers": "Workers of engine=ray that were ready at the end of the rollouts.",
     "engine/worker_tokens_per_second_least": "Tokens per second of the slowest worker, while it was at work.",
     "engine/worker_tokens_per_second_most": "Tokens per second of the fastest worker, while it was at work.",
-    "engine/requests_again": "Requests that were dealt a second time: their worker was lost, or too slow.",
+    "engine/requests_again": "Requests that were dealt a second time, because their worker was lost.",
     "engine/<detail>": "A detail that the chosen engine, scheduler or sparsity reports about itself.",
     "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",
     "predictor/mean_absolute_error": "Mean absolute difference of predicted and true lengths, in tokens.",

@@ -21,7 +21,7 @@ from grpo_cli.cli.main import app
 from grpo_cli.cli.mistakes import unusable
 from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import MOST_SAMPLES, check
-from grpo_cli.engine.ray.ray_cluster import check_gpus
+from grpo_cli.engine.ray.session import check_gpus
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
 from grpo_cli.runs.checkpoint import _save_state

@@ -21,7 +21,9 @@ from grpo_cli.config.choices import config_dir, defaults_of
 from grpo_cli.config.compose import parse, settings_of
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.kinds import KINDS
-from grpo_cli.experiment import curriculum_of, pick_device, set_up
+from grpo_cli.config.prepare import pick_device, prepare
+from grpo_cli.config.rehearsal import try_rules
+from grpo_cli.experiment import curriculum_of, set_up
 from grpo_cli.history import History
 from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.support.errors import UserError

@@ -12,8 +12,7 @@ rate     rollouts of a model with a thread for each process: in this process, by
 weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
          the same bytes in memory.
 lost     what rollouts by three workers take when one of them is killed half-way, and how long until it is replaced.
-dealing  the trainer's own work for each request: dealing, hearing, putting together, with 64 workers that are made up
-         and answer at once.
+dealing  what it costs the trainer to cut requests into portions for 64 workers.
 kills    `grpo train` with three workers, of which a random one is killed at random moments until enough were; records
          and rollouts are compared with those of engine=torch, which nobody disturbs.
 
@@ -33,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,13 +57,10 @@ from common import (
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
 from grpo_cli.config.prepare import prepare
-from grpo_cli.engine.ray.crew import Crew
-from grpo_cli.engine.ray.dealing import Deal
-from grpo_cli.engine.ray.messages import Answer, Done, News, Order, Place, Snapshot
-from grpo_cli.engine.ray.worker import rollout_of
+from grpo_cli.engine.ray.pool import portions
 from grpo_cli.experiment import set_up
 from grpo_cli.settings import Sampling
-from grpo_cli.types import EngineStats, Finish, Prompt, Request
+from grpo_cli.types import Prompt, Request
 
 ARMS = {
     "in this process": ("engine=torch",),
@@ -79,45 +74,16 @@ KILLED = ("n=16", "m=4", "train.prompts=8", "logger=jsonl", "eval.every=1000", "
 OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
 
 
-class Instant:
-    """Workers that answer at once, and as much of a cluster as carries it."""
-
-    def __init__(self) -> None:
-        self._news: deque[tuple[int, News]] = deque()
-
-    def start(self, worker: int, state: Any) -> None:
-        place = Place("n", "h", worker, "cpu", "x", 1, "3", "2", "0", "b")
-        self._news.append((worker, News(0, place=place)))
-
-    def ask(self, worker: int, order: Order) -> None:
-        answers = tuple(Answer(index, (1,), (-1.0,), Finish.EOS, 0) for index, _ in order.requests)
-        done = Done(order.portion, EngineStats(decode_steps=1, slots=1), {}, {}, 0.0)
-        self._news.append((worker, News(1, portion=order.portion, answers=answers, end=done)))
-
-    def cancel(self, worker: int, portion: int) -> None: ...
-
-    def stop(self, worker: int) -> None: ...
-
-    def news(self, seconds: float) -> list[tuple[int, News]]:
-        return [self._news.popleft()] if self._news else []
-
-
 def dealing(args: argparse.Namespace) -> int:
     sampling = Sampling.plain(512)
     prompts = [Prompt(f"p{number}", (1,) * 64, "") for number in range(args.requests // 16)]
     requests = [Request(prompt, sample, sample, sampling) for prompt in prompts for sample in range(16)]
     lengths = [float(10 + index * 37 % 500) for index in range(len(requests))]
-    crew = Crew(Instant(), 64, 60.0, print)
-    weights = Snapshot(1, None, None)
 
     def once() -> float:
         start = time.process_time()
-        deal = Deal(requests, lengths, 64, at_once=False)
-        answers = crew.serve(
-            deal, lambda p: Order(p.number, weights, tuple((i, requests[i]) for i in p.indices), None, None)
-        )
-        made = [rollout_of(answer, requests[answer.index]) for answer in answers]
-        assert len(made) == len(requests), "everything comes back"
+        dealt = portions(requests, lengths, 64, at_once=False)
+        assert sum(map(len, dealt)) == len(requests), "everything is dealt"
         return (time.process_time() - start) / len(requests) * 1e6
 
     found = {"microseconds_per_request": statistics.median(once() for _ in range(args.rounds))}
@@ -274,7 +240,7 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
     done, seen, run = 0, 0, _train(folder, "killed", args.steps, *THREE)
     while run.poll() is None:
         time.sleep(draw.uniform(0.2, args.pause))
-        own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RayWorker")]
+        own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RolloutWorker")]
         rows = _rows(folder / "killed")
         # Three that are killed as fast as they start are given up, as they should be: a step comes between two kills,
         # and two were at work in it.

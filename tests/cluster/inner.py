@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,8 @@ from small import make_engine
 
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.order.predict import NoPredictor, Told
-from grpo_cli.engine.ray.ray_cluster import fetch
 from grpo_cli.interfaces import Meter
 from grpo_cli.support.errors import UserError
-
-
-def _prefix() -> Any:
-    return made.prefix_head({"seed": 0}, prefix_tokens=2)
 
 
 class Slowed:
@@ -51,33 +45,32 @@ def build(
     scheduler: str = "fifo",
     prefix: bool = False,
     fails: str = "",
+    flag: str = "",
 ) -> Any:
-    """The torch engine, `slots` at a time, with `seconds` for each step."""
+    """The torch engine, `slots` at a time, with `seconds` for each step. The first process that takes up new weights
+    while the file `flag` is there removes it and dies."""
     if fails == "refused":
         raise UserError("lower sampling.max_new_tokens")
     if fails:
         raise RuntimeError(fails)
-    sampler = made.full() if slots is None else made.infinite(slots=slots)
-    return make_engine(
+    learning = made.prefix_head({"seed": 0}, prefix_tokens=2) if prefix else NoPredictor()
+    engine = make_engine(
         model,
-        sampler=sampler,
+        sampler=made.full() if slots is None else made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
-        predictor=_prefix() if prefix else Told(told) if tells_lengths else NoPredictor(),
+        predictor=Told(told) if tells_lengths and not prefix else learning,
         meter=Slowed(meter, seconds),
         warn=warn,
     )
+    if flag:
+        update = engine.update_weights
+        engine.update_weights = lambda: (die(Path(flag)), update())
+    return engine
 
 
-def fetch_or_die(flag: str, handle: Any) -> Any:
-    """The weights; but the process that finds the flag's file takes it away and dies, having them half."""
-    numbers = fetch(handle)
+def die(flag: Path) -> None:
     try:
-        Path(flag).unlink()
+        flag.unlink()
     except FileNotFoundError:
-        return numbers
+        return
     os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("it was killed")
-
-
-def dying(flag: Path) -> Any:
-    return partial(fetch_or_die, str(flag))

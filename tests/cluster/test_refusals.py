@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import re
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import made
@@ -17,16 +19,17 @@ from small import small_model
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
 from grpo_cli.engine.ray.engine import RayEngine, _threads
-from grpo_cli.engine.ray.parcel import from_skeleton, skeleton
-from grpo_cli.engine.ray.ray_cluster import (
+from grpo_cli.engine.ray.session import (
     Needs,
     _check_room,
     _own_paths,
-    _reason,
     check_address,
     check_public,
+    reason_of,
     require_ray,
 )
+from grpo_cli.engine.ray.weights import hollow
+from grpo_cli.engine.ray.worker import place
 from grpo_cli.support.errors import UserError
 
 
@@ -143,17 +146,43 @@ def test_quantised_weights():
     with pytest.raises(
         UserError, match=r"lm_head.weight is quantised \(model.quantize\), and engine=ray sends weights"
     ):
-        skeleton(model)
+        hollow(model)
 
 
-def test_a_skeleton_has_no_numbers_and_ties_stay_ties():
+def test_a_hollow_model_has_no_numbers_and_ties_stay_ties():
     model = small_model(hidden_size=64, tie_word_embeddings=True)
-    data = skeleton(model)
-    assert len(data) < sum(p.numel() for p in model.parameters())
-    copy = from_skeleton(data, torch.device("cpu"))
+    copy = hollow(model)
+    assert len(pickle.dumps(copy)) < sum(p.numel() for p in model.parameters())
     assert copy.lm_head.weight is copy.model.embed_tokens.weight
     assert not any(p.requires_grad for p in copy.parameters()) and not copy.training
     assert [name for name, _ in copy.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def checked(**other: Any) -> list[str]:
+    """What is said of a worker at a place that differs so from the trainer's."""
+    engine, said = object.__new__(RayEngine), list[str]()
+    engine._place = place("trainer", torch.device("cpu"))
+    engine._warn, engine._said_bits = said.append, False
+    for _ in range(2):
+        engine._check_place(replace(engine._place, **other))
+    return said
+
+
+def test_workers_that_run_something_else_are_refused():
+    with pytest.raises(UserError, match=r"has torch 9\.9, and the trainer has .*install the same on every node"):
+        checked(torch="9.9")
+    with pytest.raises(UserError, match=r"has grpo-cli .*other.*install the same"):
+        checked(build="other")
+
+
+def test_workers_that_may_round_otherwise_are_said_once():
+    threads = torch.get_num_threads() + 1
+    assert checked() == []
+    [said] = checked(processor="another")
+    assert "to rounding only" in said and "computes by another" in said
+    [said] = checked(threads=threads)
+    assert f"OMP_NUM_THREADS={threads}" in said and f"engine.threads={threads - 1}" in said
 
 
 def test_threads_of_workers():
@@ -165,10 +194,10 @@ def test_threads_of_workers():
 
 def test_reasons_are_a_line():
     told = "The actor is dead.\n\tclass_name: RayWorker\n\tactor_id: 1\n\tpid: 7\n\nIt was killed\nip: 1"
-    assert _reason(RuntimeError(told)) == "RuntimeError: It was killed"
+    assert reason_of(RuntimeError(told)) == "RuntimeError: It was killed"
     guessed = "The worker has died. End of file. Some common causes include: (1) the weather, (2) Ray."
-    assert _reason(RuntimeError(guessed)) == "RuntimeError: The worker has died. End of file."
-    assert _reason(RuntimeError("")) == "RuntimeError: no reason given"
+    assert reason_of(RuntimeError(guessed)) == "RuntimeError: The worker has died. End of file."
+    assert reason_of(RuntimeError("")) == "RuntimeError: no reason given"
 
 
 def test_own_modules_are_found_by_workers(monkeypatch, tmp_path):

@@ -74,7 +74,7 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_worker_changes_no_record(tmp_path, left_alone):
     run = tmp_path / "run"
-    said, _ = killed_at(run, 3, lambda process: process.name().startswith("ray::RayWorker"))
+    said, _ = killed_at(run, 3, lambda process: process.name().startswith("ray::RolloutWorker"))
     assert told(run) == told(left_alone)
     assert "is lost (" in said and "completed at step 8" in said
     summary = json.loads((run / "summary.json").read_text())

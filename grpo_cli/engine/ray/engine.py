@@ -18,12 +18,10 @@ import torch
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.ray.crew import Crew
-from grpo_cli.engine.ray.dealing import Deal, Portion
-from grpo_cli.engine.ray.messages import Done, Order, Place, Snapshot
-from grpo_cli.engine.ray.parcel import fixed_numbers, moving_numbers, nbytes, skeleton
-from grpo_cli.engine.ray.ray_cluster import Needs, RayCluster, fetch, require_ray
-from grpo_cli.engine.ray.worker import Blueprint, place, rollout_of
+from grpo_cli.engine.ray.pool import Pool, portions
+from grpo_cli.engine.ray.session import Needs, environment_of, require_ray, session
+from grpo_cli.engine.ray.weights import hollow, nbytes, numbers
+from grpo_cli.engine.ray.worker import Blueprint, Done, Order, Place, RolloutWorker, place
 from grpo_cli.interfaces import Engine, Meter, facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
@@ -64,31 +62,22 @@ class RayEngine:
     ) -> None:
         refuse([*self.refuses(sampler, workers, threads, gpus, timeout, kv_budget_of)])
         require_ray()
-        self._model, self._sampler = model, sampler
-        self._scheduler, self._predictor, self._warn = scheduler, predictor, warn
+        self._model, self._sampler, self._predictor, self._warn = model, sampler, predictor, warn
         self._meter = meter or NullMeter()
         self._workers, self._timeout = workers, timeout
-        self._threads = _threads(threads, workers, address is None)
-        self._device = "cuda" if gpus else "cpu"
+        self._needs = Needs(_threads(threads, workers, address is None), gpus)
         self._place = place("trainer", next(model.parameters()).device)
-        fixed = fixed_numbers(model)
-        moving = nbytes(moving_numbers(model))
-        # What moves lies there twice while workers take it up.
-        store = nbytes(fixed) + 2 * moving + STORE_MARGIN
-        threads_of = {"OMP_NUM_THREADS": str(self._threads)}
-        self._cluster = RayCluster(address, workers, Needs(self._threads, gpus), store, threads_of)
-        self._blueprint = Blueprint(
-            skeleton(model),
-            partial(build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths),
-            self._device,
-            self._threads,
-            fetch,
+        self._build = partial(
+            build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths
         )
-        self._fixed = self._cluster.put(fixed)
-        self._snapshot: Snapshot | None = None
+        # What is trained lies in the store twice while workers take it up.
+        store = sum(nbytes(numbers(model, trained)) * (1 + trained) for trained in (False, True)) + STORE_MARGIN
+        session.open(address, workers, self._needs, store)
+        self._weights: Any = None  # a reference to them in the store
         self._version = 0
-        self._crew: Crew | None = None
-        self._states: Mapping[int, Mapping[str, Any]] = {}
+        self._pool: Pool | None = None
+        self._learnt: dict[int, Mapping[str, Any]] = {}
+        self._facts: Mapping[str, Any] = {}
         self._stats = EngineStats()
         self._said_bits = False
 
@@ -131,48 +120,52 @@ class RayEngine:
         self._stats = EngineStats()
         if not requests:
             return
+        import ray
+
         start = time.perf_counter()
-        with self._meter.span("weights"):
-            snapshot = self._published()
+        with self._meter.span("weights"), session.answering():
+            if self._weights is None:  # workers keep those before as long as they use them
+                self._version, self._weights = self._version + 1, ray.put(numbers(self._model, trained=True))
+            pool = self._pool_at_work()
         put_seconds = time.perf_counter() - start
-        crew = self._crew_at_work()
         lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
-        deal = Deal(requests, lengths, self._workers, self._sampler.all_at_once, crew.knows_speeds)
         autocast = self._autocast()
 
-        def order_of(portion: Portion) -> Order:
-            told = tuple(lengths[index] for index in portion.indices) if lengths else None
+        def order_of(portion: Sequence[int]) -> Order:
+            told = tuple(lengths[index] for index in portion) if lengths else None
             return Order(
-                portion.number, snapshot, tuple((index, requests[index]) for index in portion.indices), told, autocast
+                self._version, self._weights, tuple((index, requests[index]) for index in portion), told, autocast
             )
 
         finished: list[Rollout] = []
         details: dict[str, float] = {}
         try:
-            for answer in crew.serve(deal, order_of):
-                rollout = rollout_of(answer, requests[answer.index])
-                finished.append(rollout)
-                yield rollout
+            for index, made in pool.serve(
+                portions(requests, lengths, self._workers, self._sampler.all_at_once), order_of
+            ):
+                finished.append(replace(made, request=requests[index]))
+                yield finished[-1]
         finally:
             if self._tells_lengths and len(finished) == len(requests):
                 details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
-            self._states = crew.states
-            tokens = sum(map(len, finished))
-            self._stats = _together(crew.ends, tokens, self._details(crew, deal, put_seconds) | details)
+            for number, end in pool.ends:
+                self._learnt[number], self._facts = end.learnt, end.facts
+            self._stats = _together(pool, sum(map(len, finished)), put_seconds, details)
 
-    def _published(self) -> Snapshot:
-        """The weights as they are now, in the store. Those before are forgotten here; workers keep what they use."""
-        if self._snapshot is None:
-            self._version += 1
-            self._snapshot = Snapshot(self._version, self._fixed, self._cluster.put(moving_numbers(self._model)))
-        return self._snapshot
+    def _pool_at_work(self) -> Pool:
+        if self._pool is None:
+            import ray
 
-    def _crew_at_work(self) -> Crew:
-        if self._crew is None:
-            self._cluster.build(self._blueprint)
-            told = (self._timeout, self._warn, self._check_place, self._states)
-            self._crew = Crew(self._cluster, self._workers, *told, meter=self._meter)
-        return self._crew
+            fixed, device = ray.put(numbers(self._model, trained=False)), "cuda" if self._needs.gpus else "cpu"
+            blueprint = Blueprint(hollow(self._model), fixed, self._build, device, self._needs.cpus, dict(self._learnt))
+            # `signs` is answered while a portion is served.
+            asked: dict[str, Any] = {"max_restarts": -1, "concurrency_groups": {"signs": 1}}
+            asked |= {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
+            asked["runtime_env"] = {"env_vars": environment_of(self._needs.cpus)}
+            worker: Any = ray.remote(**asked)(RolloutWorker)
+            actors = [worker.remote() for _ in range(self._workers)]
+            self._pool = Pool(actors, ray.put(blueprint), self._timeout, self._warn, self._check_place, self._meter)
+        return self._pool
 
     def _autocast(self) -> torch.dtype | None:
         kind = next(self._model.parameters()).device.type
@@ -205,16 +198,6 @@ class RayEngine:
             )
         return ""
 
-    def _details(self, crew: Crew, deal: Deal, put_seconds: float) -> dict[str, float]:
-        rates = crew.rates
-        return {
-            "engine/workers": float(len(crew.places)),
-            "engine/worker_tokens_per_second_least": min(rates, default=0.0),
-            "engine/worker_tokens_per_second_most": max(rates, default=0.0),
-            "engine/weight_update_seconds": put_seconds + crew.weights_seconds,
-            "engine/requests_again": float(deal.again),
-        }
-
     def stats(self) -> EngineStats:
         """What the last `generate` cost, all workers together: their decode steps add up, slots and bytes are those of
         one worker, the largest."""
@@ -222,28 +205,28 @@ class RayEngine:
 
     def facts(self) -> Mapping[str, Any]:
         """What `summary.json` says of the engine: what a worker's engine says, and where they run."""
-        crew = self._crew
-        places = {} if crew is None else {str(number): asdict(there) for number, there in crew.places.items()}
-        return {**({} if crew is None else crew.facts), "workers": places}
+        places = self._pool.places if self._pool else {}
+        return {**self._facts, "workers": {str(number): asdict(there) for number, there in places.items()}}
 
     def update_weights(self) -> None:
         """The policy has moved: the next `generate` sends it."""
-        self._snapshot = None
+        self._weights = None
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint must keep: what was learnt here, and by the engine of each worker."""
-        return {"predictor": self._predictor.state(), "workers": {str(n): dict(s) for n, s in self._states.items()}}
+        return {"predictor": self._predictor.state(), "workers": {str(n): dict(s) for n, s in self._learnt.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, before any worker is started."""
-        assert self._crew is None, "workers are built with what they had learnt"
+        assert self._pool is None, "workers are built with what they had learnt"
         self._predictor.load_state(state["predictor"])
-        self._states = {int(number): learnt for number, learnt in state.get("workers", {}).items()}
+        self._learnt = {int(number): learnt for number, learnt in state.get("workers", {}).items()}
 
     def close(self) -> None:
         """End the workers. Ray, if it was started here, ends with the process."""
-        self._cluster.close()
-        self._crew = None
+        if self._pool:
+            self._pool.close()
+        self._pool = None
 
 
 def _threads(asked: int | None, workers: int, here: bool) -> int:
@@ -251,7 +234,19 @@ def _threads(asked: int | None, workers: int, here: bool) -> int:
     return asked or max(1, torch.get_num_threads() // (workers if here else 1))
 
 
-def _together(ends: Sequence[Done], tokens: int, details: Mapping[str, float]) -> EngineStats:
+def _together(pool: Pool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
     """`tokens` are counted here: of a worker that is lost there are answers, and no account."""
-    known = together([end.stats for end in ends]) if ends else EngineStats()
-    return replace(known, generated_tokens=tokens, details={**known.details, **details})
+    ends: dict[int, list[Done]] = {}
+    for number, end in pool.ends:
+        ends.setdefault(number, []).append(end)
+    rates = [sum(e.stats.generated_tokens for e in own) / sum(e.seconds for e in own) for own in ends.values()]
+    weights_seconds = [sum(end.weights_seconds for end in own) for own in ends.values()]
+    own = {
+        "engine/workers": float(len(pool.places)),
+        "engine/worker_tokens_per_second_least": min(rates, default=0.0),
+        "engine/worker_tokens_per_second_most": max(rates, default=0.0),
+        "engine/weight_update_seconds": put_seconds + max(weights_seconds, default=0.0),
+        "engine/requests_again": float(pool.again),
+    }
+    known = together([end.stats for _, end in pool.ends]) if ends else EngineStats()
+    return replace(known, generated_tokens=tokens, details={**known.details, **own, **details})

@@ -1,4 +1,4 @@
-"""Ray as the carrier: workers are its actors, weights lie in its object stores, once per node.
+"""The Ray that a run works with: started here for as long as the process lives, or joined.
 
 A Ray that is started here listens on this machine only and asks whoever calls for a token that it was given for this
 process: Ray runs whatever code it is sent.
@@ -13,37 +13,30 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from grpo_cli.engine.ray.messages import Lost, News, Order
-from grpo_cli.engine.ray.worker import Blueprint, RolloutWorker
 from grpo_cli.support.errors import UserError
 
 # From the release that the tests have run on (2.60.0).
 TESTED_VERSIONS = ">=2.60,<3"
 ANSWERS_IN = 5.0  # seconds for an address to answer
-TAKE = 1.0  # seconds that a worker waits for something to tell
 
 # Of Ray's own: it sends nothing home; its libraries' hints are not a run's.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
 # What Ray goes by on desktops, where nodes stay on the loopback interface.
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-_FOLDER = "grpo_ray_"  # and a process's number
 # What decides bits is asked for when a process starts (`processor.settle`); workers are to have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
 
@@ -104,44 +97,42 @@ def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
-class _Session:
+class Session:
     """This process's one connection to a Ray, which may have been started by it."""
 
     def __init__(self) -> None:
         self._asked: tuple[Any, ...] | None = None
         self._own: list[psutil.Process] = []
-        self._folder: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, address: str | None, workers: int, needs: Needs, store_bytes: int) -> None:
+        """`address` None: Ray is started here, with `store_bytes` for what all processes share."""
         asked = (address, workers, needs, store_bytes)
         if self._asked == asked:
             return
         self.close()
+        how: dict[str, Any] = {"address": address}
         if address is None:
+            check_gpus(workers, needs.gpus, torch.cuda.device_count())
             os.environ |= _LOOPBACK | {"RAY_AUTH_MODE": "token"}
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
+            # A short name, as sockets lie there, whose paths may have about a hundred characters.
+            place = "/tmp" if os.name == "posix" else None
+            self._folder = tempfile.TemporaryDirectory(
+                "", f"grpo_ray_{os.getpid()}_", place, ignore_cleanup_errors=True
+            )
+            how = {"address": "local", "num_cpus": workers * needs.cpus, "num_gpus": math.ceil(workers * needs.gpus)}
+            how |= {"object_store_memory": store_bytes, "include_dashboard": False, "_temp_dir": self._folder.name}
+        else:
+            check_address(address)
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         before = {process.pid for process in psutil.Process().children()}
-        with _handlers_kept(), warnings.catch_warnings():
+        with _starting(address), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about Ray's own code
             import ray
 
-            with _starting(address):
-                if address is None:
-                    self._folder = _folder()
-                    ray.init(
-                        "local",
-                        num_cpus=workers * needs.cpus,
-                        num_gpus=math.ceil(workers * needs.gpus),
-                        object_store_memory=store_bytes,
-                        include_dashboard=False,
-                        log_to_driver=False,
-                        logging_level=logging.CRITICAL,
-                        _temp_dir=self._folder,
-                    )
-                else:
-                    ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **how)
         self._asked = asked
         atexit.register(self.close)
         if address is None:
@@ -161,12 +152,19 @@ class _Session:
                 f"set {' '.join(f'{name}={value}' for name, value in _LOOPBACK.items())} in the environment"
             )
 
-    def check(self) -> None:
-        """Raises UserError if a part of the Ray that was started here has ended. Ray would end this process for it,
-        sooner or later, and without a word."""
-        for process in self._own:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                raise UserError(_gone(f"its process {process.pid} has ended"))
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around calls into Ray: where it is itself gone, nothing that was asked of it can be had. Its processes are
+        looked at before, since Ray ends a process, without a word, that reaches for a store that has gone."""
+        import ray
+
+        ended = [p.pid for p in self._own if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
+        if ended:
+            raise _gone(f"its process {ended[0]} has ended")
+        try:
+            yield
+        except (ray.exceptions.RaySystemError, ConnectionError) as error:
+            raise _gone(reason_of(error)) from error
 
     def close(self) -> None:
         if self._asked is None:
@@ -176,45 +174,33 @@ class _Session:
         atexit.unregister(self.close)
         ray.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
         self._asked, self._own, self._folder = None, [], None
 
 
-_session = _Session()
+session = Session()
 
 
-def _folder() -> str:
-    """For Ray's logs and sockets, so with a short name (a socket's path may have about a hundred characters). Those of
-    processes that were killed before they could remove theirs are removed."""
-    place = Path("/tmp") if os.name == "posix" else Path(tempfile.gettempdir())
-    for old in place.glob(f"{_FOLDER}*_*"):
-        pid = old.name.removeprefix(_FOLDER).partition("_")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}_", dir=place)
-
-
-@contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for its own, which a run answers with a checkpoint."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _gone(reason: str) -> UserError:
+    return UserError(
+        f"Ray itself is gone ({reason}), and all workers with it; the last checkpoint is kept: go on from it with "
+        "grpo train resume=auto, once Ray can run"
+    )
 
 
 @contextmanager
 def _starting(address: str | None) -> Iterator[None]:
-    """Around Ray's start, whose errors are of many kinds, each with a reason of its own."""
+    """Around Ray's start, whose errors are of many kinds, each with a reason of its own. Ray takes SIGTERM for its own,
+    which a run answers with a checkpoint."""
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         what = "Ray cannot be started here" if address is None else f"engine.address={address} cannot be joined"
-        raise UserError(f"{what}: {_reason(error)}") from error
+        raise UserError(f"{what}: {reason_of(error)}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _check_room(workers: int, needs: Needs, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> None:
@@ -242,94 +228,10 @@ def _places(resources: Mapping[str, float], needs: Needs) -> int:
     return int(min(resources.get("CPU", 0) // needs.cpus, by_gpus))
 
 
-class RayCluster:
-    """Workers as actors. `address` None: Ray is started here for as long as this process lives."""
-
-    def __init__(
-        self, address: str | None, workers: int, needs: Needs, store_bytes: int, environment: Mapping[str, str]
-    ) -> None:
-        require_ray()
-        if address is not None:
-            check_address(address)
-        else:
-            check_gpus(workers, needs.gpus, torch.cuda.device_count())
-        self._needs = needs
-        handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-        self._environment = {"PYTHONPATH": os.pathsep.join(_own_paths()), **handed_on, **environment}
-        _session.open(address, workers, needs, store_bytes)
-        self._actors: dict[int, Any] = {}
-        self._waiting: dict[Any, int] = {}  # a reference to a worker's next news, and whose it is
-        self._blueprint: Any = None
-        self._end = weakref.finalize(self, _kill_all, self._actors)
-
-    def put(self, value: Any) -> Any:
-        """A handle of what now lies in the store; it goes when the handle is forgotten everywhere."""
-        import ray
-
-        with _answering():
-            return ray.put(value)
-
-    def build(self, blueprint: Blueprint) -> None:
-        """What workers are built from that are started from now on."""
-        self._blueprint = self.put(blueprint)
-
-    def start(self, worker: int, state: Mapping[str, Any] | None) -> None:
-        import ray
-
-        with _answering():
-            actor: Any = (
-                ray.remote(RayWorker)
-                .options(
-                    num_cpus=self._needs.cpus,
-                    num_gpus=self._needs.gpus,
-                    max_concurrency=4,  # one that waits for news, one that brings orders, and to spare
-                    max_restarts=0,
-                    runtime_env={"env_vars": self._environment},
-                )
-                .remote(self._blueprint, state)
-            )
-            self._actors[worker] = actor
-            self._waiting[actor.take.remote(TAKE)] = worker
-
-    def ask(self, worker: int, order: Order) -> None:
-        with _answering():
-            self._actors[worker].ask.remote(order)
-
-    def cancel(self, worker: int, portion: int) -> None:
-        if worker in self._actors:  # which it is not when all were ended, and a generator is closed after that
-            with _answering():
-                self._actors[worker].cancel.remote(portion)
-
-    def news(self, seconds: float) -> Sequence[tuple[int, News | Lost]]:
-        import ray
-
-        with _answering():
-            ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=seconds)
-            if ready:
-                ready, _ = ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
-            return [(self._waiting[reference], self._told(reference)) for reference in ready]
-
-    def _told(self, reference: Any) -> News | Lost:
-        import ray
-
-        worker = self._waiting.pop(reference)
-        try:
-            _session.check()
-            news: News = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            return Lost(_reason(error))
-        self._waiting[self._actors[worker].take.remote(TAKE)] = worker
-        return news
-
-    def stop(self, worker: int) -> None:
-        actor = self._actors.pop(worker)
-        self._waiting = {reference: number for reference, number in self._waiting.items() if number != worker}
-        _kill(actor)
-
-    def close(self) -> None:
-        """End all workers. Ray, if it was started here, ends with this process."""
-        self._end()
-        self._waiting.clear()
+def environment_of(threads: int) -> dict[str, str]:
+    """Of a worker: the trainer's settings that decide bits, and where a person's own modules are found."""
+    handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
+    return {"PYTHONPATH": os.pathsep.join(_own_paths()), "OMP_NUM_THREADS": str(threads), **handed_on}
 
 
 def _own_paths() -> Iterator[str]:
@@ -344,58 +246,8 @@ _GUESSES = " Some common causes include:"  # of Ray's, which are as long as all 
 _PARTICULARS = ("class_name", "actor_id", "pid", "namespace", "ip:", "File")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """In a line: Ray tells of a dead actor in paragraphs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(_PARTICULARS)]
     return f"{type(error).__name__}: {told[-1].partition(_GUESSES)[0] if told else 'no reason given'}"
-
-
-class RayWorker(RolloutWorker):
-    """The worker as Ray makes it: its node is known there only."""
-
-    def __init__(self, blueprint: Blueprint, state: Mapping[str, Any] | None) -> None:
-        import ray
-
-        super().__init__(blueprint, ray.get_runtime_context().get_node_id(), state)
-
-
-def fetch(handle: Any) -> Any:
-    """What a worker takes out of its node's store; it is brought there first, once per node."""
-    import ray
-
-    return ray.get(handle)
-
-
-def _kill(actor: Any) -> None:
-    import ray
-
-    if ray.is_initialized():
-        with suppress(UserError), _answering():  # where Ray is gone, so are its actors
-            ray.kill(actor)
-
-
-def _kill_all(actors: dict[int, Any]) -> None:
-    for actor in actors.values():
-        _kill(actor)
-    actors.clear()
-
-
-@contextmanager
-def _answering() -> Iterator[None]:
-    """Around every call into Ray: where it is itself gone, nothing that was asked of it can be had. It is looked at
-    before, since a process whose store has gone is ended by Ray as soon as it reaches for it."""
-    import ray
-
-    try:
-        _session.check()
-        yield
-    except (ray.exceptions.RaySystemError, ConnectionError) as error:
-        raise UserError(_gone(_reason(error))) from error
-
-
-def _gone(reason: str) -> str:
-    return (
-        f"Ray itself is gone ({reason}), and all workers with it; the last checkpoint is kept: go on from it with "
-        "grpo train resume=auto, once Ray can run"
-    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import made
 import numpy as np
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
+from grpo_cli.config import kinds, rehearsal
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir, defaults_of
 from grpo_cli.config.compose import parse, settings_of
@@ -25,11 +27,12 @@ from grpo_cli.config.prepare import pick_device, prepare
 from grpo_cli.config.rehearsal import try_rules
 from grpo_cli.experiment import curriculum_of, set_up
 from grpo_cli.history import History
+from grpo_cli.interfaces import Rules
 from grpo_cli.profile.advice import out_of_memory
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.tracking.introduction import introduction
-from grpo_cli.types import GroupRequest, Round
+from grpo_cli.types import GroupRequest, Round, ScoredGroup
 
 GRPO, LOSS = made.part("advantage", "grpo"), made.part("loss", "grpo")
 PARTS = {group: made.part(group, choice) for group, choice in defaults_of("train").items() if group in KINDS} | {
@@ -173,7 +176,7 @@ def test_a_new_kind_of_rule_is_tried_as_its_protocol_says(monkeypatch, shaper, r
     known = rules()
     monkeypatch.setattr(rehearsal, "RULES", kinds.RULES | {"shaper": kinds.Kind.of(Shaper)})
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
-        rehearsal._rehearse(WithShaper(**vars(known), shaper=shaper), *try_choice(known, 4, 2))
+        rehearsal._rehearse(WithShaper(**vars(known), shaper=shaper), *rehearsal._try_choice(known, 4, 2))
 
 
 def test_the_rules_of_the_package_pass_their_rehearsal():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import Forked
 
 from tests.cluster.test_whole_runs import WORDS, ended, rows, started, told
 

@@ -18,7 +18,7 @@ import torch
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
-from grpo_cli.engine.ray.pool import Pool, portions
+from grpo_cli.engine.ray.pool import WorkerPool, portions
 from grpo_cli.engine.ray.session import Needs, environment_of, require_ray, session
 from grpo_cli.engine.ray.weights import hollow, nbytes, numbers
 from grpo_cli.engine.ray.worker import Blueprint, Done, Order, Place, RolloutWorker, place
@@ -75,7 +75,7 @@ class RayEngine:
         session.open(address, workers, self._needs, store)
         self._weights: Any = None  # a reference to them in the store
         self._version = 0
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self._learnt: dict[int, Mapping[str, Any]] = {}
         self._facts: Mapping[str, Any] = {}
         self._stats = EngineStats()
@@ -152,7 +152,7 @@ class RayEngine:
                 self._learnt[number], self._facts = end.learnt, end.facts
             self._stats = _together(pool, sum(map(len, finished)), put_seconds, details)
 
-    def _pool_at_work(self) -> Pool:
+    def _pool_at_work(self) -> WorkerPool:
         if self._pool is None:
             import ray
 
@@ -164,7 +164,9 @@ class RayEngine:
             asked["runtime_env"] = {"env_vars": environment_of(self._needs.cpus)}
             worker: Any = ray.remote(**asked)(RolloutWorker)
             actors = [worker.remote() for _ in range(self._workers)]
-            self._pool = Pool(actors, ray.put(blueprint), self._timeout, self._warn, self._check_place, self._meter)
+            self._pool = WorkerPool(
+                actors, ray.put(blueprint), self._timeout, self._warn, self._check_place, self._meter
+            )
         return self._pool
 
     def _autocast(self) -> torch.dtype | None:
@@ -234,7 +236,7 @@ def _threads(asked: int | None, workers: int, here: bool) -> int:
     return asked or max(1, torch.get_num_threads() // (workers if here else 1))
 
 
-def _together(pool: Pool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
+def _together(pool: WorkerPool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
     """`tokens` are counted here: of a worker that is lost there are answers, and no account."""
     ends: dict[int, list[Done]] = {}
     for number, end in pool.ends:

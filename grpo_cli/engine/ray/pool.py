@@ -91,7 +91,7 @@ class _Worker:
         return self.place is not None and self.coming is not None
 
 
-class Pool:
+class WorkerPool:
     """`actors` are `RolloutWorker`s, `blueprint` a reference to theirs. `check` looks at each one's place, and raises
     what cannot be borne."""
 

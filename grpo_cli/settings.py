@@ -1,6 +1,6 @@
-"""The plain numbers and words a run is made with: typed, frozen, free of torch, and with no rule attached.
+"""The plain numbers and words a run is made with: typed, frozen and free of torch.
 
-`config/` fills these from Hydra and checks how they relate; everybody else only reads them. The defaults live in
+A range is declared beside its type; `config/` fills these from Hydra and checks how they relate. The defaults live in
 `conf/`, where each has its comment, so none is repeated here.
 """
 
@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from grpo_cli.support.ranges import Count, OneOf, Range
+
+MOST_SAMPLES = 2**16
+Seed = Annotated[int, Range(0, 2**64 - 1, "NumPy and PyTorch take no other")]
+Device = Annotated[str, OneOf(("auto", "cpu", "cuda"))]
+Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy answers to a problem are all the same")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +26,9 @@ class SampleSettings:
     A completion ends with the token that completes one of the strings of `stop`, if not before.
     """
 
-    top_p: float
-    top_k: int
-    max_new_tokens: int
+    top_p: Annotated[float, Range(0, 1, above=True)]
+    top_k: Annotated[int, Range(0)]
+    max_new_tokens: Count
     stop: tuple[str, ...]
 
     @property
@@ -37,7 +44,7 @@ class SampleSettings:
 class Sampling(SampleSettings):
     """All that says how a completion is drawn. `temperature=0` is greedy."""
 
-    temperature: float
+    temperature: Annotated[float, Temperature]
 
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
@@ -49,9 +56,9 @@ class Sampling(SampleSettings):
 class LoraSettings:
     """Low-rank adapters. `rank=0` is none: every weight is trained."""
 
-    rank: int
-    alpha: float
-    dropout: float
+    rank: Annotated[int, Range(0)]
+    alpha: Annotated[float, Range(0, 1e6, "what adapters learn is multiplied by it", above=True)]
+    dropout: Annotated[float, Range(0, 1, below=True)]
     targets: tuple[str, ...]
 
 
@@ -63,13 +70,13 @@ class ModelSettings:
     """
 
     path: str
-    dtype: str  # float32 | bfloat16: of the weights
-    autocast: str  # none | bfloat16: of the computation
+    dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))]  # of the weights
+    autocast: Annotated[str, OneOf(("auto", "none", "bfloat16"))]  # of the computation
     random_init: bool
     trust_remote_code: bool
     gradient_checkpointing: bool
     offload_activations: bool
-    quantize: str  # none | 8bit | 4bit: of the frozen weights
+    quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
@@ -90,36 +97,36 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    steps: int
-    prompts: int
-    micro_batch_tokens: int | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
-    epochs: int
-    minibatches: int
-    logprob_chunk: int
-    max_bad_steps: int
-    checkpoint_every: int
-    keep_checkpoints: int
+    steps: Count
+    prompts: Count
+    micro_batch_tokens: Count | Literal["auto"]  # decided before anything is built (`profile.micro_batch`)
+    epochs: Count
+    minibatches: Count
+    logprob_chunk: Count
+    max_bad_steps: Count
+    checkpoint_every: Count
+    keep_checkpoints: Count
     padding_free: bool
     shared_prefix: bool
     compile: bool | None
-    count_by: str  # rollout | prompt
-    max_generated: int | float | None
+    count_by: Annotated[str, OneOf(("rollout", "prompt"))]
+    max_generated: Annotated[int | float | None, Range(0, because="it counts tokens; null is no bound", above=True)]
     history: str | None
 
 
 @dataclass(frozen=True)
 class OptimSettings:
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    warmup_steps: int
-    schedule: str  # constant | linear | cosine
-    max_grad_norm: float
-    name: str  # adamw | adamw8bit
+    lr: Annotated[float, Range(0, 1, "an update of AdamW moves every weight by about as much", above=True)]
+    betas: tuple[Annotated[float, Range(0, 1, below=True)], Annotated[float, Range(0, 1, below=True)]]
+    eps: Annotated[float, Range(0, 1, "nothing is learnt with a larger one, which updates are divided by", above=True)]
+    weight_decay: Annotated[float, Range(0)]
+    warmup_steps: Annotated[int, Range(0)]
+    schedule: Annotated[str, OneOf(("constant", "linear", "cosine"))]
+    max_grad_norm: Annotated[float, Range(0, 1e15, "AdamW squares gradients, in float32", above=True)]
+    name: Annotated[str, OneOf(("adamw", "adamw8bit"))]
     offload: bool
-    ess: str  # none | sqrt | linear
-    ess_reference: float
+    ess: Annotated[str, OneOf(("none", "sqrt", "linear"))]
+    ess_reference: Annotated[float, Range(0, 1, "it is a share of the rollouts", above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,25 +134,26 @@ class ExamSettings:
     """How many problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
 
     problems: int
-    k: int
-    temperature: float
+    k: Annotated[int, Range(1, MOST_SAMPLES, "it is how many answers each problem is given")]
+    temperature: Annotated[float, Temperature]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings(ExamSettings):
-    every: int
+    problems: Count
+    every: Annotated[int, Range(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitExamSettings(ExamSettings):
     """Of `grpo eval`, which may also look at the problems to train on."""
 
-    split: str  # eval | train
+    split: Annotated[str, OneOf(("eval", "train"))]
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    rollouts: int
+    rollouts: Annotated[int, Range(-1)]
     tokens: bool
 
 
@@ -157,12 +165,12 @@ GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10",
 class ProfileSettings:
     """How `grpo profile` looks at a run; each word has its comment in `conf/profile.yaml`."""
 
-    steps: int
-    warmup: int
+    steps: Count
+    warmup: Annotated[int, Range(0)]
     eval: bool
-    lengths: str  # natural | lognormal | full | trace
+    lengths: Annotated[str, OneOf(("natural", "lognormal", "full", "trace"))]
     mean: float | None
-    cv: float
+    cv: Annotated[float, Range(0, 100, "lengths are whole numbers up to sampling.max_new_tokens", above=True)]
     trace_file: str | None
     device: str
     plan_only: bool
@@ -176,13 +184,13 @@ class RunSettings:
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
 
-    n: int
+    n: Annotated[int, Range(2, because="GRPO compares the rollouts of a prompt with each other")]
     m: int
-    seed: int
+    seed: Seed
     resume: str | None
-    resume_wait: float
+    resume_wait: Annotated[float, Range(0)]
     accept_damage: bool
-    device: str
+    device: Device
     run_dir: str
     model: ModelSettings
     train: TrainSettings
@@ -206,8 +214,8 @@ class EvalRunSettings:
     what only training needs."""
 
     checkpoint: str | None
-    seed: int
-    device: str
+    seed: Seed
+    device: Device
     run_dir: str
     model: ModelSettings
     sampling: SampleSettings

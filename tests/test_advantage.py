@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_cli.config.choices import choices, shipped
+from grpo_cli.config.instantiate import function
 from grpo_cli.methods import dr_grpo, lightning_rl, mc_grpo, rloo, xrpo
 from grpo_cli.rules import advantage
 from grpo_cli.select import select
@@ -73,8 +75,8 @@ def test_rloo_subtracts_the_mean_of_the_others(rewards, kept):
 @given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=12))
 def test_advantages_over_the_kept_sum_to_zero_and_their_squares_to_one_less_than_their_number(rewards):
     kept = torch.tensor(rewards, dtype=torch.float32)
-    for function in FUNCTIONS:
-        assert float(function(kept, kept, stats_over="kept").sum()) == pytest.approx(0, abs=1e-3)
+    for rule in FUNCTIONS:
+        assert float(rule(kept, kept, stats_over="kept").sum()) == pytest.approx(0, abs=1e-3)
     squares = float(GRPO(kept, kept, stats_over="kept").square().sum())
     # deviations of integers are at least about 0.3, so eps = 1e-4 changes little
     assert squares == pytest.approx(0 if len(set(rewards)) == 1 else len(rewards) - 1, rel=2e-3)
@@ -123,10 +125,10 @@ def test_keeping_the_whole_group_makes_both_statistics_the_same(function):
     assert torch.equal(kept, function(rewards, rewards, stats_over="group"))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_unknown_choice_of_statistics_is_refused(function):
-    with pytest.raises(UserError, match=r"stats_over=batch .*kept or group"):
-        function(torch.ones(2), torch.ones(2), stats_over="batch")
+@pytest.mark.parametrize("choice", choices("advantage"))
+def test_an_unknown_choice_of_statistics_is_refused(choice):
+    with pytest.raises(UserError, match="advantage.stats_over=batch must be one of kept, group"):
+        function("advantage", shipped("advantage", choice) | {"stats_over": "batch"})
 
 
 MEDIAN = partial(mc_grpo.median, scale="std", floor=1e-3, stats_over="group")
@@ -182,11 +184,16 @@ def test_the_release_divides_by_the_median_distance_and_leaves_the_middle_rollou
     assert sorted(found.advantages.tolist()) == pytest.approx([0.0, 1000.0])
 
 
-def test_a_median_that_cannot_be_had_is_refused():
-    with pytest.raises(UserError, match="advantage.scale=iqr is unknown: use mad, std or none"):
-        mc_grpo.median(torch.ones(3), torch.ones(3), scale="iqr", floor=1e-3, stats_over="group")
-    with pytest.raises(UserError, match="advantage.floor=0.0 must be more than 0"):
-        mc_grpo.median(torch.ones(3), torch.ones(3), scale="mad", floor=0.0, stats_over="group")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"scale": "iqr"}, "advantage.scale=iqr must be one of mad, std"),
+        ({"floor": 0.0}, "floor=0.0 must be more than 0"),
+    ],
+)
+def test_a_median_that_cannot_be_had_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        function("advantage", shipped("advantage", "median") | words)
 
 
 def group_of(rewards: list[Reward], logprobs: list[tuple[float, ...]] | None = None) -> ScoredGroup:
@@ -372,4 +379,4 @@ def test_a_weight_is_a_number(weight):
 @pytest.mark.parametrize(("words", "message"), [({"bonus": -1.0}, "advantage.bonus=-1"), ({"cap": -1.0}, "cap=-1")])
 def test_no_right_answer_loses_by_being_rare(words, message):
     with pytest.raises(UserError, match=message):
-        asked(partial(NOVELTY, **words), group_of([Reward(0.0), Reward(1.0)]))
+        function("advantage", shipped("advantage", "novelty") | words)

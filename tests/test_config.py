@@ -109,7 +109,7 @@ def test_no_setting_of_a_part_has_a_second_default_in_its_constructor(file):
 
 
 def test_no_setting_has_a_second_default_in_its_dataclass():
-    kinds = [kind for kind in vars(grpo_cli.settings).values() if dataclasses.is_dataclass(kind)]
+    kinds = [kind for name, kind in vars(grpo_cli.settings).items() if name.endswith("Settings") or name == "Sampling"]
     fields = [(kind, field) for kind in kinds for field in dataclasses.fields(kind)]
     assert grpo_cli.settings.TrainSettings in kinds
     unset = dataclasses.MISSING
@@ -214,7 +214,7 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["train.prompts=2", "n=2", "train.minibatches=5"], "must not be more than the 4 rollouts trained on per step"),
         (["train.count_by=token"], "train.count_by=token must be one of rollout, prompt"),
         (["train.count_by=promt"], "did you mean prompt?"),
-        (["train.max_generated=0"], "train.max_generated=0.0 must be more than 0, or null for no bound"),
+        (["train.max_generated=0"], "train.max_generated=0.0 must be more than 0"),
         (["train.max_generated=-5e6"], "train.max_generated=-5000000.0 must be more than 0"),
         (
             ["advantage=median", "n=8"],
@@ -250,19 +250,19 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         ),
         (
             ["collector=partial", "engine=ray"],
-            "collector=partial stops rollouts before their end, which engine=ray cannot, as its workers tell of a "
+            "collector=partial stops rollouts before their end, which engine=ray cannot, as its workers report a "
             "rollout when it has ended; use engine=torch or engine=vllm, or collector=equal",
         ),
         (
             ["collector=partial", "predictor=oracle", "predictor.lengths=x.jsonl"],
             "predictor=oracle knows how long whole rollouts were, and collector=partial makes them in parts; use",
         ),
-        (["collector=partial", "collector.surplus=-1"], "collector.surplus=-1.0 must be at least 0 and finite"),
+        (["collector=partial", "collector.surplus=-1"], "collector.surplus=-1.0 must be at least 0"),
         (["collector=partial", "collector.max_lag=0"], "collector.max_lag=0 must be at least 1"),
         (["collector=mixed", "collector.pool=many"], "collector.pool=many must be a whole number"),
         (["credit=gdro", "credit.window=50"], "credit.window=50 must be from 1 to 8"),
         (["credit=gdro", "credit.bins=3.5"], "credit.bins=3.5 must be a number of bins, or edges"),
-        (["sampling.temperature=0"], "sampling.temperature=0.0 must be more than 0"),
+        (["sampling.temperature=0"], "sampling.temperature=0.0 must be from 0.0001 to 10000"),
         (["sampling.top_p=0.9"], "truncated sampling biases the importance ratio"),
         (["sampling.top_k=50"], "truncated sampling biases the importance ratio"),
         (["sampling.top_p=1.5"], "sampling.top_p=1.5 must be more than 0 and at most 1"),
@@ -270,12 +270,12 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
         (["optim.lr=0"], "optim.lr=0.0 must be more than 0"),
         (["optim.lr=nan"], "optim.lr=nan must be finite"),
         (["optim.lr=inf"], "optim.lr=inf must be finite"),
-        (["seed=-1"], "seed=-1 must be from 0 to 2^64 - 1"),
-        ([f"seed={2**64}"], f"seed={2**64} must be from 0 to 2^64 - 1"),
+        (["seed=-1"], "seed=-1 must be from 0 to 18446744073709551615"),
+        ([f"seed={2**64}"], f"seed={2**64} must be from 0 to 18446744073709551615"),
         (["optim.schedule=cosin"], "must be one of constant, linear, cosine; did you mean cosine?"),
         (["optim.betas=[0.9,1]"], "optim.betas[1]=1.0 must be at least 0 and less than 1"),
-        (["eval.k=0"], "eval.k=0 must be at least 1"),
-        (["eval.temperature=0"], "eval.temperature=0.0 must be more than 0"),
+        (["eval.k=0"], "eval.k=0 must be from 1 to 65536"),
+        (["eval.temperature=0"], "eval.temperature=0.0 must be from 0.0001"),
         (
             ["scheduler=lpt", "predictor=none"],
             "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean",

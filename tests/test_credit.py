@@ -211,12 +211,12 @@ def test_it_goes_on_from_nothing_but_its_own_state(state, message):
         ({"bins": [0.5, 1.0]}, "edges that rise between 0 and 1"),
         ({"bins": "many"}, "credit.bins=many must be a number of bins"),
         ({"eta": -1.0}, "credit.eta=-1.0"),
-        ({"cap": 0.5}, "credit.cap=0.5 at least 1"),
+        ({"cap": 0.5}, "credit.cap=0.5 must be at least 1"),
         ({"hysteresis": -0.1}, "credit.hysteresis=-0.1 must be at least 0"),
         ({"gamma": 1.1}, "credit.gamma=1.1 must be from 0 to 1"),
         ({"beta": -0.1}, "credit.beta=-0.1 must be from 0 to 1"),
         ({"window": 9}, "credit.window=9 must be from 1 to 8"),
-        ({"rate": "most"}, "credit.rate=most is unknown: use any or mean"),
+        ({"rate": "most"}, "credit.rate=most must be one of any, mean"),
     ],
 )
 def test_settings_that_cannot_be_had_are_refused_in_a_sentence(changed, message):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from grpo_cli.cli.main import app
 from grpo_cli.cli.mistakes import unusable
 from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
-from grpo_cli.config.check import MOST_SAMPLES, check
+from grpo_cli.config.check import check
 from grpo_cli.engine.ray.session import check_gpus
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
@@ -30,6 +30,7 @@ from grpo_cli.runs.ledger import WrittenRows, as_written, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.runs.summary import read_object
+from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tracking import jsonl
 from grpo_cli.tracking.jsonl import JsonlTracker

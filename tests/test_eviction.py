@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slow_eviction import slow_h2o, slow_redundancy, slow_rkv, slow_snapkv
 from torch import Tensor
 
+from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.kv.eviction import Budget, Candidates
 from grpo_cli.methods import rkv as r_kv
 from grpo_cli.methods.h2o import H2o
@@ -183,23 +184,23 @@ def test_heads_that_share_their_keys_go_by_the_sum_of_their_scores() -> None:
     ("words", "complaint"),
     [
         ({"budget": 7, "window": 5, "sinks": 3}, "budget=7 .*window=5 and .*sinks=3, .* the least is 8"),
-        ({"budget": 0}, "sparsity.budget=0 must be a whole number of at least 1"),
-        ({"buffer": 0}, "sparsity.buffer=0 must be a whole number of at least 1"),
-        ({"window": 0}, "sparsity.window=0 must be a whole number of at least 1"),
-        ({"sinks": -1}, "sparsity.sinks=-1 must be a whole number of at least 0"),
-        ({"kernel": 4}, "sparsity.kernel=4 must be an odd number of at least 1"),
-        ({"importance": 1.5}, "sparsity.importance=1.5 must be a number from 0 to 1"),
-        ({"threshold": -2.0}, "sparsity.threshold=-2.0 must be a number from -1 to 1"),
+        ({"budget": 0}, "sparsity.budget=0 must be at least 1"),
+        ({"buffer": 0}, "sparsity.buffer=0 must be at least 1"),
+        ({"window": 0}, "sparsity.window=0 must be at least 1"),
+        ({"sinks": -1}, "sparsity.sinks=-1 must be at least 0"),
+        ({"kernel": 4}, "sparsity.kernel=4 must be odd"),
+        ({"importance": 1.5}, "sparsity.importance=1.5 must be from 0 to 1"),
+        ({"threshold": -2.0}, "sparsity.threshold=-2.0 must be from -1 to 1"),
     ],
 )
 def test_a_budget_that_cannot_work_is_refused_with_what_would(words: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        Rkv(**WORDS | {"kernel": 3, "importance": 0.1, "threshold": 0.5} | words)
+        ready("sparsity", "rkv", **WORDS | {"kernel": 3, "importance": 0.1, "threshold": 0.5} | words)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(UserError, match="(?s)buffer=0.*kernel=2"):
-        SnapKv(**WORDS | {"buffer": 0}, kernel=2)
+    with pytest.raises(UserError, match="(?s)buffer=0.*kernel=0"):
+        ready("sparsity", "snapkv", **WORDS | {"buffer": 0}, kernel=0)
 
 
 def test_a_budget_of_window_and_sinks_alone_is_enough() -> None:

@@ -173,7 +173,7 @@ class WithShaper(Rules):
     [(lambda group, history: group, None), (lambda group, history: group.totals, "shaper: .*return .*ScoredGroup")],
 )
 def test_a_new_kind_of_rule_is_tried_as_its_protocol_says(monkeypatch, shaper, refused):
-    known = rules()
+    known = rules(4, 2, downsample=made.part("downsample", "maxvar"))
     monkeypatch.setattr(rehearsal, "RULES", kinds.RULES | {"shaper": kinds.Kind.of(Shaper)})
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
         rehearsal._rehearse(WithShaper(**vars(known), shaper=shaper), *rehearsal._try_choice(known, 4, 2))
@@ -206,7 +206,7 @@ def test_a_function_of_one_s_own_needs_no_partial_in_its_yaml(user_module):
             {"advantage": {"_target_": "grpo_cli.rules.advantage.grpo"}},
             "cannot be called as advantage(kept_rewards, group_rewards)",
         ),
-        ({"loss": LOSS | {"aggregation": "mean"}}, "loss.aggregation=mean is unknown"),
+        ({"loss": LOSS | {"aggregation": "mean"}}, "loss.aggregation=mean must be one of sequence"),
         ({"downsample": {"_target_": "nowhere.rule"}}, "No module named 'nowhere'"),
         (
             {"downsample": {"_target_": "grpo_cli.rules.downsample.maxvarr"}},
@@ -267,9 +267,9 @@ def test_a_part_that_asks_for_the_model_waits_for_it(user_module):
     checked(predictor={"_target_": f"{user_module}.NeedsModel"})
 
 
-def test_before_a_run_down_sampling_alone_is_tried(user_module):
-    """In a sweep all jobs are checked in one process; what a rule of one's own does there is done for each of them."""
-    checked(advantage={"_target_": f"{user_module}.infinite"})
+def test_every_rule_is_tried_before_a_run_or_a_sweep_begins(user_module):
+    with pytest.raises(UserError, match="advantage: .*not finite"):
+        checked(advantage={"_target_": f"{user_module}.infinite"})
     with pytest.raises(UserError, match="returned 1 of them"):
         checked(m=2, downsample={"_target_": f"{user_module}.too_few"})
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_cli.config.choices import choices
+from grpo_cli.config.instantiate import ready
 from grpo_cli.rules import loss
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals
@@ -324,12 +325,12 @@ def test_a_loss_needs_a_reference_when_it_has_a_kl_term(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_settings_that_mean_nothing_are_all_named_at_once(name):
     with pytest.raises(UserError) as error:
-        made.loss(name, clip_low=1.1, clip_high=-0.1, kl_coef=-1, aggregation="mean")
+        ready("loss", name, clip_low=1.1, clip_high=-0.1, kl_coef=-1.0, aggregation="mean")
     message = str(error.value)
     assert "loss.clip_low=1.1 must be from 0 to 1" in message
     assert "loss.clip_high=-0.1 must be at least 0" in message
     assert "loss.kl_coef=-1.0 must be at least 0" in message
-    assert "loss.aggregation=mean is unknown: use sequence, token, constant" in message
+    assert "loss.aggregation=mean must be one of sequence, token, constant" in message
 
 
 def test_nothing_is_written_to_the_arguments():

@@ -133,7 +133,8 @@ def test_a_changed_pyproject_a_moved_clone_and_a_broken_venv_install_again(fresh
 
 
 def test_ci_installs_the_dev_extras_and_checks_everything(fresh):
-    asked = run(fresh, str(fresh / ".ci/run"), "-k", "config")
+    assert 'scripts/test.sh" --all' in (fresh / ".ci/run").read_text()
+    asked = run(fresh, str(fresh / "scripts/test.sh"), "-k", "config")
     assert installs(asked) == [".[dev]"]
     assert asked[-4:] == ["ruff check .", "ruff format --check .", "mypy ", "pytest -k config"]
     assert installs(run(fresh, str(fresh / "scripts/train.sh"))) == [], "what the tests need is enough to train"

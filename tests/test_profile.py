@@ -328,7 +328,7 @@ import resource
 from pathlib import Path
 from small import VOCABULARY, make_engine, small_model, some_requests
 from made import full
-from grpo_cli.engine.kv.eviction import Streaming
+from grpo_cli.methods.streaming_llm import Streaming
 
 sparsity = Streaming(budget=49_000, buffer=999, window=2, sinks=1, per_head=True, protect_prompt=True)
 parts = dict(sampler=full(on_oom="halve"), sparsity=sparsity, eos_token_ids=range(VOCABULARY))

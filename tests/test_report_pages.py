@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import overhead
 import pytest
 from rich.console import Console
 from test_report import launched, leave
@@ -263,15 +262,6 @@ def test_the_report_needs_neither_torch_nor_hydra(runs):
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_benchmark_s_runs_are_runs(tmp_path):
-    overhead.write_run(tmp_path / "runs" / "0", 8, "maxvar", 0, 40)
-    overhead.write_run(tmp_path / "runs" / "1", 8, "random", 0, 40)
-    screen, out = reported(tmp_path / "runs")
-    told = json.loads((out / "report.json").read_text())
-    assert (told["columns"], told["arms"][0]["runs"][0]["curve"]["steps"]) == (["downsample"], [0, 20, 40])
-    assert told["arms"][0]["runs"][0]["notes"] == []
 
 
 def test_the_page_has_the_best_and_the_worst_rollouts_of_each_run_s_last_step(tmp_path, without_matplotlib):

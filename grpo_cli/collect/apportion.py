@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_cli.support.errors import UserError
-
 
 def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int, rng: np.random.Generator) -> list[int]:
     """How many rollouts each problem has once `budget` more went, one after the other, to where they bring most.
@@ -80,11 +78,3 @@ def in_proportion(shares: np.ndarray, total: int, least: int, rng: np.random.Gen
     order = np.lexsort((rng.random(len(shares)), -remainders))
     counts[order[: total - int(counts.sum())]] += 1
     return counts.tolist()
-
-
-def check_decay(decay: float) -> None:
-    """Of a collector that weighs earlier visits."""
-    if not 0 <= decay <= 1:
-        raise UserError(
-            f"collector.decay={decay} must be from 0 (the last visit alone counts) to 1 (all visits count alike)"
-        )

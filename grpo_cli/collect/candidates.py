@@ -42,18 +42,3 @@ def never_revisited(name: str, prompts: int, per_step: int, steps: int, history:
             f"train.prompts={per_step} visit the task's {prompts} problems {visits} times in all: give the task fewer "
             f"(such as task.train_problems={fitting}), raise train.steps, or take curriculum=epochs"
         )
-
-
-def not_at_least(key: str, value: int | float, least: int) -> Iterator[str]:
-    if not value >= least:
-        yield f"curriculum.{key}={value} must be at least {least}"
-
-
-def not_positive(key: str, value: int | float) -> Iterator[str]:
-    if not value > 0:
-        yield f"curriculum.{key}={value} must be more than 0"
-
-
-def no_share(key: str, value: int | float) -> Iterator[str]:
-    if not 0 <= value <= 1:
-        yield f"curriculum.{key}={value} must be from 0 to 1"

@@ -6,14 +6,13 @@ What a part refuses it says itself; the parts are asked here too. Nothing here t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from grpo_cli.config.choices import choice_of
 from grpo_cli.settings import (
     EvalRunSettings,
-    EvalSettings,
     ModelSettings,
     OptimSettings,
     ProfileRunSettings,
@@ -23,23 +22,12 @@ from grpo_cli.settings import (
     Sampling,
     TrainSettings,
 )
-from grpo_cli.support.errors import UserError, closest, gathered, refuse
+from grpo_cli.support.errors import UserError, gathered, refuse
 from grpo_cli.support.formatting import parse_bytes, shown
+from grpo_cli.support.ranges import out_of_range
 
 if TYPE_CHECKING:
     from grpo_cli.config.rehearsal import Tried
-
-_SCHEDULES = ("constant", "linear", "cosine")
-_DTYPES = ("auto", "float32", "bfloat16")
-_QUANTISED = ("none", "8bit", "4bit")
-_OPTIMIZERS = ("adamw", "adamw8bit")
-_AUTOCASTS = ("auto", "none", "bfloat16")
-_DEVICES = ("auto", "cpu", "cuda")
-_COUNTED = ("rollout", "prompt")
-_ESS = ("none", "sqrt", "linear")
-_SPLITS = ("eval", "train")
-MOST_SAMPLES = 2**16
-_LENGTHS = ("natural", "lognormal", "full", "trace")
 
 
 def check(settings: RunSettings) -> Tried | None:
@@ -50,16 +38,13 @@ def check(settings: RunSettings) -> Tried | None:
     tried: list[Tried] = []
     refuse(
         [
-            *_seed_problems(settings.seed),
+            *ranges(settings),
             *_group_problems(settings),
             *_train_problems(settings.train, settings.m),
             *_sampling_problems(settings.sampling),
             *_optim_problems(settings.optim),
-            *_eval_problems(settings.eval),
             *_model_problems(settings.model, settings.device),
             *_rounding_problems(settings),
-            *_at_least("record.rollouts", settings.record.rollouts, -1),
-            *_at_least("resume_wait", settings.resume_wait, 0),
             *_resume_problems(settings),
             *_engine_problems(settings),
             *_rule_problems(settings, tried.append),
@@ -83,10 +68,6 @@ def check_profile(settings: ProfileRunSettings) -> Tried | None:
 
 
 def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[str]:
-    yield from _at_least("profile.steps", profile.steps, 1)
-    yield from _at_least("profile.warmup", profile.warmup, 0)
-    yield from _one_of("profile.lengths", profile.lengths, _LENGTHS)
-    yield from _above_0("profile.cv", profile.cv, 100, "lengths are whole numbers up to sampling.max_new_tokens")
     if profile.mean is not None and not 1 <= profile.mean <= sampling.max_new_tokens:
         yield (
             f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={sampling.max_new_tokens}: "
@@ -111,36 +92,21 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
 def check_eval(settings: EvalRunSettings) -> None:
     """The same for `grpo eval`."""
     problems = settings.eval.problems
+    few = [f"eval.problems={problems} must be at least 1, or -1 for all"] if problems < 1 and problems != -1 else []
     refuse(
         [
-            *_one_of("eval.split", settings.eval.split, _SPLITS),
-            *(
-                [f"eval.problems={problems} must be at least 1, or -1 for all"]
-                if problems < 1 and problems != -1
-                else []
-            ),
-            *_seed_problems(settings.seed),
-            *_range_problems(settings.sampling),
-            *_exam_problems(settings.eval.k, settings.eval.temperature),
+            *ranges(settings),
+            *few,
+            *_stop_problems(settings.sampling),
             *_model_problems(settings.model, settings.device),
             *_engine_problems(settings),
         ]
     )
 
 
-def _at_least(key: str, value: int | float, least: int) -> Iterator[str]:
-    if not value >= least:
-        yield f"{key}={value} must be at least {least}"
-
-
-def _above_0(key: str, value: int | float, most: int | float, reason: str) -> Iterator[str]:
-    if not 0 < value <= most:
-        yield f"{key}={value} must be more than 0" + ("" if value <= 0 else f" and at most {most:g}: {reason}")
-
-
-def _one_of(key: str, value: str, known: Sequence[str]) -> Iterator[str]:
-    if value not in known:
-        yield f"{key}={value} must be one of {', '.join(known)}{closest(value, known)}"
+def ranges(settings: RunSettings | EvalRunSettings) -> Iterator[str]:
+    """Values beyond the ranges that `settings` declares."""
+    yield from out_of_range(type(settings), vars(settings))
 
 
 def _size_problems(key: str, value: Any) -> Iterator[str]:
@@ -152,8 +118,6 @@ def _size_problems(key: str, value: Any) -> Iterator[str]:
 
 def _group_problems(settings: RunSettings) -> Iterator[str]:
     n, m, parts = settings.n, settings.m, settings.parts
-    if n < 2:
-        yield f"n={n} must be at least 2: GRPO compares the rollouts of a prompt with each other"
     if m < 1 and m != n:  # m follows n unless it was given
         yield f"m={m} must be at least 1: nothing would be trained on"
     elif m > n >= 2:
@@ -165,21 +129,7 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         )
 
 
-def _seed_problems(seed: int) -> Iterator[str]:
-    if not 0 <= seed < 2**64:
-        yield f"seed={seed} must be from 0 to 2^64 - 1: NumPy and PyTorch take no other"
-
-
 def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
-    if train.micro_batch_tokens != "auto":
-        yield from _at_least("train.micro_batch_tokens", train.micro_batch_tokens, 1)
-    for key in ("steps", "prompts", "epochs", "minibatches", "logprob_chunk", "max_bad_steps"):
-        yield from _at_least(f"train.{key}", getattr(train, key), 1)
-    yield from _at_least("train.checkpoint_every", train.checkpoint_every, 1)
-    yield from _at_least("train.keep_checkpoints", train.keep_checkpoints, 1)
-    yield from _one_of("train.count_by", train.count_by, _COUNTED)
-    if train.max_generated is not None and not train.max_generated > 0:
-        yield f"train.max_generated={train.max_generated} must be more than 0, or null for no bound: it counts tokens"
     kept = train.prompts * m
     if train.minibatches > kept > 0:
         yield (
@@ -188,26 +138,14 @@ def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
         )
 
 
-def _range_problems(sampling: SampleSettings) -> Iterator[str]:
-    yield from _at_least("sampling.max_new_tokens", sampling.max_new_tokens, 1)
-    yield from _at_least("sampling.top_k", sampling.top_k, 0)
-    if not 0 < sampling.top_p <= 1:
-        yield f"sampling.top_p={sampling.top_p} must be more than 0 and at most 1"
+def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
     if "" in sampling.stop:
         yield "sampling.stop holds an empty string, which every text contains: leave it out"
 
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
-    out_of_range = list(_range_problems(sampling))
-    yield from out_of_range
-    if not sampling.temperature > 0:
-        yield (
-            f"sampling.temperature={sampling.temperature} must be more than 0: greedy rollouts of a prompt are all the "
-            "same and teach nothing"
-        )
-    else:
-        yield from _temperature_problems("sampling.temperature", sampling.temperature)
-    if sampling.truncated and not out_of_range:
+    yield from _stop_problems(sampling)
+    if sampling.truncated and 0 < sampling.top_p <= 1 and sampling.top_k >= 0:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
             "the importance ratio, since the policy is not what was sampled from; "
@@ -216,46 +154,13 @@ def _sampling_problems(sampling: Sampling) -> Iterator[str]:
 
 
 def _optim_problems(optim: OptimSettings) -> Iterator[str]:
-    yield from _one_of("optim.name", optim.name, _OPTIMIZERS)
     if optim.name == "adamw8bit" and optim.offload:
         yield "optim.name=adamw8bit keeps its state on the GPU; use optim.offload=false, or optim.name=adamw"
-    yield from _above_0("optim.lr", optim.lr, 1, "an update of AdamW moves every weight by about as much")
-    yield from _above_0("optim.eps", optim.eps, 1, "nothing is learnt with a larger one, which updates are divided by")
-    yield from _above_0("optim.max_grad_norm", optim.max_grad_norm, 1e15, "AdamW squares gradients, in float32")
-    yield from _at_least("optim.weight_decay", optim.weight_decay, 0)
     if optim.lr * optim.weight_decay >= 1:
         yield (
             f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
             "that share off every weight, and more would turn its sign"
         )
-    yield from _at_least("optim.warmup_steps", optim.warmup_steps, 0)
-    yield from _one_of("optim.schedule", optim.schedule, _SCHEDULES)
-    yield from _one_of("optim.ess", optim.ess, _ESS)
-    yield from _above_0("optim.ess_reference", optim.ess_reference, 1, "it is a share of the rollouts")
-    for i, beta in enumerate(optim.betas):
-        if not 0 <= beta < 1:
-            yield f"optim.betas[{i}]={beta} must be at least 0 and less than 1"
-
-
-def _eval_problems(settings: EvalSettings) -> Iterator[str]:
-    yield from _at_least("eval.every", settings.every, 0)
-    yield from _at_least("eval.problems", settings.problems, 1)
-    yield from _exam_problems(settings.k, settings.temperature)
-
-
-def _exam_problems(k: int, temperature: float) -> Iterator[str]:
-    yield from _at_least("eval.k", k, 1)
-    if k > MOST_SAMPLES:
-        yield f"eval.k={k} must be at most {MOST_SAMPLES}: it is how many answers each problem is given"
-    if not temperature > 0:
-        yield f"eval.temperature={temperature} must be more than 0; greedy accuracy is measured in any case"
-    else:
-        yield from _temperature_problems("eval.temperature", temperature)
-
-
-def _temperature_problems(key: str, temperature: float) -> Iterator[str]:
-    if not 1e-4 <= temperature <= 1e4:
-        yield f"{key}={temperature} must be from 0.0001 to 10000: logits are divided by it, in float32"
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:
@@ -269,17 +174,9 @@ def _rounding_problems(settings: RunSettings) -> Iterator[str]:
 
 
 def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
-    yield from _one_of("model.dtype", model.dtype, _DTYPES)
-    yield from _one_of("model.autocast", model.autocast, _AUTOCASTS)
-    yield from _one_of("device", device, _DEVICES)
-    yield from _one_of("model.quantize", model.quantize, _QUANTISED)
-    yield from _at_least("model.lora.rank", model.lora.rank, 0)
-    yield from _above_0("model.lora.alpha", model.lora.alpha, 1e6, "what adapters learn is multiplied by it")
     for name, value in (model.architecture or {}).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"model.architecture.{name}={value} must be finite"
-    if not 0 <= model.lora.dropout < 1:
-        yield f"model.lora.dropout={model.lora.dropout} must be at least 0 and less than 1"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
     if model.offload_activations and not model.gradient_checkpointing:

@@ -25,6 +25,7 @@ from grpo_cli.config.read import read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
+from grpo_cli.support.ranges import out_of_range
 from grpo_cli.types import Batch, LossOutput, Totals
 
 RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)
@@ -72,6 +73,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     kwargs = factory.keywords
     if factory.func.__module__.startswith("grpo_cli."):  # how others annotate is their own business
         kwargs = read_kwargs(factory.func, name, kwargs, problems)
+        problems += out_of_range(factory.func, kwargs, name)
     refuse(problems)
     return partial(factory.func, **kwargs)  # Hydra's own partial checks every call again
 

@@ -32,7 +32,8 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A part's settings as its constructor declares them, where that is a plain type; the rest as it is."""
-    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    plain = isinstance(target, type) and not dataclasses.is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if plain else target)
     return {
         name: _read(kind, value, f"{group}.{name}", problems) if _is_plain(kind := hints.get(name)) else value
         for name, value in kwargs.items()
@@ -68,14 +69,15 @@ def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         if isinstance(value, list):
             return value
         problems.append(f"{key}={shown(value)} must be a list")
+    elif _is_optional(kind):
+        absent = value is None and types.NoneType in typing.get_args(kind)
+        return None if absent else _read(_without_none(kind), value, key, problems)
     elif typing.get_origin(kind) is typing.Union:  # of a kind, and of words that stand for themselves
         other, words = typing.get_args(kind)
         if isinstance(value, str) and value not in (known := typing.get_args(words)):
             problems.append(f"{key}={value} must be {_NAMES[other]}, or {' or '.join(known)}{closest(value, known)}")
             return None
         return value if isinstance(value, str) else _read(other, value, key, problems)
-    elif isinstance(kind, types.UnionType):
-        return None if value is None else _read(_without_none(kind), value, key, problems)
     elif not is_a(kind, value):
         problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
     elif kind in _LARGEST and not abs(value) <= _LARGEST[kind]:
@@ -109,7 +111,13 @@ def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str
     return tuple(_read(item_kind, item, f"{key}[{i}]", problems) for i, (item_kind, item) in enumerate(items))
 
 
+def _is_optional(kind: Any) -> bool:
+    """Whether it is a union with null, or of whole and broken numbers."""
+    return isinstance(kind, types.UnionType) or types.NoneType in typing.get_args(kind)
+
+
 def _without_none(kind: Any) -> Any:
     """The kind of a value that may be absent. What may be a whole or a broken number is a number."""
-    members = set(typing.get_args(kind)) - {types.NoneType} if isinstance(kind, types.UnionType) else {kind}
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    members = set(typing.get_args(kind)) - {types.NoneType} if union else {kind}
     return float if members == {int, float} else members.pop() if len(members) == 1 else None

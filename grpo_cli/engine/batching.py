@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import parse_bytes, shown
+from grpo_cli.support.ranges import Count, OneOf
 
 DEFAULT_SLOTS = 16
 
@@ -74,18 +75,11 @@ class Room:
     probes_with: int = 0
 
 
-ON_OOM = ("fail", "halve")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
     """What all samplers share: `on_oom` says what to do when the device has no room for the slots that were wanted."""
 
-    on_oom: str
-
-    def __post_init__(self) -> None:
-        if self.on_oom not in ON_OOM:
-            raise UserError(f"sampler.on_oom={self.on_oom} must be one of {', '.join(ON_OOM)}")
+    on_oom: Annotated[str, OneOf(("fail", "halve"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,22 +109,15 @@ class _Slots(_Fit):
     what eviction policies note (`engine/eviction_note_bytes`) lie beside it.
     """
 
-    slots: int | None
+    slots: Count | None
     kv_budget: str | int | None
 
     all_at_once: ClassVar[bool] = False
     refills: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        problems: list[str] = []
-        if self.slots is not None and self.slots < 1:
-            problems.append(f"sampler.slots={self.slots} must be at least 1")
-        with gathered(problems):
-            super().__post_init__()
         if self.kv_budget is not None:
-            with gathered(problems):
-                parse_bytes(shown(self.kv_budget))
-        refuse(problems)
+            parse_bytes(shown(self.kv_budget))
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
         """What to allocate: never more slots than requests, nor than `most`, nor than the budget has pages for.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_cli.collect.resuming import from_plain, to_plain
 from grpo_cli.history import History, digest_of, of_kind
 from grpo_cli.interfaces import Collection, Others, Rounds, facts
-from grpo_cli.support.errors import refuse
+from grpo_cli.support.ranges import Range
 from grpo_cli.types import GIVEN, Batch, Finish, Group, GroupRequest, Round, ScoredGroup
 
 
@@ -31,19 +31,12 @@ class Partial:
     a step makes several updates it may be older by those of one step, less one.
     """
 
-    def __init__(self, *, surplus: float, max_lag: int) -> None:
-        problems = []
-        if not (surplus >= 0 and math.isfinite(surplus)):
-            problems.append(
-                f"collector.surplus={surplus} must be at least 0 and finite: it is how many more problems than "
-                "train.prompts are under way, as a share of them"
-            )
-        if max_lag < 1:
-            problems.append(
-                f"collector.max_lag={max_lag} must be at least 1: a rollout that goes on in the next step is as many "
-                "updates old as a step makes"
-            )
-        refuse(problems)
+    def __init__(
+        self,
+        *,
+        surplus: Annotated[float, Range(0, because="how many more problems than train.prompts are under way")],
+        max_lag: Annotated[int, Range(1, because="a rollout goes on as many updates later as a step makes")],
+    ) -> None:
         self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
         self._max_lag = max_lag
         self._held: tuple[Group, ...] = ()

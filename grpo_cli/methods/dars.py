@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, isqrt
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from grpo_cli.collect.apportion import in_proportion
 from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf
 from grpo_cli.types import GroupRequest, Round
 
 
@@ -31,7 +32,14 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 
 @facts(goes_with=_goes_with)
-def dars(collection: Collection, *, most: int, weighting: str, divided: bool, cap_rollouts: int | None) -> Rounds:
+def dars(
+    collection: Collection,
+    *,
+    most: int,
+    weighting: Annotated[str, OneOf(("equal", "hard"))],
+    divided: bool,
+    cap_rollouts: int | None,
+) -> Rounds:
     """`n` rollouts of each problem, then more of those that fewer than half of them solved (DARS, arXiv 2508.13755).
 
     A group's advantages add up, without their signs, to less the rarer its right answers are; more rollouts make up
@@ -39,7 +47,7 @@ def dars(collection: Collection, *, most: int, weighting: str, divided: bool, ca
     many rollouts. A problem that stays unsolved, or was solved by all, still teaches nothing.
     """
     first = collection.n * collection.prompts
-    _check(most, weighting, cap_rollouts, collection.n, first)
+    _check(most, cap_rollouts, collection.n, first)
     groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in collection.pick(collection.prompts)))
     more = [
         missing(scored.solved, len(scored.rollouts), most, weighting, divided) for scored in collection.score(groups)
@@ -73,9 +81,7 @@ def missing(solved: int, size: int, most: int, weighting: str, divided: bool) ->
     return min(wanted, most) - size
 
 
-def _check(most: int, weighting: str, cap_rollouts: int | None, n: int, first: int) -> None:
-    if weighting not in ("equal", "hard"):
-        raise UserError(f"collector.weighting={weighting} is unknown: use equal or hard")
+def _check(most: int, cap_rollouts: int | None, n: int, first: int) -> None:
     if most < n:
         raise UserError(
             f"collector.most={most} is less than n={n}, with which every problem begins: take collector.most of {n} or "

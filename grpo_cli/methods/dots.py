@@ -8,19 +8,20 @@ scripts/reproduce/frontier_b.md (`fifo`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from grpo_cli.collect.candidates import CandidateOrder, never_revisited, no_share, not_at_least, not_positive
+from grpo_cli.collect.candidates import CandidateOrder, never_revisited
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
 from grpo_cli.history import UNSEEN, History, digest_of, of_kind
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import refuse
+from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
 
@@ -36,26 +37,18 @@ class TargetRate:
         seed: int,
         history: History,
         *,
-        target: float,
-        temperature: float,
-        pool: int,
-        decay: float,
+        target: Share,
+        temperature: Annotated[float, Range(0, above=True)],
+        pool: Count,
+        decay: Share,
     ) -> None:
         never = never_revisited("target", len(prompts), per_step, steps, history)
-        refuse([*self.refuses(target=target, temperature=temperature, pool=pool, decay=decay), *never])
+        refuse([*never])
         self._prompts, self._seed, self._history = prompts, seed, history
         self._target, self._temperature, self._decay = target, temperature, decay
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
         self._step = -1  # that is being made
         self._predicted = dict[str, float]()  # of what was picked and is not seen yet
-
-    @staticmethod
-    def refuses(*, target: float, temperature: float, pool: int, decay: float) -> Iterator[str]:
-        """What is wrong with its settings."""
-        yield from no_share("target", target)
-        yield from not_positive("temperature", temperature)
-        yield from not_at_least("pool", pool, 1)
-        yield from no_share("decay", decay)
 
     def pick(self, step: int, count: int, without: Set[str]) -> list[Prompt]:
         if step != self._step:
@@ -104,29 +97,19 @@ class GroupStore:
     (DART-GUI); then a group without a success does not take the place of a stored one that has some.
     """
 
-    def __init__(self, *, fresh: float, capacity: int, max_lag: int | None, rescue: bool) -> None:
-        refuse([*self.refuses(fresh=fresh, capacity=capacity, max_lag=max_lag)])
+    def __init__(
+        self,
+        *,
+        fresh: Annotated[float, Range(0, 1, "the share of new problems in a step; 1 is replay=none", above=True)],
+        capacity: Annotated[int, Range(1, because="to store no group there is replay=none")],
+        max_lag: Annotated[int | None, Range(1, because="a group is a step's updates old; null is no bound")],
+        rescue: bool,
+    ) -> None:
         self._share = Fraction(str(fresh))  # in floating point 0.1 * 30 is more than 3
         self._capacity, self._max_lag, self._rescue = capacity, max_lag, rescue
         # Of each problem, the oldest first, as a checkpoint keeps it: a tenth of what the values themselves take.
         self._stored: dict[str, Mapping[str, Any]] = {}
         self._rescued = 0  # in the step that is under way
-
-    @staticmethod
-    def refuses(*, fresh: float, capacity: int, max_lag: int | None) -> Iterator[str]:
-        """What is wrong with its settings."""
-        if not 0 < fresh <= 1:
-            yield (
-                f"replay.fresh={fresh} must be more than 0 and at most 1: it is the share of a step's problems that "
-                "are asked anew, of which at least one is; 1 is replay=none"
-            )
-        if capacity < 1:
-            yield f"replay.capacity={capacity} must be at least 1; to store no group there is replay=none"
-        if max_lag is not None and max_lag < 1:
-            yield (
-                f"replay.max_lag={max_lag} must be at least 1, or null for no bound: a stored group is as many updates "
-                "old as a step makes"
-            )
 
     def fresh(self, prompts: int, version: int) -> int:
         self._drop_old(version)

@@ -6,19 +6,20 @@ Measured: scripts/reproduce/frontier_a.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from grpo_cli.collect.candidates import CandidateOrder, never_revisited, no_share, not_at_least, not_positive
+from grpo_cli.collect.candidates import CandidateOrder, never_revisited
 from grpo_cli.collect.epochs import of_kind
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import Places
 from grpo_cli.history import History, Marked, Solved, Visit
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
 STATES = (Solved.NONE, Solved.MIXED, Solved.ALL)
@@ -45,12 +46,12 @@ class DynamicsPredictive:
         seed: int,
         history: History,
         *,
-        pool: int,
-        decay: float,
-        prior: float,
+        pool: Count,
+        decay: Share,
+        prior: Annotated[float, Range(0, above=True)],
     ) -> None:
         never = never_revisited("dps", len(prompts), per_step, steps, history)
-        refuse([*self.refuses(pool=pool, decay=decay, prior=prior), *never])
+        refuse([*never])
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
         # Counts, before and chances as rows of one array, which is replaced and never changed; no problem's look moves
@@ -61,13 +62,6 @@ class DynamicsPredictive:
         self._picked = dict[str, int]()  # and not learnt from yet
         if history.profile:
             self._begin_with(history.profile)
-
-    @staticmethod
-    def refuses(*, pool: int, decay: float, prior: float) -> Iterator[str]:
-        """What is wrong with its settings."""
-        yield from not_at_least("pool", pool, 1)
-        yield from no_share("decay", decay)
-        yield from not_positive("prior", prior)
 
     def _begin_with(self, profile: Mapping[str, Visit]) -> None:
         """A profile counts as a first visit of each problem in it."""

@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
-from grpo_cli.rules.advantage import centred, compared_rewards, varies
+from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
 
 
 @facts(divides=False)
 def dr_grpo(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
     """r - mean, undivided (Dr. GRPO, arXiv 2503.20783): no bias towards prompts whose rewards hardly differ.
 

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_cli.rules.correction import (
     MAX_LOG_RATIO,
+    Prox,
+    Window,
     bounded_exp,
     check_sampler,
     log_sparsity_ratio,
     masked_mean,
     mismatch_metrics,
-    not_a_bound,
-    prox_problems,
 )
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
 from grpo_cli.types import Verdict
+
+Positive = Annotated[float | int | None, Range(0, because="null is no bound", above=True)]
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,14 @@ class Gated:
     for tokens of the sampler, and never negative.
     """
 
-    is_threshold: float | int | None
-    gate: float | int | None
-    prox: str
-    prox_window: float | int
+    is_threshold: Positive
+    gate: Positive
+    prox: Prox
+    prox_window: Window
 
     needs_policy_logprobs = True
     rejects = False
     count_rejected = True
-
-    def __post_init__(self) -> None:
-        problems = [
-            *not_a_bound("is_threshold", self.is_threshold),
-            *not_a_bound("gate", self.gate),
-            *prox_problems(self.prox, self.prox_window),
-        ]
-        if any(problems):
-            raise UserError("\n".join(filter(None, problems)))
 
     def __call__(
         self,

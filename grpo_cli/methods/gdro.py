@@ -12,17 +12,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.collect.apportion import check_decay, in_proportion
+from grpo_cli.collect.apportion import in_proportion
 from grpo_cli.history import KEPT, UNSEEN, History, Marked, Solved, of_kind
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf, Range, Share
 from grpo_cli.types import Batch, GroupRequest, Round, ScoredGroup
 
 
@@ -39,20 +40,14 @@ class PromptGdro:
     def __init__(
         self,
         bins: Any,
-        eta: float,
-        gamma: float,
-        beta: float,
-        cap: float,
-        hysteresis: float,
-        window: int,
-        rate: str,
+        eta: Annotated[float, Range(0)],
+        gamma: Share,
+        beta: Share,
+        cap: Annotated[float, Range(1, because="the mean weight is 1")],
+        hysteresis: Annotated[float, Range(0)],
+        window: Annotated[int, Range(1, KEPT, "more visits of a problem are not kept")],
+        rate: Annotated[str, OneOf(("any", "mean"))],
     ) -> None:
-        _check_credit(gamma, beta, window, rate)
-        if not (eta >= 0 and hysteresis >= 0 and cap >= 1):
-            raise UserError(
-                f"credit.eta={eta} and credit.hysteresis={hysteresis} must be at least 0, and credit.cap={cap} at "
-                "least 1, which is the mean weight"
-            )
         self._edges = _edges(bins)
         self._eta, self._gamma, self._beta, self._cap = eta, gamma, beta, cap
         self._hysteresis, self._window, self._rate = hysteresis, window, rate
@@ -138,16 +133,6 @@ class PromptGdro:
         self._scores, self._bin_of, self._now = list(state["scores"]), Marked(state["bin_of"]), {}
 
 
-def _check_credit(gamma: float, beta: float, window: int, rate: str) -> None:
-    for key, value in (("gamma", gamma), ("beta", beta)):
-        if not 0 <= value <= 1:
-            raise UserError(f"credit.{key}={value} must be from 0 to 1")
-    if not 1 <= window <= KEPT:
-        raise UserError(f"credit.window={window} must be from 1 to {KEPT}: more visits of a problem are not kept")
-    if rate not in ("any", "mean"):
-        raise UserError(f"credit.rate={rate} is unknown: use any or mean")
-
-
 def _edges(bins: Any) -> list[float]:
     """Where one bin ends and the next begins, of a number of bins or of the edges themselves."""
     if isinstance(bins, int):
@@ -163,12 +148,19 @@ def _edges(bins: Any) -> list[float]:
 FEWEST = 2  # rollouts of a problem; one has nothing to be compared with
 
 
-def by_deviation(collection: Collection, *, floor: float, least: int, decay: float) -> Rounds:
+def by_deviation(
+    collection: Collection,
+    *,
+    floor: Annotated[float, Range(0, 0.5, "0.5 is the largest deviation there is", above=True)],
+    least: Annotated[int, Range(FEWEST, because="one rollout has nothing to be compared with")],
+    decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
+) -> Rounds:
     """In proportion to sqrt(p(1-p)), which the variance of a step's gradient is least with, at least `least` each.
 
     p is the decayed mean of the problem's earlier visits, 1/2 before the first; `floor` is the least deviation.
     """
-    _check_collector(floor, least, decay, collection.n)
+    if least > collection.n:
+        raise UserError(f"collector.least={least} is more than n={collection.n}, the mean size of a group: lower it")
     prompts = collection.pick(collection.prompts)
     rates = np.array([_rate(collection, prompt.id, decay) for prompt in prompts])
     shares = np.maximum(np.sqrt(rates * (1 - rates)), floor)
@@ -180,13 +172,3 @@ def by_deviation(collection: Collection, *, floor: float, least: int, decay: flo
 def _rate(collection: Collection, problem: str, decay: float) -> float:
     known = collection.history.rate(problem, decay)
     return UNSEEN if known is None else known
-
-
-def _check_collector(floor: float, least: int, decay: float, n: int) -> None:
-    if not 0 < floor <= 0.5:
-        raise UserError(f"collector.floor={floor} must be more than 0 and at most 0.5, the largest deviation there is")
-    if least < FEWEST:
-        raise UserError(f"collector.least={least} must be at least 2: one rollout has nothing to be compared with")
-    if least > n:
-        raise UserError(f"collector.least={least} is more than n={n}, the mean size of a group: lower it")
-    check_decay(decay)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
-from grpo_cli.rules.advantage import grpo
+from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Reward
 
@@ -26,8 +26,8 @@ def per_part(
     inputs: AdvantageInputs,
     *,
     weights: Mapping[str, Any],
-    stats_over: str,
-    eps: float,
+    stats_over: StatsOver,
+    eps: Epsilon,
 ) -> Float[Tensor, " K"]:
     """The weighted sum over the parts of the reward, each (x - mean) / (std + eps) for itself (as LightningRL does), so
     that a part counts by its weight and not by its scale.

@@ -9,7 +9,7 @@ Measured: scripts/reproduce/frontier_a.md (n = 3 and 9, divided by the deviation
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import Others, facts
-from grpo_cli.rules.advantage import compared_rewards, varies
+from grpo_cli.rules.advantage import StatsOver, compared_rewards, varies
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.types import ScoredGroup
+
+Scale = Annotated[str, OneOf(("mad", "std", "none"))]
+Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by otherwise", above=True)]
 
 
 def _any_size(others: Others, rule: str) -> Iterator[str]:
@@ -71,7 +75,12 @@ def all_but_the_middle(group: ScoredGroup, keep: int, rng: np.random.Generator) 
 
 @facts(needs_middle=True, goes_with=_advantage_goes_with, undone_by=_advantage_undone_by)
 def median(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, scale: str, floor: float, stats_over: str
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    *,
+    scale: Scale,
+    floor: Floor,
+    stats_over: StatsOver,
 ) -> Float[Tensor, " K"]:
     """(r - median) / (scale + floor), for groups of odd size (MC-GRPO, arXiv 2601.22582).
 
@@ -79,10 +88,6 @@ def median(
     or `mad`, the median distance from the median; `none` does not divide. Where rejections leave an even number, the
     median is the mean of the two in the middle.
     """
-    if scale not in ("mad", "std", "none"):
-        raise UserError(f"advantage.scale={scale} is unknown: use mad, std or none")
-    if not floor > 0:
-        raise UserError(f"advantage.floor={floor} must be more than 0: a median distance of 0 is divided by otherwise")
     reference = compared_rewards(kept_rewards, group_rewards, stats_over)
     if not varies(reference):
         return torch.zeros_like(kept_rewards)

@@ -8,6 +8,7 @@ Measured: scripts/reproduce/sparse_rl.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from grpo_cli.engine.kv.eviction import Candidates
 from grpo_cli.methods.snapkv import AttentionOfWindow
+from grpo_cli.support.ranges import Range, Share
 
 # Most entries of the similarity matrices that exist at one time; on a CPU few enough to stay in its caches (4x faster).
 SIMILARITIES_AT_ONCE = {"cpu": 2**18, "cuda": 2**26}
@@ -28,16 +30,8 @@ class Rkv(AttentionOfWindow):
     are on one scale only roughly: a softmax of cosines is nearly flat, one of logits is not.
     """
 
-    importance: float
-    threshold: float
-
-    def _problems(self) -> list[str]:
-        problems = super()._problems()
-        for name, low in (("importance", 0), ("threshold", -1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= 1:
-                problems.append(f"sparsity.{name}={value} must be a number from {low} to 1")
-        return problems
+    importance: Share
+    threshold: Annotated[float, Range(-1, 1)]
 
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
         keys = candidates.keys

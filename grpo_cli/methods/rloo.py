@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
-from grpo_cli.rules.advantage import centred, compared_rewards, varies
+from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
 
 
 @facts(divides=False)
 def rloo(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver
 ) -> Float[Tensor, " K"]:
     """r minus the mean of the others (REINFORCE leave-one-out, arXiv 2402.14740): a baseline independent of the sample.
 

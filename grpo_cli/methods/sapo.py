@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from grpo_cli.interfaces import Task, facts
 from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.ranges import Range
 from grpo_cli.types import FOREIGN, GIVEN, LARGEST_REWARD, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 WRITE_IT = "record.rollouts=-1 record.tokens=true"
@@ -102,10 +103,10 @@ class RunFolder:
         warn: Any,
         *,
         path: str | None,
-        foreign: float,
+        foreign: Annotated[float, Range(0, 1, "at least one problem of a step is asked of the model", below=True)],
         reencode: bool,
     ) -> None:
-        refuse([*self.refuses(path=path, foreign=foreign)])
+        refuse([*self.refuses(path=path)])
         assert path is not None, "it would have been refused"
         self._task, self._tokenizer, self._eos, self._vocabulary = task, tokenizer, eos_token_ids, vocabulary
         self._sampling, self._run_dir, self._path, self._reencode = sampling, run_dir, Path(path).expanduser(), reencode
@@ -119,18 +120,13 @@ class RunFolder:
             )
 
     @staticmethod
-    def refuses(*, path: str | None, foreign: float) -> Iterator[str]:
+    def refuses(*, path: str | None) -> Iterator[str]:
         """What is wrong with its settings."""
         if path is None or not path.strip():
             yield f"replay=folder needs replay.path=<folder of other runs>, which record with {WRITE_IT}"
         elif not (folder := Path(path).expanduser()).is_dir():
             found = f"a file: name the folder that {folder.name} is in" if folder.exists() else "not there"
             yield f"replay.path={path} is {found}; other runs leave their records there with {WRITE_IT}"
-        if not 0 <= foreign < 1:
-            yield (
-                f"replay.foreign={foreign} must be at least 0 and less than 1: it is the share of a step's problems "
-                "for which groups of other runs are taken, and at least one is asked of the model"
-            )
 
     def fresh(self, prompts: int, version: int) -> int:
         return max(math.ceil(self._share * prompts), prompts - len(self._groups))

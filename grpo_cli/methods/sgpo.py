@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
-from grpo_cli.collect.candidates import no_share
 from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.profile import MOST_PROFILED, WRITE_IT
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.history import History, Visit
 from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.ranges import Share
 from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 
 
@@ -88,12 +88,12 @@ class Profiled:
         seed: int,
         history: History,
         *,
-        trivial: float,
-        unsolved: float,
+        trivial: Share,
+        unsolved: Share,
         sizes: Sequence[int],
         shares: Sequence[int | float] | None,
     ) -> None:
-        refuse([*self.refuses(trivial=trivial, unsolved=unsolved, sizes=sizes, shares=shares)])
+        refuse([*self.refuses(sizes=sizes, shares=shares)])
         self._prompts, self._per_step, self._steps, self._seed = prompts, per_step, steps, seed
         self._all_sizes, self._shares = tuple(sizes), shares
         # Of the problems that are trained on; 0: of every phase. Never changed in place: states hold this very one.
@@ -104,12 +104,8 @@ class Profiled:
             self._arrange(self._suited(history.profile, n, trivial, unsolved))
 
     @staticmethod
-    def refuses(
-        *, trivial: float, unsolved: float, sizes: Sequence[int], shares: Sequence[int | float] | None
-    ) -> Iterator[str]:
+    def refuses(*, sizes: Sequence[int], shares: Sequence[int | float] | None) -> Iterator[str]:
         """What is wrong with its settings."""
-        yield from no_share("trivial", trivial)
-        yield from no_share("unsolved", unsolved)
         yield from bad_sizes("curriculum.sizes", sizes)
         if shares is not None and not (
             len(shares) == len(sizes) and all(_is_number(share) and share >= 0 for share in shares) and sum(shares) > 0

@@ -13,20 +13,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.kv.eviction import Budget, Candidates
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count
 
 
 @dataclass(frozen=True)
 class AttentionOfWindow(Budget):
     """Policies that ask what the last `window` queries attend to."""
 
-    kernel: int
+    kernel: Count
 
     needs_queries = True
 
-    def _problems(self) -> list[str]:
-        if type(self.kernel) is int and self.kernel >= 1 and self.kernel % 2:
-            return super()._problems()
-        return [*super()._problems(), f"sparsity.kernel={self.kernel} must be an odd number of at least 1"]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise UserError(f"sparsity.kernel={self.kernel} must be odd, so that a key is in the middle of it")
 
     def _attention(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
         """Softmax over the keys older than the window of the largest logit of a group of queries; mean over the window,

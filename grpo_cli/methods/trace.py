@@ -6,16 +6,26 @@ Measured: scripts/reproduce/frontier_a.md.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 from jaxtyping import Float
 
-from grpo_cli.collect.apportion import check_decay, hand_out
+from grpo_cli.collect.apportion import hand_out
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round
 
 
-def mixed(collection: Collection, *, pool: int, most: int | None, prior: float, decay: float) -> Rounds:
+def mixed(
+    collection: Collection,
+    *,
+    pool: Annotated[int, Range(1, because="it is how many problems there are to choose from")],
+    most: Annotated[int | None, Range(3, because="groups of 2 alone cannot share out an odd number")],
+    prior: Annotated[float, Range(0, because="it stands for what is not known of a problem", above=True)],
+    decay: Annotated[float, Range(0, 1, "with 0 the last visit alone counts, with 1 all count alike")],
+) -> Rounds:
     """As many rollouts as a plain step has, shared among `pool` times its problems so that as many groups as possible
     have right and wrong answers (TRACE, arXiv 2606.11119, its allocation at the root).
 
@@ -23,7 +33,11 @@ def mixed(collection: Collection, *, pool: int, most: int | None, prior: float, 
     rollouts. A problem gets none or at least two, at most `most` (null: 2n).
     """
     room = 2 * collection.n if most is None else most
-    _check(pool, room, prior, decay, collection.n)
+    if pool * room < collection.n:
+        raise UserError(
+            f"collector.most={room} with collector.pool={pool} has room for {pool * room} of n={collection.n} "
+            "rollouts: raise one of them"
+        )
     prompts = collection.pick(pool * collection.prompts)
     known = np.array([collection.history.beta(prompt.id, decay, prior) for prompt in prompts])
     gains = mixed_gains(known[:, 0], known[:, 1], room)
@@ -50,18 +64,3 @@ def mixed_gains(
         all_right = all_right * (solved + count) / seen
         all_wrong = all_wrong * (failed + count) / seen
     return gains
-
-
-def _check(pool: int, most: int, prior: float, decay: float, n: int) -> None:
-    if pool < 1:
-        raise UserError(f"collector.pool={pool} must be at least 1: it is how many problems there are to choose from")
-    if most < 3:
-        raise UserError(f"collector.most={most} must be at least 3: groups of 2 alone cannot share out an odd number")
-    if pool * most < n:
-        raise UserError(
-            f"collector.most={most} with collector.pool={pool} has room for {pool * most} of n={n} rollouts: raise one "
-            "of them"
-        )
-    if not prior > 0:
-        raise UserError(f"collector.prior={prior} must be more than 0: it stands for what is not known of a problem")
-    check_decay(decay)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from grpo_cli.collect.apportion import hand_out, in_proportion
 from grpo_cli.interfaces import Collection, Rounds, facts
-from grpo_cli.rules.advantage import grpo
+from grpo_cli.rules.advantage import Epsilon, StatsOver, grpo
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import student_95
+from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import AdvantageInputs, GroupRequest, Rollout, Round
+
+NotNegative = Range(0, because="a right answer is not to lose by being rare")
 
 
 @facts(divides=True)
@@ -28,10 +32,10 @@ def novelty(
     group_rewards: Float[Tensor, " G"],
     inputs: AdvantageInputs,
     *,
-    stats_over: str,
-    eps: float,
-    bonus: float,
-    cap: float,
+    stats_over: StatsOver,
+    eps: Epsilon,
+    bonus: Annotated[float, NotNegative],
+    cap: Annotated[float, NotNegative],
 ) -> Float[Tensor, " K"]:
     """That of `grpo`, and more for right answers that were unlikely in their group (XRPO, arXiv 2510.06672).
 
@@ -39,9 +43,6 @@ def novelty(
     A + min(bonus * max(0, 1 - exp(s - mean)), cap * A) for a rollout that solved the problem and has A above 0. That
     the cap is relative to A is ours.
     """
-    for key, value in (("bonus", bonus), ("cap", cap)):
-        if not value >= 0:
-            raise UserError(f"advantage.{key}={value} must be at least 0: a right answer is not to lose by being rare")
     advantages = grpo(kept_rewards, group_rewards, stats_over=stats_over, eps=eps).double()
     likely = torch.tensor([_mean_logprob(rollout) for rollout in inputs.group.rollouts]).double()
     solved = torch.tensor([reward.solved for reward in inputs.group.rewards])
@@ -67,7 +68,13 @@ def _mean_logprob(rollout: Rollout) -> float:
     return sum(drawn) / len(drawn) if drawn else math.nan
 
 
-def ci(collection: Collection, *, rounds: int, most: int | None, explore: float) -> Rounds:
+def ci(
+    collection: Collection,
+    *,
+    rounds: Count,
+    most: int | None,
+    explore: Annotated[float, Range(0, because="it favours problems that were tried little")],
+) -> Rounds:
     """As many rollouts as a plain step has, in `rounds` parts; after the first, which all problems share alike, each
     goes to where it narrows the interval of the solved share most (XRPO, arXiv 2510.06672).
 
@@ -76,7 +83,10 @@ def ci(collection: Collection, *, rounds: int, most: int | None, explore: float)
     """
     n, prompts = collection.n, collection.prompts
     room = 2 * n if most is None else most
-    _check(rounds, room, explore, n)
+    if room < n:
+        raise UserError(
+            f"collector.most={room} is less than n={n}, the mean size of a group: take collector.most of {n} or more"
+        )
     budget, rng = n * prompts, collection.rng
     first = min(budget, max(2 * prompts, budget // rounds))
     begun = in_proportion(np.ones(prompts), first, 2, rng)
@@ -115,14 +125,3 @@ def narrowing(count: int) -> float:
 
 def _half_width(count: int) -> float:
     return student_95(count - 1) / math.sqrt(count)
-
-
-def _check(rounds: int, most: int, explore: float, n: int) -> None:
-    if rounds < 1:
-        raise UserError(f"collector.rounds={rounds} must be at least 1")
-    if most < n:
-        raise UserError(
-            f"collector.most={most} is less than n={n}, the mean size of a group: take collector.most of {n} or more"
-        )
-    if not explore >= 0:
-        raise UserError(f"collector.explore={explore} must be at least 0: it favours problems that were tried little")

@@ -7,25 +7,28 @@ PODS does: select first, then normalise) or the whole `group`, unselected ones i
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import facts
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf, Range
+
+StatsOver = Annotated[str, OneOf(("kept", "group"))]
+Epsilon = Annotated[float, Range(0, because="it is added to the deviation that is divided by")]
 
 
 @facts(divides=True)
 def grpo(
-    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: str, eps: float
+    kept_rewards: Float[Tensor, " K"], group_rewards: Float[Tensor, " G"], *, stats_over: StatsOver, eps: Epsilon
 ) -> Float[Tensor, " K"]:
     """(r - mean) / (std + eps), with the unbiased standard deviation (DeepSeekMath, arXiv 2402.03300).
 
     `eps` is 1e-4 in TRL and in the PODS code, 1e-6 in slime and Sparse-RL. Dividing by the deviation gives hard and
     easy prompts, whose rewards vary little, the same weight as the others; see `dr_grpo` for the objection.
     """
-    if not eps >= 0:
-        raise UserError(f"advantage.eps={eps} must be at least 0: it is added to the deviation that is divided by")
     reference = compared_rewards(kept_rewards, group_rewards, stats_over)
     if not varies(reference):
         return torch.zeros_like(kept_rewards)
@@ -34,8 +37,6 @@ def grpo(
 
 def compared_rewards(kept_rewards: Tensor, group_rewards: Tensor, stats_over: str) -> Tensor:
     """The rewards that the statistics are taken over, in float64: rewards may be large and differ by little."""
-    if stats_over not in ("kept", "group"):
-        raise UserError(f"advantage.stats_over={stats_over} is unknown: use kept or group")
     return (kept_rewards if stats_over == "kept" else group_rewards).double()
 
 

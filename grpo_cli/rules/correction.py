@@ -10,18 +10,24 @@ are the YAML files of `conf/correction`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.types import Verdict
 
 # As in verl and slime: exp(20) = 5e8 is beyond any use, and a longer product would overflow.
 MAX_LOG_RATIO = 20.0
+
+Bound = Annotated[float | int | None, Range(0, because="it bounds a ratio of probabilities; null is no bound")]
+Prox = Annotated[str, OneOf(("now", "drawn", "ewma"))]
+Window = Annotated[float | int, Range(0, because="it is a number of updates")]
 
 
 @dataclass(frozen=True)
@@ -45,40 +51,29 @@ class Correct:
     prox_window       how many updates the average of ewma looks back; 0 is no average.
     """
 
-    importance: str
-    is_threshold: float | int | None
-    is_threshold_low: float | int | None
-    is_mode: str
+    importance: Annotated[str, OneOf(("none", "token", "sequence"))]
+    is_threshold: Bound
+    is_threshold_low: Bound
+    is_mode: Annotated[str, OneOf(("truncate", "mask"))]
     batch_normalise: bool
-    rejection: str
-    veto: float | int
-    mask_low: float | int | None
-    mask_high: float | int | None
+    rejection: Annotated[str, OneOf(("none", "veto"))]
+    veto: Annotated[float | int, Range(0, 1, above=True, below=True)]
+    mask_low: Bound
+    mask_high: Bound
     count_rejected: bool
-    prox: str
-    prox_window: float | int
+    prox: Prox
+    prox_window: Window
 
     def __post_init__(self) -> None:
-        problems = list(self._of_another_kind()) or [
-            _unknown("importance", self.importance, ("none", "token", "sequence")),
-            _unknown("is_mode", self.is_mode, ("truncate", "mask")),
-            _unknown("rejection", self.rejection, ("none", "veto")),
-            _disordered("is_threshold_low", self.is_threshold_low, "is_threshold", self.is_threshold),
-            _disordered("mask_low", self.mask_low, "mask_high", self.mask_high),
-            "" if 0 < self.veto < 1 else f"correction.veto={self.veto} must be between 0 and 1",
-            *prox_problems(self.prox, self.prox_window),
-        ]
-        if any(problems):
-            raise UserError("\n".join(filter(None, problems)))
-
-    def _of_another_kind(self) -> Iterator[str]:
-        for field in ("batch_normalise", "count_rejected"):
-            if not isinstance(value := getattr(self, field), bool):
-                yield f"correction.{field}={value!r} must be true or false"
-        for field in ("is_threshold", "is_threshold_low", "veto", "mask_low", "mask_high"):
-            value, bound = getattr(self, field), field != "veto"
-            if isinstance(value, bool) or not (isinstance(value, int | float) or (bound and value is None)):
-                yield f"correction.{field}={value!r} must be a number" + " or null" * bound
+        refuse(
+            [
+                f"correction.{low}={smallest} must not be greater than correction.{high}={largest}"
+                for low, high in (("is_threshold_low", "is_threshold"), ("mask_low", "mask_high"))
+                if (smallest := getattr(self, low)) is not None
+                and (largest := getattr(self, high)) is not None
+                and smallest > largest
+            ]
+        )
 
     @property
     def needs_policy_logprobs(self) -> bool:
@@ -231,30 +226,3 @@ def masked_mean(values: Tensor, mask: Tensor) -> Float[Tensor, ""]:
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _unknown(word: str, value: object, choices: tuple[str, ...]) -> str:
-    return "" if value in choices else f"correction.{word}={value} is unknown: use {', '.join(choices)}"
-
-
-def prox_problems(prox: object, window: object) -> Iterator[str]:
-    yield _unknown("prox", prox, ("now", "drawn", "ewma"))
-    if isinstance(window, bool) or not isinstance(window, int | float) or not 0 <= window < math.inf:
-        yield f"correction.prox_window={window!r} must be a number of updates, 0 or more"
-
-
-def not_a_bound(word: str, value: object) -> Iterator[str]:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        yield f"correction.{word}={value!r} must be a number or null"
-    elif value is not None and not value > 0:
-        yield f"correction.{word}={value} must be more than 0, or null for no bound"
-
-
-def _disordered(low_word: str, low: float | int | None, high_word: str, high: float | int | None) -> str:
-    """What is wrong with a pair of bounds on a ratio, if anything."""
-    for word, value in ((low_word, low), (high_word, high)):
-        if value is not None and not value >= 0:
-            return f"correction.{word}={value} must not be negative: it bounds a ratio of probabilities"
-    if low is not None and high is not None and low > high:
-        return f"correction.{low_word}={low} must not be greater than correction.{high_word}={high}"
-    return ""

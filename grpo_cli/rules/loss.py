@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.support.errors import refuse
+from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.types import Batch, LossOutput, Totals
 
 AGGREGATIONS = ("sequence", "token", "constant")
@@ -49,22 +50,10 @@ class Clipped(ABC):
     aggregation  how tokens are averaged, see the module.
     """
 
-    clip_low: float
-    clip_high: float
-    kl_coef: float
-    aggregation: str
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 <= self.clip_low <= 1:
-            problems.append(f"loss.clip_low={self.clip_low} must be from 0 to 1, which is no lower bound")
-        if not self.clip_high >= 0:
-            problems.append(f"loss.clip_high={self.clip_high} must be at least 0")
-        if not self.kl_coef >= 0:
-            problems.append(f"loss.kl_coef={self.kl_coef} must be at least 0, which is no KL term")
-        if self.aggregation not in AGGREGATIONS:
-            problems.append(f"loss.aggregation={self.aggregation} is unknown: use {', '.join(AGGREGATIONS)}")
-        refuse(problems)
+    clip_low: Annotated[float, Range(0, 1, "1 is no lower bound")]
+    clip_high: Annotated[float, Range(0)]
+    kl_coef: Annotated[float, Range(0, because="0 is no KL term")]
+    aggregation: Annotated[str, OneOf(AGGREGATIONS)]
 
     @property
     def needs_reference(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count, Range
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class Budget(ABC):
     Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
     """
 
-    budget: int
-    buffer: int
-    window: int
-    sinks: int
+    budget: Count
+    buffer: Count
+    window: Count
+    sinks: Annotated[int, Range(0)]
     protect_prompt: bool
     per_head: bool
 
@@ -86,28 +87,11 @@ class Budget(ABC):
     observer: ClassVar[Observer | None] = None
 
     def __post_init__(self) -> None:
-        problems = self._problems()
-        if problems:
-            raise UserError("\n".join(problems))
-
-    def _problems(self) -> list[str]:
-        least = {"budget": 1, "buffer": 1, "window": 1, "sinks": 0}
-        problems = [
-            f"sparsity.{name}={getattr(self, name)} must be a whole number of at least {low}"
-            for name, low in least.items()
-            if type(getattr(self, name)) is not int or getattr(self, name) < low
-        ]
-        problems += [
-            f"sparsity.{name}={getattr(self, name)} must be true or false"
-            for name in ("protect_prompt", "per_head")
-            if type(getattr(self, name)) is not bool
-        ]
-        if not problems and self.budget < self.window + self.sinks:
-            problems.append(
+        if self.budget < self.window + self.sinks:
+            raise UserError(
                 f"sparsity.budget={self.budget} holds less than sparsity.window={self.window} and "
                 f"sparsity.sinks={self.sinks}, which always stay: the least is {self.window + self.sinks}"
             )
-        return problems
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:

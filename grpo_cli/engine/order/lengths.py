@@ -11,10 +11,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
 
 
 def kendall_tau(first: Sequence[int | float], second: Sequence[int | float]) -> float:
@@ -46,6 +47,9 @@ def _pairs(counts: Iterable[int]) -> int:
 MAX_PROMPTS = 50_000  # whose means are kept: 13 MB of memory, and 2.4 MB of each checkpoint
 
 
+Decay = Annotated[float, Range(0, 1, "1 never forgets", above=True)]
+
+
 class LengthMeans:
     """Running means of lengths, of each prompt and of all. Each `add` makes what came before count `decay` times.
 
@@ -53,10 +57,6 @@ class LengthMeans:
     """
 
     def __init__(self, decay: float, max_prompts: int = MAX_PROMPTS) -> None:
-        if not 0 < decay <= 1:
-            raise UserError(f"predictor.decay={decay} must be above 0 and at most 1 (1 never forgets)")
-        if max_prompts < 1:
-            raise UserError(f"predictor.max_prompts={max_prompts} must be at least 1")
         self._decay = decay
         self._max_prompts = max_prompts
         self._prompts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # id: (weight, weighted sum), newest last

@@ -13,16 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.order.lengths import LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.order.lengths import Decay, LengthMeans, TraceRow, kendall_tau, read_trace
 from grpo_cli.interfaces import facts
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Request, Rollout
 
 
@@ -92,7 +93,7 @@ class MeanLength:
 
     prefix_tokens = 0
 
-    def __init__(self, *, decay: float, max_prompts: int) -> None:
+    def __init__(self, *, decay: Decay, max_prompts: Count) -> None:
         self._means = LengthMeans(decay, max_prompts)
         self._answers = _Answers()
 
@@ -215,19 +216,20 @@ class PrefixHead:
     WIDTH = 256
     SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
 
-    def __init__(self, *, prefix_tokens: int, min_rollouts: int, replay: int, decay: float, max_prompts: int) -> None:
-        problems = []
-        if prefix_tokens < 1:
-            problems.append(
-                f"predictor.prefix_tokens={prefix_tokens} must be at least 1: before its first token, all samples of a "
-                "prompt look alike (predictor=mean says as much)"
-            )
-        if not 2 <= min_rollouts <= replay:
-            problems.append(
+    def __init__(
+        self,
+        *,
+        prefix_tokens: Annotated[int, Range(1, because="before their first token, a prompt's samples look alike")],
+        min_rollouts: Annotated[int, Range(2)],
+        replay: int,
+        decay: Decay,
+        max_prompts: Count,
+    ) -> None:
+        if min_rollouts > replay:
+            raise UserError(
                 f"predictor.min_rollouts={min_rollouts} must be from 2 to predictor.replay={replay}, the most rollouts "
                 "that are kept to learn from"
             )
-        refuse(problems)
         self.prefix_tokens = prefix_tokens
         self._min_rollouts = min_rollouts
         self._replay = replay

@@ -20,10 +20,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.order.makespan import ALGORITHMS, Assignment, assign
-from grpo_cli.support.errors import refuse
+from grpo_cli.support.ranges import OneOf, Range
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
@@ -113,15 +114,13 @@ class Fptas:
     ratio, a proven bound on makespan / optimum, states of the programme, and the place in `ALGORITHMS` of what made it.
     """
 
-    def __init__(self, *, epsilon: float, max_states: int, refill: str) -> None:
-        problems = []
-        if not epsilon > 0:
-            problems.append(f"scheduler.epsilon={epsilon} must be above 0: a guarantee of 1 + epsilon (try 0.1)")
-        if max_states < 1:
-            problems.append(f"scheduler.max_states={max_states} must be at least 1 (20000 takes a few hundred ms)")
-        if refill not in ("sjf", "lpt"):
-            problems.append(f"scheduler.refill={refill} must be sjf (shortest first) or lpt (longest first)")
-        refuse(problems)
+    def __init__(
+        self,
+        *,
+        epsilon: Annotated[float, Range(0, because="a guarantee of 1 + epsilon (try 0.1)", above=True)],
+        max_states: Annotated[int, Range(1, because="20000 takes a few hundred ms")],
+        refill: Annotated[str, OneOf(("sjf", "lpt"))],
+    ) -> None:
         self._epsilon = epsilon
         self._max_states = max_states
         self._refill = refill

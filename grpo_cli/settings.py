@@ -81,7 +81,7 @@ class ModelSettings:
     adapter: str | None
     eos_tokens: tuple[str, ...]
     architecture: Mapping[str, Any] | None
-    recipe: Mapping[str, Any]  # what `auto` stands for in other groups (see `config.recipe`)
+    recipe: Mapping[str, Any]  # what `auto` stands for in other groups (see `config.auto`)
 
     @property
     def adapted(self) -> bool:

@@ -8,9 +8,9 @@ from pathlib import Path
 import hydra
 import torch
 
+from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
-from grpo_cli.config.precision import decided
 from grpo_cli.config.prepare import prepare
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile.estimate import total

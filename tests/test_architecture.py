@@ -162,8 +162,7 @@ OTHER_MEANING = {
     "config/compose": {"profile"},  # the command
     "config/instantiate": {"all"},  # Hydra's word for _convert_
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
-    "config/recipe": {"hf"},
-    "config/precision": {"none"},  # a value of model.autocast
+    "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "train": {"none"},  # a value of optim.ess
     "profile/from_settings": {"none", "profile"},  # values of model.quantize; a field of the settings
 }

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.config.precision import decided, decided_model
+from grpo_cli.config.auto import decided, decided_model
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.processor import fast_in_bfloat16
 
@@ -97,7 +97,7 @@ def test_a_run_goes_on_as_it_began_on_a_machine_that_would_choose_otherwise(
     run = Path("run")
 
     def on(fast: bool, *words: str) -> str:
-        monkeypatch.setattr("grpo_cli.config.precision.fast_in_bfloat16", lambda device: fast)
+        monkeypatch.setattr("grpo_cli.config.auto.fast_in_bfloat16", lambda device: fast)
         return grpo(*words)
 
     train = ("train", *SHORT, "sampling.max_new_tokens=4", "model.lora.rank=1", f"hydra.run.dir={run}")

@@ -15,7 +15,7 @@ from planned import peak_on_a_gpu, problems
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
-from grpo_cli.config import recipe
+from grpo_cli.config.auto import fill
 from grpo_cli.config.compose import settings_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.tracking.introduction import doubts, introduction
@@ -65,7 +65,7 @@ def test_a_task_of_ones_own_without_a_recipe_has_the_numbers_of_text_tasks(tmp_p
         grpo("train", "--cfg", "job", f"--config-dir={tmp_path}", "task=own", "model=hf", "model.path=x")
     )
     assert "recipe" not in shown["task"]
-    recipe.fill(shown)
+    fill(shown)
     assert (shown["sampling"]["max_new_tokens"], shown["eval"]["problems"], shown["eval"]["every"]) == (512, 200, 20)
 
 

@@ -74,7 +74,7 @@ def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], s
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    from grpo_cli.config.recipe import fill
+    from grpo_cli.config.auto import fill
 
     overrides = [word for word in arguments if word not in HELP | SWEEP]
     if SWEEP & set(arguments):

@@ -1,4 +1,4 @@
-"""Every range of a setting, and every rule that relates two of them: what is broken is said all at once.
+"""Every rule that relates two settings: what is broken is said all at once.
 
 What a part refuses it says itself; the parts are asked here too. Nothing here touches a model.
 """
@@ -6,11 +6,13 @@ What a part refuses it says itself; the parts are asked here too. Nothing here t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
+from grpo_cli.collect.profile import no_history
+from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
+from grpo_cli.config.instantiate import engine_parts, refused_by
+from grpo_cli.config.rehearsal import Tried, try_rules
 from grpo_cli.settings import (
     EvalRunSettings,
     ModelSettings,
@@ -22,37 +24,35 @@ from grpo_cli.settings import (
     Sampling,
     TrainSettings,
 )
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.support.errors import gathered, refuse
 from grpo_cli.support.formatting import parse_bytes, shown
-from grpo_cli.support.ranges import out_of_range
-
-if TYPE_CHECKING:
-    from grpo_cli.config.rehearsal import Tried
 
 
-def check(settings: RunSettings) -> Tried | None:
-    """Every rule that relates settings of a training run. UserError lists all that are broken.
-
-    Returns the rules that were tried, None where code of a person's own crashed: it does so again in its run.
-    """
-    tried: list[Tried] = []
-    refuse(
-        [
-            *ranges(settings),
-            *_group_problems(settings),
-            *_train_problems(settings.train, settings.m),
-            *_sampling_problems(settings.sampling),
-            *_optim_problems(settings.optim),
-            *_model_problems(settings.model, settings.device),
-            *_rounding_problems(settings),
-            *_resume_problems(settings),
-            *_engine_problems(settings),
-            *_rule_problems(settings, tried.append),
-            *_curriculum_problems(settings),
-            *_own_problems(settings, "replay"),
-        ]
-    )
-    return tried[0] if tried else None
+def check(settings: RunSettings) -> Tried:
+    """Every rule that relates settings of a training run, whose ranges were checked as they were read. UserError lists
+    all that are broken. Returns the rules that were tried."""
+    problems = [
+        *_group_problems(settings),
+        *_train_problems(settings.train, settings.m),
+        *_sampling_problems(settings.sampling),
+        *_optim_problems(settings.optim),
+        *_model_problems(settings.model, settings.device),
+        *_rounding_problems(settings),
+        *_resume_problems(settings),
+        *no_history(settings.train.history),
+        *together.problems(settings),
+    ]
+    tried = None
+    with gathered(problems):
+        engine_parts(settings.parts, {"seed": settings.seed}, early=True)
+    with gathered(problems):
+        tried = try_rules(settings)
+    for group in ("curriculum", "replay"):
+        with gathered(problems):
+            refuse([*refused_by(group, settings.parts[group], {})])
+    refuse(problems)
+    assert tried is not None, "n and m are as they must be"
+    return tried
 
 
 def _resume_problems(settings: RunSettings) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _resume_problems(settings: RunSettings) -> Iterator[str]:
         yield "accept_damage=true is about the records of a run that goes on: name it, resume=<run folder>"
 
 
-def check_profile(settings: ProfileRunSettings) -> Tried | None:
+def check_profile(settings: ProfileRunSettings) -> Tried:
     """The same for `grpo profile`: those of the training run, then those of the profile."""
     tried = check(settings)
     refuse([*_profile_problems(settings.profile, settings.sampling)])
@@ -86,41 +86,27 @@ def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[
             f"profile.plan_only=true{has}"
         )
     if profile.fit is not None:
-        yield from _size_problems("profile.fit", profile.fit)
+        problems: list[str] = []
+        with gathered(problems):
+            parse_bytes(profile.fit, "profile.fit")
+        yield from problems
 
 
 def check_eval(settings: EvalRunSettings) -> None:
     """The same for `grpo eval`."""
-    problems = settings.eval.problems
-    few = [f"eval.problems={problems} must be at least 1, or -1 for all"] if problems < 1 and problems != -1 else []
-    refuse(
-        [
-            *ranges(settings),
-            *few,
-            *_stop_problems(settings.sampling),
-            *_model_problems(settings.model, settings.device),
-            *_engine_problems(settings),
-        ]
-    )
-
-
-def ranges(settings: RunSettings | EvalRunSettings) -> Iterator[str]:
-    """Values beyond the ranges that `settings` declares."""
-    yield from out_of_range(type(settings), vars(settings))
-
-
-def _size_problems(key: str, value: Any) -> Iterator[str]:
-    try:
-        parse_bytes(shown(value), key)
-    except UserError as error:
-        yield str(error)
+    count = settings.eval.problems
+    problems = [f"eval.problems={count} must be at least 1, or -1 for all"] if count < 1 and count != -1 else []
+    problems += [*_stop_problems(settings.sampling), *_model_problems(settings.model, settings.device)]
+    with gathered(problems):
+        engine_parts(settings.parts, {"seed": settings.seed}, early=True)
+    refuse(problems)
 
 
 def _group_problems(settings: RunSettings) -> Iterator[str]:
     n, m, parts = settings.n, settings.m, settings.parts
-    if m < 1 and m != n:  # m follows n unless it was given
+    if m < 1:
         yield f"m={m} must be at least 1: nothing would be trained on"
-    elif m > n >= 2:
+    elif m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
     elif m == 1 and parts["advantage"].get("stats_over") == "kept":
         yield (
@@ -131,7 +117,7 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
 
 def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
     kept = train.prompts * m
-    if train.minibatches > kept > 0:
+    if train.minibatches > kept > 0:  # else m is said to be wrong
         yield (
             f"train.minibatches={train.minibatches} must not be more than the {kept} rollouts trained on per step "
             f"(train.prompts={train.prompts} times m={m})"
@@ -145,7 +131,7 @@ def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
     yield from _stop_problems(sampling)
-    if sampling.truncated and 0 < sampling.top_p <= 1 and sampling.top_k >= 0:
+    if sampling.truncated:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
             "the importance ratio, since the policy is not what was sampled from; "
@@ -190,43 +176,3 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
         yield f"model.quantize={model.quantize} quantises weights as they are read, and model.random_init reads none"
     if model.quantize != "none" and device == "cpu":
         yield f"model.quantize={model.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, not device=cpu"
-
-
-def _engine_problems(settings: RunSettings | EvalRunSettings) -> list[str]:
-    from grpo_cli.config.instantiate import engine_parts  # loads torch, which the run does next in any case
-
-    return _refused(lambda: engine_parts(settings.parts, {"seed": settings.seed}, early=True))
-
-
-def _rule_problems(settings: RunSettings, keep: Callable[[Tried], None]) -> list[str]:
-    """What rules say of their settings, of `n` and `m`, and of each other."""
-    from grpo_cli.config import together
-    from grpo_cli.config.rehearsal import try_rules
-
-    def ask() -> None:
-        if (tried := try_rules(settings)) is not None:
-            keep(tried)
-
-    return [*together.problems(settings), *_refused(ask)]
-
-
-def _curriculum_problems(settings: RunSettings) -> list[str]:
-    """What the curriculum says of its settings, and the place of a profile."""
-    from grpo_cli.collect.profile import no_history
-
-    return [*no_history(settings.train.history), *_own_problems(settings, "curriculum")]
-
-
-def _own_problems(settings: RunSettings, group: str) -> list[str]:
-    """What a part says of its settings before it can be made."""
-    from grpo_cli.config.instantiate import refused_by
-
-    return _refused(lambda: refuse([*refused_by(group, settings.parts[group], {})]))
-
-
-def _refused(make: Callable[[], Any]) -> list[str]:
-    """The problems that parts have when they are made. What crashes does so again in its run, where it is seen."""
-    problems: list[str] = []
-    with suppress(Exception, SystemExit, GeneratorExit), gathered(problems):
-        make()
-    return problems

@@ -11,10 +11,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from grpo_cli.config.auto import decided, decided_model, fill
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
-from grpo_cli.config.precision import decided, decided_model
 from grpo_cli.config.read import missing, read
-from grpo_cli.config.recipe import fill
 from grpo_cli.settings import EvalRunSettings, ModelSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.processor import fast_in_bfloat16

@@ -25,10 +25,9 @@ from grpo_cli.config.read import read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
-from grpo_cli.support.ranges import out_of_range
 from grpo_cli.types import Batch, LossOutput, Totals
 
-RECIPE = "recipe"  # what a task says of other groups (`config.recipe`)
+RECIPE = "recipe"  # what a task says of other groups (`config.auto`)
 INNER = "inner"  # the word by which an engine names the one that its workers have
 # What is given by its name to a part that is called, if it has such a parameter.
 _BY_NAME = {"advantage": ("inputs",)}
@@ -73,7 +72,6 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
     kwargs = factory.keywords
     if factory.func.__module__.startswith("grpo_cli."):  # how others annotate is their own business
         kwargs = read_kwargs(factory.func, name, kwargs, problems)
-        problems += out_of_range(factory.func, kwargs, name)
     refuse(problems)
     return partial(factory.func, **kwargs)  # Hydra's own partial checks every call again
 
@@ -165,7 +163,9 @@ def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> 
         asked = inspect.signature(factory.func.refuses).parameters
         known = {**factory.keywords, **built}
         if asked.keys() <= known.keys():
-            yield from factory.func.refuses(**{word: known[word] for word in asked})
+            with own_code_unless_ours(f"{name}._target_={part['_target_']}: refuses", factory.func):
+                found = [*factory.func.refuses(**{word: known[word] for word in asked})]
+            yield from found
 
 
 def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:

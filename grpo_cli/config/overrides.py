@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, parts_of, shipped
 from grpo_cli.config.read import read
-from grpo_cli.config.trust import resolving, taken, without_resolvers
+from grpo_cli.config.trust import taken, without_resolvers
 from grpo_cli.runs.record import RunRecord
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
@@ -33,9 +33,9 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     choice's own word: where that code stands now may not be where it stood when the run was made.
     UserError if something is missing there, or is not taken unless it is `typed` on this command line (`config.trust`).
     """
-    groups = ("model", *parts_of("eval"))
+    groups, resolving = ("model", *parts_of("eval")), dict[str, str]()
     try:
-        run: Any = OmegaConf.create(without_resolvers(dict(record.config)))
+        run: Any = OmegaConf.create(without_resolvers(record.config, resolving))
         values = {"seed": run.seed}
         drawn: Any = OmegaConf.to_container(run.sampling, resolve=True)
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
@@ -51,7 +51,7 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     values = {key: value for key, value in values.items() if not _is_our_target(key, value)}
     if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
         values["model.eos_tokens"] = []
-    values |= {key: text for key, text in resolving(record.config) if key in values}  # for the door to refuse
+    values |= {key: text for key, text in resolving.items() if key in values}  # to be refused
     assert record.source is not None, "it was read from somewhere"
     return taken([*chosen, *overrides(values)], typed, record.source.parent)
 

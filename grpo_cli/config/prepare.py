@@ -13,9 +13,8 @@ from typing import Generic, TypeVar
 import torch
 
 from grpo_cli.collect.rehearsal import CollectionSize
+from grpo_cli.config.auto import decided
 from grpo_cli.config.check import check, check_eval, check_profile
-from grpo_cli.config.precision import decided
-from grpo_cli.config.rehearsal import try_rules
 from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
@@ -38,10 +37,8 @@ class Prepared(Generic[Settings]):
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
     """UserError with all that can be refused before a model is read. What `auto` became goes to `say`; `fast` as in
-    `config.precision`."""
+    `config.auto`."""
     tried = check_profile(settings) if isinstance(settings, ProfileRunSettings) else check(settings)
-    tried = tried or try_rules(settings)  # code of a person's own that crashed when it was checked, is seen to here
-    assert tried is not None, "what is out of range was refused"
     device = pick_device(settings.device)
     check_optimizer(settings.optim, device)
     return Prepared(decided(settings, say, fast), tried.rules, tried.size, device)

@@ -1,4 +1,5 @@
-"""Plain values (what YAML and the command line yield) to dataclasses, strictly and with everything wrong said at once.
+"""Plain values (what YAML and the command line yield) to typed settings, strictly and with everything wrong said at
+once: types, missing and unknown keys, and the ranges that are declared beside the types (`support.ranges`).
 
 Nothing is converted but a whole number to a float: `true` is no number, `2.0` no whole number, `"3"` neither.
 """
@@ -18,6 +19,7 @@ from grpo_cli.support.formatting import is_a, shown
 T = TypeVar("T")
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_CONTAINERS: Mapping[Any, tuple[type, str]] = {Mapping: (dict, "a group of settings"), Sequence: (list, "a list")}
 _LARGEST = {int: 2**64, float: 3.4e38}  # seeds end there, and float32
 _MISSING = "???"
 
@@ -31,18 +33,10 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 
 
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A part's settings as its constructor declares them, where that is a plain type; the rest as it is."""
-    plain = isinstance(target, type) and not dataclasses.is_dataclass(target)
-    hints = typing.get_type_hints(target.__init__ if plain else target)
-    return {
-        name: _read(kind, value, f"{group}.{name}", problems) if _is_plain(kind := hints.get(name)) else value
-        for name, value in kwargs.items()
-    }
-
-
-def _is_plain(kind: Any) -> bool:
-    only = _without_none(kind)
-    return only in _NAMES or typing.get_origin(only) in (Mapping, Sequence)
+    """A part's settings as its constructor declares them; what it declares nothing plain of stays as it is."""
+    constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
+    return {name: _read(hints.get(name), value, f"{group}.{name}", problems) for name, value in kwargs.items()}
 
 
 def missing(key: str, value: Any) -> Iterator[str]:
@@ -55,29 +49,24 @@ def missing(key: str, value: Any) -> Iterator[str]:
 
 
 def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
+    """The value as the kind has it; None where it cannot be read. Kinds that are not plain take any value."""
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
     if value == _MISSING:
         problems.extend(missing(key, value))
     elif dataclasses.is_dataclass(kind):
         return _read_fields(kind, value, key, problems)
-    elif typing.get_origin(kind) is tuple:
-        return _read_tuple(typing.get_args(kind), value, key, problems)
-    elif typing.get_origin(kind) is Mapping:
-        if isinstance(value, dict):
-            return value
-        problems.append(f"{key}={shown(value)} must be a group of settings")
-    elif typing.get_origin(kind) is Sequence:
-        if isinstance(value, list):
-            return value
-        problems.append(f"{key}={shown(value)} must be a list")
-    elif _is_optional(kind):
-        absent = value is None and types.NoneType in typing.get_args(kind)
-        return None if absent else _read(_without_none(kind), value, key, problems)
-    elif typing.get_origin(kind) is typing.Union:  # of a kind, and of words that stand for themselves
-        other, words = typing.get_args(kind)
-        if isinstance(value, str) and value not in (known := typing.get_args(words)):
-            problems.append(f"{key}={value} must be {_NAMES[other]}, or {' or '.join(known)}{closest(value, known)}")
-            return None
-        return value if isinstance(value, str) else _read(other, value, key, problems)
+    elif origin is typing.Annotated:
+        found = _read(of[0], value, key, problems)
+        problems.extend(f"{key}={found} {wrong}" for rule in kind.__metadata__ if (wrong := rule.problem(found)))
+        return found
+    elif origin in (typing.Union, types.UnionType):
+        return _read_union(of, value, key, problems)
+    elif origin is tuple:
+        return _read_tuple(of, value, key, problems)
+    elif origin in _CONTAINERS and not isinstance(value, _CONTAINERS[origin][0]):
+        problems.append(f"{key}={shown(value)} must be {_CONTAINERS[origin][1]}")
+    elif kind not in _NAMES:
+        return value
     elif not is_a(kind, value):
         problems.append(f"{key}={shown(value)} must be {_NAMES[kind]}")
     elif kind in _LARGEST and not abs(value) <= _LARGEST[kind]:
@@ -94,11 +83,26 @@ def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
         problems.append(f"{key}={shown(value)} must be a group of settings")
         return None
     prefix = f"{key}." if key else ""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     problems.extend(f"{prefix}{name} is no setting{closest(name, hints)}" for name in value if name not in hints)
     problems.extend(f"{prefix}{name} is missing from the configuration" for name in hints if name not in value)
     fields = {name: _read(hints[name], value[name], prefix + name, problems) for name in hints if name in value}
     return None if problems else kind(**fields)
+
+
+def _read_union(kinds: Sequence[Any], value: Any, key: str, problems: list[str]) -> Any:
+    """Of a kind, of null, and of words that stand for themselves. A whole or a broken number is a number."""
+    if value is None and types.NoneType in kinds:
+        return None
+    words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
+    others = {kind for kind in kinds if kind is not types.NoneType and typing.get_origin(kind) is not typing.Literal}
+    kind = float if others == {int, float} else others.pop() if len(others) == 1 else None
+    if not words or not isinstance(value, str):
+        return _read(kind, value, key, problems)
+    if value not in words:
+        plain = typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+        problems.append(f"{key}={value} must be {_NAMES[plain]}, or {' or '.join(words)}{closest(value, words)}")
+    return value
 
 
 def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str]) -> Any:
@@ -109,15 +113,3 @@ def _read_tuple(kinds: tuple[Any, ...], value: Any, key: str, problems: list[str
     kinds = kinds[:1] * len(value) if any_number else kinds
     items = zip(kinds, value, strict=True)
     return tuple(_read(item_kind, item, f"{key}[{i}]", problems) for i, (item_kind, item) in enumerate(items))
-
-
-def _is_optional(kind: Any) -> bool:
-    """Whether it is a union with null, or of whole and broken numbers."""
-    return isinstance(kind, types.UnionType) or types.NoneType in typing.get_args(kind)
-
-
-def _without_none(kind: Any) -> Any:
-    """The kind of a value that may be absent. What may be a whole or a broken number is a number."""
-    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    members = set(typing.get_args(kind)) - {types.NoneType} if union else {kind}
-    return float if members == {int, float} else members.pop() if len(members) == 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
 from grpo_cli.rules.downsample import choose
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import RunSettings, Sampling
-from grpo_cli.support.errors import UserError, gathered, refuse
+from grpo_cli.support.errors import UserError, gathered, own_code, refuse
 from grpo_cli.types import (
     AdvantageInputs,
     Batch,
@@ -47,12 +48,12 @@ class Tried:
 
 def try_rules(settings: RunSettings) -> Tried | None:
     """The rules of a run, each tried on a made-up group of its size. UserError lists what cannot be used. None where
-    `n`, `m` or `train.prompts` is out of its range, so that there is nothing to try."""
+    there is no `m` of `n` to try, which is refused elsewhere."""
     rules, problems = rules_of(settings.parts), list[str]()
     if settings.resume is None:
         problems += together.undone(settings, rules)
     n, m, prompts = settings.n, settings.m, settings.train.prompts
-    if not (n >= 2 and prompts >= 1 and 1 <= m <= n):
+    if not 1 <= m <= n:
         refuse(problems)
         return None
     size = CollectionSize.equal(n, prompts)
@@ -62,7 +63,10 @@ def try_rules(settings: RunSettings) -> Tried | None:
     with gathered(problems):
         tried = _try_choice(rules, n, m)
     refuse(problems)
-    _rehearse(rules, *tried)
+    targets = [f"{name}._target_={settings.parts[name]['_target_']}" for name in RULES]
+    own = [target for target in targets if "=grpo_cli." not in target]
+    with own_code(" or ".join(own)) if own else nullcontext():
+        _rehearse(rules, *tried)
     return Tried(rules, size)
 
 

@@ -1,4 +1,4 @@
-"""What a recorded run may ask for when it is evaluated or goes on. Its folder may be anybody's, its checksum no
+"""What a recorded run may ask for when it is evaluated or goes on: its folder may be anybody's, its checksum is no
 signature.
 
 Its settings are taken as values. What names code, reads the environment or writes elsewhere has to stand on this
@@ -26,34 +26,30 @@ TARGET, REWARD = "_target_", "task.reward"
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _CHOICE = re.compile(r"\w[\w-]*")
 _RESERVED = re.compile(r"_\w+_")  # the words by which Hydra is told how to build a part
-# What a sweep is told about who runs its jobs, where it is a number, true or false, and of which no sweeper makes
-# overrides.
 _FOLDER_OF_A_JOB = re.compile(r"([\w,=-]|\$\{\w+(\.\w+)*\})+")
+# Numbers, true and false, about who runs the jobs of a sweep. Of `params`, sweepers make overrides.
 _OF_A_SWEEP = re.compile(r"hydra\.(launcher|sweeper)\.(?!params\b)[\w.-]+")
 
 
 @dataclass(frozen=True)
-class _Here:
-    """Whose code is trusted: the modules that the command line names, and what lies in the current directory, but not
-    in the folder of the run."""
+class _Trusted:
+    """Whose code may run: that of modules which the command line names, or which lie in the current directory and not
+    in the `folder` of the run."""
 
     named: frozenset[str]
     folder: Path
 
     def has(self, module: str) -> bool:
-        return module in self.named or self._found(module.partition(".")[0])
-
-    def _found(self, top: str) -> bool:
+        top = module.partition(".")[0]
         try:
             spec = importlib.util.find_spec(top)
         except (ImportError, ValueError):  # no name of a module, or one that was made without a file
-            return False
-        if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-            return False
-        file, here = Path(spec.origin).resolve(), Path.cwd()
-        run, package = self.folder.resolve(), (here / top / "__init__.py").resolve()
-        if file == package:  # what has a run in it may have come with it
-            return not (package.is_relative_to(run) or run.is_relative_to(package.parent))
+            spec = None
+        if module in self.named or spec is None or spec.origin is None or not Path(spec.origin).is_file():
+            return module in self.named
+        file, here, run = Path(spec.origin).resolve(), Path.cwd().resolve(), self.folder.resolve()
+        if file == (here / top / "__init__.py").resolve():  # a package that has a run in it may have come with it
+            return not (file.is_relative_to(run) or run.is_relative_to(file.parent))
         return file == (here / f"{top}.py").resolve() and not file.is_relative_to(run)
 
 
@@ -62,48 +58,41 @@ def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]
 
     UserError names all that are not taken, and the way out.
     """
-    said = [_said(found) for word in typed if (found := _parsed(word)) is not None]
-    here = _Here(frozenset(_modules(said)), folder)
+    said = [(str(found.key_or_group), found.value()) for word in typed if (found := _parsed(word)) is not None]
+    here, keys = _Trusted(frozenset(_modules(said)), folder), {key for key, _ in said}
     kept, refused = [], []
     with _path_of_own_modules():
         for word in words:
             override = _parsed(word)
-            key, value = ("", None) if override is None else _said(override)
-            found = [] if (key, value) in said else [*_objections(word, override, here)]
-            if not found:
+            key = "" if override is None else str(override.key_or_group)
+            again = override is not None and (key, override.value()) in said
+            reasons = [] if again else [*_objections(word, override, here)]
+            if not reasons:
                 kept.append(word)
-            elif not {key, key.partition(".")[0]} & dict(said).keys():
-                refused += [f"{plain(word)} is not taken from a recorded run: {reason}" for reason in found]
+            elif not {key, key.partition(".")[0]} & keys:
+                refused += [f"{plain(word)} is not taken from a recorded run: {reason}" for reason in reasons]
     refuse([f"{line}; if you trust it, type it on this command line as well" for line in refused])
     return kept
 
 
 def not_taken(words: Sequence[str], folder: Path) -> list[str]:
     """Those of the overrides that have to be typed again when the run goes on."""
-    here = _Here(frozenset(), folder)
+    here = _Trusted(frozenset(), folder)
     with _path_of_own_modules():
         return [word for word in words if any(_objections(word, _parsed(word), here))]
 
 
-def resolving(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The texts in a configuration that call a resolver, such as `${oc.env:HOME}`, by their keys."""
+def without_resolvers(values: Any, found: dict[str, str], key: str = "") -> Any:
+    """A configuration with null in the place of texts that call a resolver, such as `${oc.env:HOME}`; they are added
+    to `found`, by their keys."""
     if isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from resolving(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(values, list):
-        for item in values:
-            yield from ((key, text) for _, text in resolving(item, key))
-    elif isinstance(values, str) and _calls_a_resolver(values):
-        yield key, values
-
-
-def without_resolvers(values: Any) -> Any:
-    """A configuration with nothing in the place of those texts."""
-    if isinstance(values, Mapping):
-        return {name: without_resolvers(value) for name, value in values.items()}
+        return {k: without_resolvers(value, found, f"{key}.{k}" if key else str(k)) for k, value in values.items()}
     if isinstance(values, list):
-        return [without_resolvers(item) for item in values]
-    return None if isinstance(values, str) and _calls_a_resolver(values) else values
+        return [without_resolvers(item, found, key) for item in values]
+    if not (isinstance(values, str) and _calls_a_resolver(values)):
+        return values
+    found[key] = values
+    return None
 
 
 def _calls_a_resolver(text: str) -> bool:
@@ -121,36 +110,35 @@ def _parsed(word: str) -> Any:
         return None
 
 
-def _said(override: Any) -> tuple[str, Any]:
-    return str(override.key_or_group), override.value()
-
-
-def _modules(values: Sequence[tuple[str, Any]]) -> Iterator[str]:
+def _modules(said: Sequence[tuple[str, Any]]) -> Iterator[str]:
     """The modules that overrides name."""
-    for key, value in values:
+    for key, value in said:
         if key.endswith(f".{TARGET}") and isinstance(value, str):
             yield value.rpartition(".")[0]
         elif key == REWARD and isinstance(value, str):
             yield value.partition(":")[0]
 
 
-def _objections(word: str, override: Any, here: _Here) -> Iterator[str]:
+def _objections(word: str, override: Any, here: _Trusted) -> Iterator[str]:
     """Why an override is not taken from a recorded run."""
     if override is None:
         yield "it cannot be read"
         return
-    key, group = str(override.key_or_group), str(override.key_or_group).partition(".")[0]
-    values = _each(override)
-    by_whom = key in ("hydra/launcher", "hydra/sweeper")
-    if override.package is not None or not (_KEY.fullmatch(key) or by_whom):
+    key = str(override.key_or_group)
+    group, values = key.partition(".")[0], _values(override)
+    of_a_group = key in ("hydra/launcher", "hydra/sweeper") or (group != "hydra" and (config_dir() / key).is_dir())
+    if override.package is not None or not (_KEY.fullmatch(key) or of_a_group):
         yield "it is no setting of a run"
-    elif by_whom or (key == group != "hydra" and (config_dir() / group).is_dir()):
+    elif of_a_group:
         if any(value is not None and not (isinstance(value, str) and _CHOICE.fullmatch(value)) for value in values):
             yield "it is no choice of a group by its name"
     elif group == "hydra":
-        in_place = key == "hydra.sweep.subdir" and all(_FOLDER_OF_A_JOB.fullmatch(str(value)) for value in values)
-        built = any(_RESERVED.fullmatch(word) for word in key.split("."))
-        if not in_place and (built or not (_OF_A_SWEEP.fullmatch(key) and all(map(_is_number, values)))):
+        if key == "hydra.sweep.subdir":
+            harmless = all(_FOLDER_OF_A_JOB.fullmatch(str(value)) for value in values)
+        else:
+            built = any(_RESERVED.fullmatch(part) for part in key.split("."))
+            harmless = not built and _OF_A_SWEEP.fullmatch(key) is not None and all(map(_is_number, values))
+        if not harmless:
             yield "it is Hydra's, which may write and import what it names"
     elif _calls_a_resolver(word):
         yield "it calls a resolver, which may read the environment"
@@ -159,21 +147,14 @@ def _objections(word: str, override: Any, here: _Here) -> Iterator[str]:
             yield from _objections_to(key, group, value, here)
 
 
-def _each(override: Any) -> list[Any]:
+def _values(override: Any) -> list[Any]:
     """The values of an override, several in a sweep. Those that are drawn from a range are numbers."""
-    from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString, Sweep
+    from hydra.core.override_parser.types import ChoiceSweep, Glob
 
-    def bare(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(bare(name)): bare(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [bare(item) for item in value]
-        return value.text if isinstance(value, QuotedString) else "" if isinstance(value, Glob) else value
-
-    value = override._value
+    value = override.value()
     if isinstance(value, ChoiceSweep):
-        return [bare(item) for item in value.list]
-    return [0] if isinstance(value, Sweep) else ["any"] if isinstance(value, Glob) else [bare(value)]
+        return [override._convert_value(item) for item in value.list]
+    return ["any"] if isinstance(value, Glob) else [0] if override.is_sweep_override() else [value]
 
 
 def _is_number(value: Any) -> bool:
@@ -182,7 +163,7 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def _objections_to(key: str, group: str, value: Any, here: _Here) -> Iterator[str]:
+def _objections_to(key: str, group: str, value: Any, here: _Trusted) -> Iterator[str]:
     words = [*key.split("."), *_names(value)]
     if any(_RESERVED.fullmatch(word) for word in words if word != TARGET) or words.count(TARGET) > 1:
         yield "it says how a part is built, which its own file does"
@@ -190,10 +171,9 @@ def _objections_to(key: str, group: str, value: Any, here: _Here) -> Iterator[st
         if key != f"{group}.{TARGET}":
             yield "it names code inside of a part"
         else:
-            yield from _against_target(group, str(value), here)
+            yield from _against_code(group, *str(value).rpartition(".")[::2], here)
     elif key == REWARD and ":" in str(value):
-        module, _, name = str(value).partition(":")
-        yield from [*_against_module(module, here)] or _against_kind(REWARD, module, name, here)
+        yield from _against_code(REWARD, *str(value).partition(":")[::2], here)
     elif key == "run_dir" and Path(str(value)).resolve() != here.folder.resolve():
         yield "it writes elsewhere than into the folder of the run"
     elif key == "model.trust_remote_code" and value is not False:
@@ -206,13 +186,9 @@ def _objections_to(key: str, group: str, value: Any, here: _Here) -> Iterator[st
 
 def _names(value: Any) -> Iterator[str]:
     """The keys in a value, at any depth."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield str(name)
-            yield from _names(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _names(item)
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _names(item)
+    yield from map(str, value if isinstance(value, Mapping) else ())
 
 
 def _unknown_options(key: str, value: Any) -> Iterator[str]:
@@ -221,77 +197,52 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
         for name, item in value.items():
             yield from _unknown_options(f"{key}.{name}", item)
         return
-    known = {name for engine in choices("engine") for name in shipped("engine", engine)} - {
-        "options",
-        "address",
-        TARGET,
-    }
-    if key.rpartition(".")[2] not in known and (isinstance(value, bool) or not _is_number(value)):
-        yield key
+    ours = {name for engine in choices("engine") for name in shipped("engine", engine)}
+    if key.rpartition(".")[2] not in ours - {"options", "address", TARGET}:
+        if isinstance(value, bool) or not _is_number(value):
+            yield key
 
 
-def _against_target(group: str, target: str, here: _Here) -> Iterator[str]:
+def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterator[str]:
+    """Why a class or function is not taken for a part of the group. The module of one's own code is imported."""
     if group not in (*parts_of("train"), REWARD):
         yield f"{group} is no group of parts"
-        return
-    if target.startswith("grpo_cli."):
-        if target not in {shipped(group, choice).get(TARGET) for choice in choices(group)}:
-            yield f"{target} is none of the choices of {group}"
-        return
-    module, _, name = target.rpartition(".")
-    yield from [*_against_module(module, here)] or _against_kind(group, module, name, here)
-
-
-def _against_module(module: str, here: _Here) -> Iterator[str]:
-    if not module or not here.has(module):
+    elif module.startswith("grpo_cli."):
+        if group == REWARD or f"{module}.{name}" not in {shipped(group, one).get(TARGET) for one in choices(group)}:
+            yield f"{module}.{name} is none of the choices of {group}"
+    elif not module or not here.has(module):
         yield f"the module {module or '(none)'} is neither in the current directory nor named on this command line"
+    else:
+        with own_code(f"{group}: the module {module}"):
+            try:
+                found = vars(importlib.import_module(module)).get(name)
+            except ImportError as error:
+                yield f"{module} cannot be imported: {error}"
+                return
+        if not (inspect.isclass(found) or inspect.isfunction(found)):
+            yield f"{module} has no class and no function {name}"
+        elif found.__module__ != module:  # it was imported there, and is judged by where it is from
+            yield from _against_code(group, found.__module__, found.__qualname__, here)
+        elif group != REWARD and (asked := _lacking(group, found)):
+            yield f"{module}.{name} is not what {group} takes: {asked}"
 
 
-def _against_kind(group: str, module: str, name: str, here: _Here) -> Iterator[str]:
-    """What code of one's own is not, of what the group takes. Its module is imported."""
-    with own_code(f"{group}: the module {module}"):
-        try:
-            found = vars(importlib.import_module(module)).get(name)
-        except ImportError as error:
-            yield f"{module} cannot be imported: {error}"
-            return
-    if not (inspect.isclass(found) or inspect.isfunction(found)):
-        yield f"{module} has no class and no function {name}"
-    elif found.__module__ != module:  # it was imported there, and is judged by where it is from
-        yield from _against_target(group, f"{found.__module__}.{found.__qualname__}", here)
-    elif group != REWARD and not _is_of(group, found):
-        yield f"{module}.{name} is not what {group} takes: {_asked_of(group)}"
-
-
-def _is_of(group: str, found: Any) -> bool:
-    """Whether a class or function can be a part of the group."""
+def _lacking(group: str, found: Any) -> str:
+    """What the group asks of a class or function, if this one is nothing of that kind."""
     from grpo_cli.config.kinds import KINDS, is_function  # loads torch, as the part does
+    from grpo_cli.engine.kv.eviction import Budget, Dense
 
-    if is_function(group):
-        return _is_a_rule(KINDS[group].called_with, found)
-    if not inspect.isclass(found):
-        return False
     if group == "sparsity":
-        from grpo_cli.engine.kv.eviction import Budget, Dense
-
-        return issubclass(found, Budget | Dense)
-    return group not in KINDS or all(callable(getattr(found, asked, None)) for asked in KINDS[group].methods)
-
-
-def _is_a_rule(called_with: Sequence[str], found: Any) -> bool:
-    if inspect.isclass(found):
-        return any("__call__" in vars(base) for base in found.__mro__)
-    parameters = inspect.signature(found).parameters.values()
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(by_place) >= len(called_with) or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def _asked_of(group: str) -> str:
-    from grpo_cli.config.kinds import KINDS, is_function
-
-    if is_function(group):
-        return f"{group}({', '.join(KINDS[group].called_with)})"
-    return f"a class with {', '.join(KINDS[group].methods) if group in KINDS else 'what those of grpo_cli have'}"
+        return "" if inspect.isclass(found) and issubclass(found, Budget | Dense) else "a subclass of Budget"
+    kind = KINDS[group]
+    if inspect.isfunction(found) and is_function(group):
+        parameters = inspect.signature(found).parameters.values()
+        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        fits = any_number or len(by_place) >= len(kind.called_with)
+        return "" if fits else f"{group}({', '.join(kind.called_with)})"
+    defined = {name for base in found.__mro__[:-1] for name in vars(base)} if inspect.isclass(found) else set()
+    return "" if defined >= {*kind.methods} else f"a class with {', '.join(kind.methods)}"
 
 
 @contextmanager

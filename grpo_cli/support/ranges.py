@@ -1,15 +1,13 @@
 """Ranges of settings, said once beside their types: `steps: Annotated[int, Range(1)]`.
 
-Settings and the constructors of parts declare them; `out_of_range` finds every value beyond its own.
+Settings and the constructors of parts declare them; `config.read` finds every value beyond its own.
 """
 
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any
 
 from grpo_cli.support.errors import closest
 
@@ -59,30 +57,3 @@ class OneOf:
 
 Count = Annotated[int, Range(1)]
 Share = Annotated[float, Range(0, 1)]
-
-
-def out_of_range(kind: Any, values: Mapping[str, Any], key: str = "") -> Iterator[str]:
-    """A line for each of `values` beyond what `kind`, a dataclass or a function, declares of it; `key` comes before
-    their names."""
-    plain = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
-    target = kind.__init__ if plain else kind
-    hints = get_type_hints(target, include_extras=True)
-    for name, value in values.items():
-        yield from _problems(hints.get(name), value, f"{key}.{name}" if key else name)
-
-
-def _problems(kind: Any, value: Any, key: str) -> Iterator[str]:
-    if hasattr(kind, "__dataclass_fields__"):
-        yield from out_of_range(kind, vars(value), key)
-    elif get_origin(kind) is Annotated:
-        for declared in kind.__metadata__:
-            if isinstance(declared, Range | OneOf) and (problem := declared.problem(value)):
-                yield f"{key}={value} {problem}"
-    elif get_origin(kind) in (Union, types.UnionType):  # null, and a word, have no range
-        for member in get_args(kind):
-            yield from _problems(member, value, key)
-    elif get_origin(kind) is tuple and isinstance(value, tuple | list):
-        members = get_args(kind)
-        members = members[:1] * len(value) if members[-1] is Ellipsis else members
-        for index, (member, item) in enumerate(zip(members, value, strict=False)):
-            yield from _problems(member, item, f"{key}[{index}]")

@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from grpo_cli.config.auto import decided
 from grpo_cli.config.choices import ENGINE_PARTS, config_dir
 from grpo_cli.config.compose import parse, parse_profile
 from grpo_cli.config.instantiate import make
-from grpo_cli.config.precision import decided
 from grpo_cli.interfaces import Engine
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.processor import CPUINFO, flush_denormals, settle

@@ -240,7 +240,7 @@ def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
 ) -> None:
     if begun:
         made.record(tmp_path, {}, ["seed=1"], command=command)
-    words = Sweep(command, lambda cfg: None, "x").command_of(Job(0, tmp_path, ("seed=1",), ""))
+    words = Sweep(command, lambda cfg: None).command_of(Job(0, tmp_path, ("seed=1",), ""))
     assert words[-1] == last.format(tmp_path)
     assert ("seed=1" in words) == (last[0] == "+")
 

@@ -100,7 +100,7 @@ def listed(tmp_path: Path) -> Job:
 
 def here(job: Job, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines(monkeypatch, lambda job: line)
-    run_alone(Sweep("train", lambda cfg: None, "x", jobs={0: job}), job.folder)
+    run_alone(Sweep("train", lambda cfg: None, jobs={0: job}), job.folder)
 
 
 def test_a_job_that_a_killed_worker_left_behind_is_waited_for_and_not_run_twice(

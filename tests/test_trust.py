@@ -248,7 +248,7 @@ def test_flags_of_a_sweep_are_typed_again(here: Path) -> None:
 def test_a_job_that_goes_on_is_told_again_what_is_not_taken_from_its_record(here: Path) -> None:
     made.record(here / "0", {}, [*COPY, "n=4", "downsample._target_=mine_and_trusted.rule"])
     job = Job(0, here / "0", (*COPY, "n=4", "downsample._target_=mine_and_trusted.rule"), "")
-    words = Sweep("train", lambda cfg: None, "").command_of(job)
+    words = Sweep("train", lambda cfg: None).command_of(job)
     assert words[-1] == COPY[0] and "n=4" not in words
 
 

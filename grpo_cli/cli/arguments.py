@@ -5,7 +5,6 @@ What most command lines do not need is imported where they do.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,28 +40,6 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
     if task not in choices("task") or "eval_fraction" not in shipped("task", task):
         return list(arguments)  # a task of one's own, which may know nothing of shares
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
-
-
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-
-
-def in_seconds(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `resume_wait=5min` in seconds."""
-    pattern = re.compile(rf"(resume_wait=)(\d+(?:\.\d+)?)({'|'.join(_SECONDS)})")
-    found = [(word, pattern.fullmatch(word)) for word in arguments]
-    return [f"{match[1]}{float(match[2]) * _SECONDS[match[3]]}" if match else word for word, match in found]
-
-
-def with_slots(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `sampler=infinite` if slots are set and no sampler is chosen: `sampler=full` has none."""
-    typed = {word.partition("=")[0] for word in arguments if "=" in word}
-    slots = sorted(typed & {"sampler.slots", "sampler.kv_budget"})
-    resumed = "resume" in typed and f"resume={HERE}" not in arguments  # the run has said whose they are
-    if not slots or resumed or typed & {"sampler", "experiment"}:
-        return list(arguments)
-    print(f"sampler=infinite, since {' and '.join(slots)} cannot be set for sampler=full", file=sys.stderr)
-    flags, overrides = sorted_out(arguments)
-    return [*flags, "sampler=infinite", *overrides]
 
 
 def with_checkpoint(arguments: Sequence[str]) -> list[str]:

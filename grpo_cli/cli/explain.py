@@ -20,8 +20,6 @@ from grpo_cli.config.comments import Setting, read_choice, read_conf
 from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.support.errors import UserError, closest
 
-COMMANDS = ("train", "eval", "profile")
-
 
 class Known(NamedTuple):
     """A setting, and with what it is there: `grpo train`, or a choice such as `loss=grpo`."""
@@ -41,14 +39,10 @@ def explain_each(words: Sequence[str]) -> None:
 def explain(word: str) -> None:
     """Explain a word. UserError, with the nearest known one, if it is unknown."""
     name, _, choice = word.partition("=")
-    known = _known()
-    named = (
-        {one.key for one in known if one.key == name} or {k.key for k in known if k.key.endswith(f".{name}")} or {name}
-    )
-    settings = [one for one in known if any(one.key == key or one.key.startswith(f"{key}.") for key in named)]
+    settings = [one for one in _known() if f".{name}." in f".{one.key}."]
     having = [group for group in _groups() if name in choices(group)]
-    metrics = _metrics_of(name)
-    if name in CONCEPTS and not choice:
+    metrics, theirs = _metrics_of(name), meant_by(name)
+    if not choice and name in CONCEPTS:
         say(f"{name}: {CONCEPTS[name]}")
     if name in _groups():
         _say_choice(name, choice) if choice else _say_group(name)
@@ -58,21 +52,12 @@ def explain(word: str) -> None:
         for group in having:
             _say_choice(group, name)
         say_rows(metrics)
-    found = name in CONCEPTS or name in _groups() or settings or having or metrics
-    if not _say_elsewhere(name) and not found:
+    if theirs is not None and theirs.ours.rpartition(".")[2] != name:
+        say(f"{name} of TRL or verl is {theirs.ours} here: grpo explain {theirs.ours.partition('=')[0]}")
+    elif not (name in CONCEPTS or name in _groups() or settings or having or metrics):
         every = [choice for group in _groups() for choice in choices(group)]
-        near = closest(name, [*_groups(), *(one.key for one in known), *_metrics(), *every, *CONCEPTS])
+        near = closest(name, [*_groups(), *(one.key for one in _known()), *_metrics(), *every, *CONCEPTS])
         raise UserError(f"{word} is no group, choice, setting or metric{near}")
-
-
-def _say_elsewhere(name: str) -> bool:
-    """Translate a word of TRL or verl, if it is one with another name here. Returns whether it was."""
-    row = meant_by(name)
-    if row is None or row.ours.rpartition(".")[2] == name:
-        return False
-    of = " and ".join(label for label, words in (("TRL", row.trl), ("verl", row.verl)) if name in words) or "verl"
-    say(f"{name} of {of} is {row.ours} here: grpo explain {row.ours.partition('=')[0]}")
-    return True
 
 
 @functools.cache
@@ -87,12 +72,11 @@ def _metrics() -> Mapping[str, str]:
 
 def _metrics_of(word: str) -> list[Row]:
     """The metric of this name (also of one that runs invent), else those that have the word in their names."""
-    metrics = _metrics()
-    for name, sentence in metrics.items():
+    for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
             return [(word, sentence)]
-    return [(name, metrics[name]) for name in metrics if word and word in re.split(r"[/_@]", name) + name.split("/")]
+    return [(name, text) for name, text in _metrics().items() if word and word in re.split(r"[/_@]", name)]
 
 
 @functools.cache
@@ -109,7 +93,7 @@ def _known() -> tuple[Known, ...]:
 
 
 def _all_known() -> Iterator[Known]:
-    for command in COMMANDS:
+    for command in ("train", "eval", "profile"):
         for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
             if not said.place.startswith("conf/train.yaml") or command == "train":  # which a profile takes over whole
                 yield Known(key, f"grpo {command}", said)
@@ -126,9 +110,8 @@ def _say_settings(settings: Sequence[Known]) -> None:
         comments.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)
     for (key, comment), values in comments.items():
         say(f"{key}: {comment}" if comment else key)
-        say_rows(
-            (f"  {said.value}", f"{_all_of(having)}: {said.place}") for said, having in values.items() if said.value
-        )
+        rows = ((f"  {said.value}", f"{_all_of(having)}: {said.place}") for said, having in values.items())
+        say_rows(row for row in rows if row[0].strip())
 
 
 def _all_of(having: Sequence[str]) -> str:
@@ -151,8 +134,6 @@ def _say_choice(group: str, choice: str) -> None:
     file = read_choice(group, choice)
     prefix = "" if group == "experiment" else f"{group.replace('/', '.')}."
     say(f"{group}={choice}: {file.about}")
-    rows = (
-        (f"  {prefix}{key}" + (f"={said.value}" if said.value else ":"), said) for key, said in file.settings.items()
-    )
-    say_rows((left, said.comment) for left, said in rows if said.value or said.comment)
+    settings = [(key, said) for key, said in file.settings.items() if said.value or said.comment]
+    say_rows((f"  {prefix}{key}{f'={said.value}' if said.value else ':'}", said.comment) for key, said in settings)
     say(f"It stands in conf/{group}/{choice}.yaml" + (f" and builds {file.builds}." if file.builds else "."))

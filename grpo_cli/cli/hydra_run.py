@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,33 +28,50 @@ if TYPE_CHECKING:
 MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
 
 
-def hand_over(
-    command: str,
-    arguments: Sequence[str],
-    job: Callable[[DictConfig], Any],
-    check: Callable[[DictConfig], Any],
-    objective: str,
-    conclude: Callable[[Sweep], int] = lambda sweep: min(sweep.counts()["failed"], MOST_FAILED),
-) -> None:
-    """Run `job` on what Hydra makes of the arguments; in a sweep, once for every combination that `check` lets through.
-
-    A sweeper optimises the `objective` in a run's `summary.json`; `conclude` gives the exit code when all jobs have
-    ended.
-    """
+def hand_over(command: str, arguments: Sequence[str]) -> None:
+    """Run the command's job on what Hydra makes of the arguments; in a sweep, once for every combination that its check
+    lets through."""
     from grpo_cli.sweep.resume import sweep_of
 
     with refusals():
         refuse([*unusable(command, *sorted_out(arguments))])
-        arguments, sweep = sweep_of(command, *sorted_out(arguments), check, objective)
-        called = _Called(job, sweep, arguments)
+        arguments, sweep = sweep_of(command, *sorted_out(arguments), partial(_check, command))
+        called = _Called(sweep, arguments)
     with _said_in_our_words(command, arguments, called), _command_line(command, arguments):
         _hydra(command, called)
     if called.refused:
         fail(called.refused)
     if sweep.outcomes:
         with refusals():
-            code = conclude(sweep)
+            code = _conclude(sweep)
         _end(sweep, code)
+
+
+def _check(command: str, cfg: DictConfig) -> None:
+    """UserError for what the command's job would refuse before it begins."""
+    from grpo_cli.cli.jobs import CHECKS
+
+    CHECKS[command](cfg)
+
+
+def _run(command: str, cfg: DictConfig) -> Any:
+    from grpo_cli.cli import jobs
+
+    return {"train": jobs.train, "eval": jobs.evaluate, "profile": jobs.profile}[command](cfg)
+
+
+def _conclude(sweep: Sweep) -> int:
+    """The exit code when all jobs have ended: how many have failed, of profiles 2 if one is missing. Those are shown
+    side by side."""
+    if sweep.command != "profile":
+        return min(sweep.counts()["failed"], MOST_FAILED)
+    from grpo_cli.report.profiles import compare_profiles
+
+    done = sweep.done()
+    if done:
+        assert sweep.folder is not None, "the launcher has written there"
+        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
+    return 0 if len(done) == len(sweep.jobs) else 2
 
 
 def _hydra(command: str, task: _Called) -> None:
@@ -75,12 +93,11 @@ class _Called:
     have brought a job, which becomes a process there too.
     """
 
-    def __init__(self, job: Callable[[DictConfig], Any], sweep: Sweep, arguments: Sequence[str]) -> None:
+    def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
         self.sweep = sweep
         self.started = False
         self.there_before = _named_folder(arguments)
         self.refused: UserError | None = None
-        self._job = job
 
     def __call__(self, cfg: DictConfig) -> Any:
         from hydra.core.hydra_config import HydraConfig
@@ -92,7 +109,7 @@ class _Called:
             return run_alone(self.sweep, Path(HydraConfig.get().runtime.output_dir))
         self.started = True
         try:
-            return self._job(cfg)
+            return _run(self.sweep.command, cfg)
         except UserError as error:
             self.refused = error  # raised through Hydra, it would come with Hydra's own words
             return None

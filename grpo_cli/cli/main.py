@@ -9,35 +9,19 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from grpo_cli import __version__
-from grpo_cli.cli.arguments import (
-    after_those_of_the_run,
-    all_of_a_named_file,
-    in_seconds,
-    with_checkpoint,
-    with_slots,
-)
+from grpo_cli.cli.arguments import after_those_of_the_run, all_of_a_named_file, with_checkpoint
 from grpo_cli.cli.completion import offered
 from grpo_cli.cli.hydra_run import hand_over
 from grpo_cli.cli.mistakes import named, refusals
-from grpo_cli.runs.layout import PROFILE, SAMPLES
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.processor import settle
-from grpo_cli.support.terminal import console, outlive_the_reader
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from grpo_cli.config.prepare import Prepared
-    from grpo_cli.settings import RunSettings
-    from grpo_cli.sweep.resume import Sweep
+from grpo_cli.support.terminal import outlive_the_reader
 
 app = typer.Typer(
     help="Grouped reinforcement learning (GRPO) of language models when memory is short.",
@@ -66,7 +50,7 @@ def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
     from grpo_cli.cli.help import print_help
 
     with refusals():
-        print_help(ctx.info_name or "", with_slots(overrides or []))
+        print_help(ctx.info_name or "", overrides or [])
     raise typer.Exit()
 
 
@@ -121,71 +105,22 @@ def grpo(
 def train(overrides: Overrides = None) -> None:
     """Train a model with groups of rollouts."""
     with refusals():
-        arguments = after_those_of_the_run("resume", with_slots(in_seconds(overrides or [])))
-    hand_over("train", arguments, _train, _checked, "final_accuracy")
+        arguments = after_those_of_the_run("resume", overrides or [])
+    hand_over("train", arguments)
 
 
 @app.command("eval", **_HANDS_OVER)
 def evaluate(overrides: Overrides = None) -> None:
     """Measure a checkpoint's accuracy and pass@k."""
     with refusals():
-        named = with_checkpoint(overrides or [])
-        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", named))
-    hand_over("eval", arguments, _evaluate, _checked_eval, "eval/accuracy")
+        arguments = all_of_a_named_file(after_those_of_the_run("checkpoint", with_checkpoint(overrides or [])))
+    hand_over("eval", arguments)
 
 
 @app.command("profile", **_HANDS_OVER)
 def profile(overrides: Overrides = None) -> None:
     """Measure and predict where memory and time go."""
-    with refusals():
-        arguments = with_slots(overrides or [])
-    hand_over("profile", arguments, _profile, _checked_profile, "peak_bytes", _compared)
-
-
-def _compared(sweep: Sweep) -> int:
-    """Show the profiles of a sweep side by side. Returns the exit code, 2 if one is missing."""
-    from grpo_cli.report.profiles import compare_profiles
-
-    done = sweep.done()
-    if done:
-        assert sweep.folder is not None, "the launcher has written there"
-        compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
-    return 0 if len(done) == len(sweep.jobs) else 2
-
-
-def _checked_profile(cfg: DictConfig) -> None:
-    from grpo_cli.config.check import check_profile
-    from grpo_cli.config.compose import parse_profile
-
-    check_profile(parse_profile(cfg))
-
-
-def _profile(cfg: DictConfig) -> Any:
-    from grpo_cli.config.compose import parse_profile
-    from grpo_cli.config.prepare import prepare
-    from grpo_cli.profile.roofline import fast_when_planned
-
-    settings = parse_profile(cfg)
-    run = prepare(settings, _to_stderr, fast_when_planned(settings.profile.for_gpu))
-    from hydra.core.hydra_config import HydraConfig
-
-    from grpo_cli.cli.start import started
-    from grpo_cli.profile import command as profiling
-    from grpo_cli.profile.show import show
-    from grpo_cli.runs.summary import write_summary
-
-    command = ["grpo", "profile", *HydraConfig.get().overrides.task]
-    with started("profile", cfg, run.settings):
-        found = profiling.profile(run, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
-        show(found, console())
-        typer.echo(f"all of it: {settings.run_dir}/{PROFILE}")
-        peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
-        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
-    return peak
-
-
-def _to_stderr(text: str) -> None:
-    typer.echo(text, err=True)
+    hand_over("profile", overrides or [])
 
 
 @app.command()
@@ -289,99 +224,3 @@ def merge(
     with refusals():
         merged = merge_adapters(checkpoint, folder, base, dtype)
     typer.echo(f"{folder} holds {merged} and its base as one model")
-
-
-def _checked(cfg: DictConfig) -> None:
-    from grpo_cli.config.check import check
-    from grpo_cli.config.compose import parse
-
-    check(parse(cfg))
-
-
-def _checked_eval(cfg: DictConfig) -> None:
-    from grpo_cli.config.check import check_eval
-    from grpo_cli.config.compose import parse_eval
-
-    check_eval(parse_eval(cfg))
-
-
-def _train(cfg: DictConfig) -> Any:
-    from grpo_cli import experiment
-    from grpo_cli.cli.start import started
-    from grpo_cli.config.compose import parse
-    from grpo_cli.config.prepare import prepare
-    from grpo_cli.profile import micro_batch
-    from grpo_cli.runs.stop import Stop
-
-    run = prepare(parse(cfg), _to_stderr)
-    if _is_done(run.settings):
-        return None
-    run = micro_batch.decided(run, run.device, _to_stderr)
-    micro_batch.foresee(run, _to_stderr)
-    settings = run.settings
-    with (
-        started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
-        _memory_explained(run),
-        Stop(_to_stderr) as stop,
-    ):
-        if _is_done(settings):  # by the process that was waited for
-            return None
-        trainer = experiment.build(run)
-        go_on()
-        return trainer.fit(stop)["final_accuracy"]  # what a sweeper would optimise
-
-
-def _is_done(settings: RunSettings) -> bool:
-    """Whether the resumed run has nothing left to do; if so, say it."""
-    from grpo_cli.runs.find import completed_steps
-
-    done = completed_steps(settings.resume)
-    if done is None or done < settings.train.steps:
-        return False
-    if done > settings.train.steps:
-        raise UserError(f"train.steps={settings.train.steps} is less than the {done} steps that are done: ask for more")
-    typer.echo(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
-    return True
-
-
-@contextmanager
-def _memory_explained(run: Prepared[RunSettings]) -> Iterator[None]:
-    """A failed allocation becomes a message that says where, and what would make it fit."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        from grpo_cli.support.memory import is_out_of_memory
-
-        if not is_out_of_memory(error):
-            raise
-        from grpo_cli.profile.advice import out_of_memory
-
-        raise out_of_memory(run, error) from error
-
-
-def _evaluate(cfg: DictConfig) -> Any:
-    from grpo_cli import experiment
-    from grpo_cli.cli.start import started
-    from grpo_cli.config.compose import parse_eval
-    from grpo_cli.config.prepare import prepare_eval
-
-    settings = prepare_eval(parse_eval(cfg), _to_stderr)
-
-    with started("eval", cfg, settings):
-        result = experiment.evaluate_model(settings)
-    _print_table(result.metrics)
-    typer.echo(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
-    return result.metrics["eval/accuracy"]
-
-
-def _print_table(metrics: Mapping[str, float]) -> None:
-    from rich.table import Table
-
-    table = Table("", "value", "95 % interval")
-    for name, value in metrics.items():
-        low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-        if not name.endswith(("_low", "_high")):
-            interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
-            said = f"{value:.0f}" if name == "eval/problems" else f"{value:.3f}"
-            table.add_row(name.removeprefix("eval/"), said, interval)
-    console().print(table)

@@ -27,19 +27,23 @@ RESUME = "resume=sweep"
 class Sweep:
     """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
 
-    `check` raises UserError for a job's config that cannot be run. `objective` is the value in `summary.json` that a
-    sweeper optimises. `flags` and `of_hydra` are Hydra's, for every job. It is pickled to where the jobs run.
+    `check` raises UserError for a job's config that cannot be run. `flags` and `of_hydra` are Hydra's, for every job.
+    It is pickled to where the jobs run.
     """
 
     command: str
     check: Callable[[DictConfig], Any]
-    objective: str
     flags: Sequence[str] = ()
     resume: bool = False
     of_hydra: Sequence[str] = ()
     folder: Path | None = None
     jobs: dict[int, Job] = field(default_factory=dict)
     outcomes: dict[int, Status] = field(default_factory=dict)
+
+    @property
+    def objective(self) -> str:
+        """The value in a job's `summary.json` that a sweeper optimises."""
+        return {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}[self.command]
 
     def command_of(self, job: Job) -> list[str]:
         """What one would type to run the job by hand, or to continue it."""
@@ -70,7 +74,7 @@ class Sweep:
 
 
 def sweep_of(
-    command: str, flags: Sequence[str], given: Sequence[str], check: Callable[[DictConfig], Any], objective: str
+    command: str, flags: Sequence[str], given: Sequence[str], check: Callable[[DictConfig], Any]
 ) -> tuple[list[str], Sweep]:
     """The arguments to compose, and what the launcher has to know if this is a sweep.
 
@@ -79,12 +83,12 @@ def sweep_of(
     multirun = {"-m", "--multirun"} & set(flags)
     others = [flag for flag in flags if flag not in multirun]
     if RESUME not in given:
-        return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, objective, others)
+        return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, others)
     if not multirun:
         raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
     own = [word for word in given if word != RESUME]
     began = started_with(command, own, others)
-    sweep = Sweep(command, check, objective, others, resume=True)
+    sweep = Sweep(command, check, others, resume=True)
     return [*flags, *began], sweep
 
 

@@ -1,0 +1,124 @@
+"""What `grpo train`, `grpo eval` and `grpo profile` do with a configuration that Hydra composed. Loads PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from grpo_cli.cli.start import started
+from grpo_cli.config.check import check, check_eval, check_profile
+from grpo_cli.config.compose import parse, parse_eval, parse_profile
+from grpo_cli.config.prepare import Prepared, prepare, prepare_eval
+from grpo_cli.runs.find import completed_steps
+from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.runs.stop import Stop
+from grpo_cli.runs.summary import write_summary
+from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.memory import is_out_of_memory
+from grpo_cli.support.terminal import console
+
+# What refuses a job of a sweep before it is started.
+CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
+    "train": lambda cfg: check(parse(cfg)),
+    "eval": lambda cfg: check_eval(parse_eval(cfg)),
+    "profile": lambda cfg: check_profile(parse_profile(cfg)),
+}
+
+
+def train(cfg: DictConfig) -> Any:
+    """Train, and return what a sweeper would optimise."""
+    from grpo_cli import experiment
+    from grpo_cli.profile import micro_batch
+
+    run = prepare(parse(cfg), _to_stderr)
+    if _is_done(run.settings):
+        return None
+    run = micro_batch.decided(run, run.device, _to_stderr)
+    micro_batch.foresee(run, _to_stderr)
+    settings = run.settings
+    with (
+        started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
+        _memory_explained(run),
+        Stop(_to_stderr) as stop,
+    ):
+        if _is_done(settings):  # by the process that was waited for
+            return None
+        trainer = experiment.build(run)
+        go_on()
+        return trainer.fit(stop)["final_accuracy"]
+
+
+def _is_done(settings: RunSettings) -> bool:
+    """Whether the resumed run has nothing left to do; if so, say it."""
+    done = completed_steps(settings.resume)
+    if done is None or done < settings.train.steps:
+        return False
+    if done > settings.train.steps:
+        raise UserError(f"train.steps={settings.train.steps} is less than the {done} steps that are done: ask for more")
+    print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
+    return True
+
+
+@contextmanager
+def _memory_explained(run: Prepared[RunSettings]) -> Iterator[None]:
+    """A failed allocation becomes a message that says where, and what would make it fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        from grpo_cli.profile.advice import out_of_memory
+
+        raise out_of_memory(run, error) from error
+
+
+def evaluate(cfg: DictConfig) -> Any:
+    from grpo_cli import experiment
+
+    settings = prepare_eval(parse_eval(cfg), _to_stderr)
+    with started("eval", cfg, settings):
+        result = experiment.evaluate_model(settings)
+    _print_table(result.metrics)
+    print(f"every answer ({settings.eval.split} split): {settings.run_dir}/{SAMPLES}")
+    return result.metrics["eval/accuracy"]
+
+
+def _print_table(metrics: Mapping[str, float]) -> None:
+    from rich.table import Table
+
+    table = Table("", "value", "95 % interval")
+    for name, value in metrics.items():
+        low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+        if not name.endswith(("_low", "_high")):
+            interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+            said = f"{value:.0f}" if name == "eval/problems" else f"{value:.3f}"
+            table.add_row(name.removeprefix("eval/"), said, interval)
+    console().print(table)
+
+
+def profile(cfg: DictConfig) -> Any:
+    from grpo_cli.profile import command as profiling
+    from grpo_cli.profile.roofline import fast_when_planned
+    from grpo_cli.profile.show import show
+
+    settings = parse_profile(cfg)
+    run = prepare(settings, _to_stderr, fast_when_planned(settings.profile.for_gpu))
+    command = ["grpo", "profile", *HydraConfig.get().overrides.task]
+    with started("profile", cfg, run.settings):
+        found = profiling.profile(run, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+        show(found, console())
+        print(f"all of it: {settings.run_dir}/{PROFILE}")
+        peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
+        write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
+    return peak
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)

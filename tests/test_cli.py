@@ -19,7 +19,6 @@ from grpo_cli import __version__
 from grpo_cli.cli import main as cli
 from grpo_cli.cli.arguments import all_of_a_named_file
 from grpo_cli.cli.completion import offered as offers
-from grpo_cli.config.choices import groups_of, shipped
 from grpo_cli.config.overrides import overrides, unquoted, value_of
 from grpo_cli.runs.record import read_record
 from grpo_cli.support.errors import UserError
@@ -80,15 +79,6 @@ def test_what_answers_at_once_loads_no_large_library(words, unneeded, environmen
     assert shown.stdout == "[] PASSIVE\n"
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "profile"])
-def test_help_of_a_command_lists_groups_settings_and_three_examples(command):
-    shown = grpo(command, "--help").stdout
-    assert "sampler: full, infinite, micro" in shown
-    assert "sampling.max_new_tokens=128" in shown
-    examples = shown.partition("== Examples ==")[2].splitlines()
-    assert sum(line.startswith(f"grpo {command}") and "--cfg" not in line for line in examples) == 3
-
-
 def after(start: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`grpo <words>` as a process of its own, which first does what `start` says."""
     program = [sys.executable, "-c", f"{start}; from grpo_cli.cli.main import main; main()", *words]
@@ -123,13 +113,9 @@ def test_a_reader_who_leaves_costs_no_word_and_no_failure(words):
 
 
 def test_cfg_job_prints_the_settings_and_runs_nothing(elsewhere):
-    shown = yaml.safe_load(grpo("train", "--cfg", "job", "n=4", "sampler=micro", "sampler.slots=3").stdout)
+    shown = yaml.safe_load(grpo("train", "n=4", "--cfg", "job", "sampler=micro", "sampler.slots=3").stdout)
     assert (shown["n"], shown["m"], shown["sampler"]["slots"]) == (4, "${n}", 3)
     assert list(elsewhere.iterdir()) == []
-
-
-def test_flags_may_stand_anywhere():
-    assert yaml.safe_load(grpo("train", "n=4", "--cfg", "job", "m=2").stdout)["m"] == 2
 
 
 def test_every_example_in_the_help_composes():
@@ -153,7 +139,7 @@ def test_every_example_in_the_help_composes():
         ("samplr=full", "samplr", "did you mean sampler?"),
         ("optim.lrr=3", "optim.lrr", "did you mean optim.lr?"),
         ("sampler=micro sampler.slot=3", "sampler.slot ", "did you mean sampler.slots?"),
-        ("sampler=full sampler.slots=3", "sampler.slots", "sampler=infinite"),
+        ("sampler.slots=3", "sampler.slots", "sampler=infinite"),
         ("task.weights.format=1", "task.weights.format", "task="),
         ("zzz=3", "zzz", "no setting\n"),
         ("lr=1e-5", "lr", "did you mean optim.lr?"),
@@ -166,9 +152,7 @@ def test_every_example_in_the_help_composes():
         ("fast", "fast", "key=value or group=choice"),
         ("=5", "=5", "key=value or group=choice"),
         ("n=[1", "n=[1", "key=value or group=choice"),
-        ("n=abc", "n=abc", "a whole number"),
         ("n=0", "n=0", "at least 2"),
-        ("model=hf", "model.path", "model.path=..."),
         ("--config-name=other", "other", ""),
         ("--no-such-flag", "--no-such-flag", ""),
     ],
@@ -178,17 +162,10 @@ def test_what_a_person_got_wrong_is_one_message_and_exit_code_2(arguments, key, 
     assert key in message and way_out in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keys"),
-    [
-        ("n=0 train.micro_batch_tokens=0", ("n=0", "train.micro_batch_tokens=0")),
-        ("num_generations=8 optim.lr=1e-5 loss=grop model=hf samplr=full", ("num_generations", "loss=grop", "samplr")),
-    ],
-)
-def test_several_violations_come_together(arguments, keys):
-    first, *lines = refusal("train", *arguments.split()).splitlines()
-    assert first == f"error: {len(keys)} settings cannot be used:"
-    assert [line.startswith(f"  - {key} ") for line, key in zip(lines, keys, strict=True)] == [True] * len(keys)
+def test_several_unknown_words_are_named_together():
+    message = refusal("train", "num_generations=8", "optim.lr=1e-5", "loss=grop", "model=hf", "samplr=full")
+    assert message.startswith("error: 3 settings cannot be used:")
+    assert all(f"\n  - {word} " in message for word in ("num_generations", "loss=grop", "samplr"))
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(elsewhere):
@@ -207,7 +184,7 @@ def fake_job(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> list[Any]:
             raise outcome
         return outcome
 
-    monkeypatch.setattr(cli, "_train", job)
+    monkeypatch.setattr("grpo_cli.cli.jobs.train", job)
     return calls
 
 
@@ -262,7 +239,7 @@ def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch
 
         seen.append((my_rules_for_this_test.mine, sys.path[-1]))
 
-    monkeypatch.setattr(cli, "_train", job)
+    monkeypatch.setattr("grpo_cli.cli.jobs.train", job)
     before = list(sys.path)
     assert grpo("train").exit_code == 0
     assert seen == [(1, str(elsewhere))]
@@ -287,28 +264,17 @@ def test_completion_offers_groups_and_their_choices(words, incomplete, offered):
     assert "loss=" not in offers("eval", [], "")
 
 
-def test_a_choice_has_the_keys_of_the_files_that_it_is_based_on():
-    """A text was looked for in the choice's own file, where what it shares with others does not stand."""
-    keys = shipped("model", "qwen3_4b")
-    assert (keys["path"], keys["quantize"]) == ("Qwen/Qwen3-4B", "none") and "defaults" not in keys
-    assert groups_of("profile") == groups_of("train") and "experiment" in groups_of("train")
-
-
 def test_all_of_a_file_is_evaluated_only_where_a_task_knows_of_shares():
     for task, whole in (("gsm8k", True), ("arithmetic", False), ("one_of_my_own", False)):
         words = ["task.path=x.jsonl", f"task={task}"]
         assert (all_of_a_named_file(words) != words) == whole, task
 
 
-@pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'", "~/x"])
+@pytest.mark.parametrize("text", ["it's", "a\\", "\\'", "a,b=c", "x y", "'half", "~/x"])
 def test_a_text_that_was_quoted_for_hydra_is_read_back(text):
     (word,) = overrides({"resume": text})
     assert unquoted(word.partition("=")[2]) == value_of("resume", ["resume=no", word, "n=1"]) == text
-
-
-def test_a_text_without_quotes_or_with_only_one_is_left_alone():
-    texts = ["", "it's", "'half", "a/b-c,d", "null"]
-    assert [*map(unquoted, texts)] == texts
+    assert unquoted(text) == text, "without quotes, or with only one"
 
 
 @pytest.mark.parametrize("line", ["grpo train sampler = in", "grpo train sampler=in"])
@@ -320,15 +286,6 @@ def test_completion_works_through_the_shell_s_protocol(line):
 
 
 SMALL = "train.prompts=2 n=2 sampling.max_new_tokens=6 eval.problems=3 eval.k=2 logger=jsonl device=cpu".split()
-
-
-@pytest.mark.parametrize("command", ["train", "profile"])
-def test_slots_without_a_sampler_mean_continuous_sampling(command):
-    shown = grpo(command, "--cfg", "job", "n=4", "sampler.slots=3")
-    assert yaml.safe_load(shown.stdout)["sampler"]["_target_"].endswith("Infinite")
-    assert "sampler=infinite, since sampler.slots cannot be set for sampler=full" in shown.stderr
-    rounds = grpo(command, "--cfg", "job", "sampler.slots=3", "sampler=micro")
-    assert yaml.safe_load(rounds.stdout)["sampler"]["_target_"].endswith("Micro") and not rounds.stderr
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -361,24 +318,6 @@ def test_a_run_is_trained_continued_and_evaluated_as_it_was_started(elsewhere):
     in_training = {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("eval/")}
     assert in_training == {name: value for name, value in summary.items() if name.startswith("eval/")}
     assert len((folder / "samples.jsonl").read_text().splitlines()) == 3 + 3 * 2
-
-
-def test_an_evaluation_with_evicted_keys_says_what_it_saved(elsewhere):
-    few = ("sparsity=streaming", "sparsity.budget=8", "sparsity.window=4", "sparsity.buffer=2")
-    for words in ((), few):
-        done = grpo("eval", *words, "eval.problems=4", "eval.k=1", "logger=jsonl", f"hydra.run.dir=run{len(words)}")
-        assert done.exit_code == 0, done.output
-    dense, evicted = (json.loads((elsewhere / f"run{n}" / "summary.json").read_text()) for n in (0, 4))
-    assert 0 < evicted["engine/kv_saving_mean"] < 1 and "engine/kv_saving_mean" not in dense
-    assert 0 < evicted["engine/kv_peak_bytes"] < dense["engine/kv_peak_bytes"]
-
-
-def test_a_rule_of_one_s_own_in_the_current_folder_is_trained_with(elsewhere):
-    rule = "def worst(group, keep, rng):\n    return group.totals.argsort()[:keep].tolist()\n"
-    (elsewhere / "rules_for_this_test.py").write_text(rule)
-    words = ["train.steps=1", "m=1", "advantage.stats_over=group", "eval.every=0"]
-    result = grpo("train", *SMALL, *words, "downsample._target_=rules_for_this_test.worst")
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])

@@ -162,31 +162,29 @@ def test_every_key_has_a_comment_above_it(file):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "key", "wanted"),
     [
-        ("n=abc", "n=abc must be a whole number"),
-        ("seed=true", "seed=true must be a whole number"),
-        ("seed=1.0", "seed=1.0 must be a whole number"),
-        ("train.steps='3'", "train.steps=3 must be a whole number"),
-        ("optim.lr=fast", "optim.lr=fast must be a number"),
-        ("optim.lr=null", "optim.lr=null must be a number"),
-        ("model.random_init=1", "model.random_init=1 must be true or false"),
-        ("model.architecture=3", "model.architecture=3 must be a group of settings"),
-        ("optim.betas=[0.9]", "optim.betas=[0.9] must be a list of 2 values"),
-        ("optim.betas=[0.9,x]", "optim.betas[1]=x must be a number"),
-        ("optim=3", "optim=3 must be a group of settings"),
-        ("+optim.lrr=3", "optim.lrr is no setting; did you mean lr?"),
-        ("+sead=3", "sead is no setting; did you mean seed?"),
-        ("model=hf", "model.path has no value; give model.path=..."),
-        ("task=jsonl", "task.path has no value; give task.path=..."),
-        ("n=${nowhere}", "n: Interpolation key 'nowhere' not found"),
-        ("sampler=null", "sampler says nowhere what to build: choose one of full, infinite, micro"),
+        ("n=abc", "n=abc", "a whole number"),
+        ("seed=true", "seed=true", "a whole number"),
+        ("seed=1.0", "seed=1.0", "a whole number"),
+        ("train.steps='3'", "train.steps=3", "a whole number"),
+        ("optim.lr=null", "optim.lr=null", "a number"),
+        ("train.micro_batch_tokens=all", "train.micro_batch_tokens=all", "a whole number, or auto"),
+        ("model.random_init=1", "model.random_init=1", "true or false"),
+        ("model.architecture=3", "model.architecture=3", "a group of settings"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]", "a list of 2 values"),
+        ("optim.betas=[0.9,x]", "optim.betas[1]=x", "a number"),
+        ("optim=3", "optim=3", "a group of settings"),
+        ("+optim.lrr=3", "optim.lrr", "did you mean lr?"),
+        ("task=jsonl", "task.path", "task.path=..."),
+        ("n=${nowhere}", "n", "nowhere"),
+        ("sampler=null", "sampler", "full, infinite, micro"),
     ],
 )
-def test_a_value_that_cannot_be_read_is_named(override, message):
+def test_a_value_that_cannot_be_read_is_named(override, key, wanted):
     with pytest.raises(UserError) as refused:
         settings(override)
-    assert message in str(refused.value)
+    assert str(refused.value).startswith(key) and wanted in str(refused.value)
 
 
 def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
@@ -195,144 +193,74 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
     assert isinstance(run.sampling.temperature, float)
 
 
+# Every number of every setting is tried by scripts/bad_commands.py; here is one of each kind of range and of relation.
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("words", "key", "way_out"),
     [
-        (["n=0"], "n=0 must be at least 2"),
-        (["n=1"], "n=1 must be at least 2"),
-        (["m=0"], "m=0 must be at least 1"),
-        (["n=4", "m=8"], "m=8 must not be more than n=4"),
-        (
-            ["m=4", "downsample=all"],
-            "m=4 is less than n=16, but downsample=all keeps all; choose downsample=maxvar, maxreward",
-        ),
-        (["m=1", "downsample=maxvar", "advantage.stats_over=group"], "m=1 cannot be chosen by downsample=maxvar"),
-        (["m=1", "downsample=random"], "m=1 leaves advantage=grpo nothing to compare with"),
-        (["train.micro_batch_tokens=0"], "train.micro_batch_tokens=0 must be at least 1"),
-        (["train.steps=0"], "train.steps=0 must be at least 1"),
-        (["train.prompts=-1"], "train.prompts=-1 must be at least 1"),
-        (["train.prompts=2", "n=2", "train.minibatches=5"], "must not be more than the 4 rollouts trained on per step"),
-        (["train.count_by=token"], "train.count_by=token must be one of rollout, prompt"),
-        (["train.count_by=promt"], "did you mean prompt?"),
-        (["train.max_generated=0"], "train.max_generated=0.0 must be more than 0"),
-        (["train.max_generated=-5e6"], "train.max_generated=-5000000.0 must be more than 0"),
-        (
-            ["advantage=median", "n=8"],
-            "n=8 has no middle rollout for advantage=median; take n=9 (downsample=median",
-        ),
-        (
-            ["advantage=median", "n=9", "collector=mixed"],
-            "collector=mixed makes groups of any size, of which advantage=median would not know the one in the middle; "
-            "use collector=equal",
-        ),
-        (
-            ["downsample=median", "n=9", "m=8", "collector=ci"],
-            "collector=ci makes groups of any size, of which down",
-        ),
-        (["downsample=median", "n=9", "m=4"], "downsample=median leaves out one of n=9 rollouts, so m must be 8"),
-        (["downsample=median", "n=9"], "downsample=median leaves out one of n=9 rollouts, so m must be 8"),
-        (
-            ["collector=dars"],
-            "collector=dars counts for undivided advantages, but advantage=grpo divides by the deviation; use "
-            "advantage=dr_grpo or collector.divided=true",
-        ),
-        (
-            ["collector=dars", "collector.divided=true", "advantage=rloo"],
-            "collector=dars counts for divided advantages, but advantage=rloo does not divide by the deviation; use "
-            "advantage=grpo or collector.divided=false",
-        ),
-        (["collector=dars", "collector.divided=true", "n=40"], "collector.most=32 is less than n=40"),
-        (["collector=mixed", "collector.pool=0"], "collector.pool=0 must be at least 1"),
-        (
-            ["collector=partial", "sparsity=snapkv"],
-            "collector=partial goes on with partial rollouts, whose tokens sparsity=snapkv would count as prompt; use "
-            "sparsity=dense, or collector=equal",
-        ),
-        (
-            ["collector=partial", "engine=ray"],
-            "collector=partial stops rollouts before their end, which engine=ray cannot, as its workers report a "
-            "rollout when it has ended; use engine=torch or engine=vllm, or collector=equal",
-        ),
-        (
-            ["collector=partial", "predictor=oracle", "predictor.lengths=x.jsonl"],
-            "predictor=oracle knows how long whole rollouts were, and collector=partial makes them in parts; use",
-        ),
-        (["collector=partial", "collector.surplus=-1"], "collector.surplus=-1.0 must be at least 0"),
-        (["collector=partial", "collector.max_lag=0"], "collector.max_lag=0 must be at least 1"),
-        (["collector=mixed", "collector.pool=many"], "collector.pool=many must be a whole number"),
-        (["credit=gdro", "credit.window=50"], "credit.window=50 must be from 1 to 8"),
-        (["credit=gdro", "credit.bins=3.5"], "credit.bins=3.5 must be a number of bins, or edges"),
-        (["sampling.temperature=0"], "sampling.temperature=0.0 must be from 0.0001 to 10000"),
-        (["sampling.top_p=0.9"], "truncated sampling biases the importance ratio"),
-        (["sampling.top_k=50"], "truncated sampling biases the importance ratio"),
-        (["sampling.top_p=1.5"], "sampling.top_p=1.5 must be more than 0 and at most 1"),
-        (["sampling.max_new_tokens=0"], "sampling.max_new_tokens=0 must be at least 1"),
-        (["optim.lr=0"], "optim.lr=0.0 must be more than 0"),
-        (["optim.lr=nan"], "optim.lr=nan must be finite"),
-        (["optim.lr=inf"], "optim.lr=inf must be finite"),
-        (["seed=-1"], "seed=-1 must be from 0 to 18446744073709551615"),
-        ([f"seed={2**64}"], f"seed={2**64} must be from 0 to 18446744073709551615"),
-        (["optim.schedule=cosin"], "must be one of constant, linear, cosine; did you mean cosine?"),
-        (["optim.betas=[0.9,1]"], "optim.betas[1]=1.0 must be at least 0 and less than 1"),
-        (["eval.k=0"], "eval.k=0 must be from 1 to 65536"),
-        (["eval.temperature=0"], "eval.temperature=0.0 must be from 0.0001"),
-        (
-            ["scheduler=lpt", "predictor=none"],
-            "scheduler=lpt orders by predicted length, but predictor=none; choose predictor=mean",
-        ),
-        (["sampler=micro", "sampler.slots=0"], "sampler.slots=0 must be at least 1"),
-        (["sampler=infinite", "sampler.kv_budget=lots"], "sampler.kv_budget=lots is no size"),
-        (["sampler=infinite", "sampler.kv_budget=true", "n=0"], "sampler.kv_budget=true is no size"),
-        (["model.dtype=fp16"], "model.dtype=fp16 must be one of auto, float32, bfloat16"),
-        (["device=gpu"], "device=gpu must be one of auto, cpu, cuda"),
-        (["loss.kl_coef=-1"], "loss.kl_coef=-1.0 must be at least 0"),
-        (["loss.kl_coef=inf"], "loss.kl_coef=inf must be finite"),
-        (["optim.weight_decay=inf"], "optim.weight_decay=inf must be finite"),
-        (["optim.betas=[0.9,nan]"], "optim.betas[1]=nan must be finite"),
-        (["correction=tis", "correction.is_threshold=inf"], "correction.is_threshold=inf must be finite"),
-        (["optim.eps=1e39"], "optim.eps=1e+39 must be at most 3.4e+38"),
-        ([f"train.steps={10**400}"], "train.steps=a number of 401 digits must be at most 1.84e+19"),
-        (["optim.weight_decay=2000"], "optim.weight_decay=2000.0 times optim.lr=0.0005 must be less than 1"),
-        (["optim.lr=2"], "optim.lr=2.0 must be more than 0 and at most 1"),
-        (["optim.max_grad_norm=1e16"], "optim.max_grad_norm=1e+16 must be more than 0 and at most 1e+15"),
-        (["sampling.temperature=1e-9"], "sampling.temperature=1e-09 must be from 0.0001 to 10000"),
-        (
-            ["model=qwen3_0_6b", "model.architecture.rms_norm_eps=nan"],
-            "model.architecture.rms_norm_eps=nan must be fin",
-        ),
-        (["sampler=infinite", "sampler.kv_budget=0GB"], "sampler.kv_budget=0GB must be from 1 byte"),
-        (["loss.clip_low=low"], "loss.clip_low=low must be a number"),
-        (["loss.clip_low=null"], "loss.clip_low=null must be a number"),
-        (["scheduler=fptas", "scheduler.epsilon=fine"], "scheduler.epsilon=fine must be a number"),
-        (["sampler=micro", "sampler.slots=2.5"], "sampler.slots=2.5 must be a whole number"),
-        (["advantage.eps=little"], "advantage.eps=little must be a number"),
-        (["engine=vllm", "engine.options=fast"], "engine.options=fast must be a group of settings"),
+        ("n=1", "n=1", "at least 2"),
+        ("train.micro_batch_tokens=0", "train.micro_batch_tokens=0", "at least 1"),
+        ("train.max_generated=-5e6", "train.max_generated=-5000000.0", "more than 0"),
+        ("train.count_by=promt", "train.count_by=promt", "rollout, prompt; did you mean prompt?"),
+        ("sampling.top_p=1.5", "sampling.top_p=1.5", "more than 0 and at most 1"),
+        ("optim.betas=[0.9,1]", "optim.betas[1]=1.0", "at least 0 and less than 1"),
+        ("optim.betas=[0.9,nan]", "optim.betas[1]=nan", "finite"),
+        ("optim.lr=-inf", "optim.lr=-inf", "finite"),
+        ("optim.eps=1e39", "optim.eps=1e+39", "at most 3.4e+38"),
+        (f"seed={2**64}", f"seed={2**64}", "from 0 to 18446744073709551615"),
+        (f"train.steps={10**400}", "train.steps=a number of 401 digits", "at most 1.84e+19"),
+        ("model=qwen3_0_6b model.architecture.rms_norm_eps=nan", "model.architecture.rms_norm_eps=nan", "finite"),
+        ("sampler=infinite sampler.kv_budget=lots", "sampler.kv_budget=lots", "512MiB"),
+        ("sampler=infinite sampler.kv_budget=0GB", "sampler.kv_budget=0GB", "from 1 byte"),
+        ("sampler=micro sampler.slots=0", "sampler.slots=0", "at least 1"),
+        ("sampler=micro sampler.slots=2.5", "sampler.slots=2.5", "whole number"),
+        ("loss.clip_low=null", "loss.clip_low=null", "a number"),
+        ("correction=tis correction.is_threshold=inf", "correction.is_threshold=inf", "finite"),
+        ("engine=vllm engine.options=fast", "engine.options=fast", "a group of settings"),
+        ("credit=gdro credit.window=50", "credit.window=50", "from 1 to 8"),
+        ("credit=gdro credit.bins=3.5", "credit.bins=3.5", "a number of bins, or edges"),
+        ("m=0", "m=0", "at least 1"),
+        ("n=4 m=8", "m=8", "n=4"),
+        ("m=4 downsample=all", "m=4", "downsample=maxvar"),
+        ("m=1 downsample=maxvar advantage.stats_over=group", "m=1", "downsample=maxvar"),
+        ("m=1 downsample=random", "m=1", "advantage.stats_over=group"),
+        ("train.prompts=2 n=2 train.minibatches=5", "train.minibatches=5", "the 4 rollouts"),
+        ("advantage=median n=8", "n=8", "take n=9"),
+        ("advantage=median n=9 collector=mixed", "collector=mixed", "use collector=equal"),
+        ("downsample=median n=9 m=8 collector=ci", "collector=ci", "use collector=equal"),
+        ("downsample=median n=9 m=4", "n=9", "m must be 8"),
+        ("collector=dars", "collector=dars", "advantage=dr_grpo or collector.divided=true"),
+        ("collector=dars collector.divided=true advantage=rloo", "collector=dars", "collector.divided=false"),
+        ("collector=dars collector.divided=true n=40", "collector.most=32", "n=40"),
+        ("collector=partial sparsity=snapkv", "sparsity=snapkv", "sparsity=dense, or collector=equal"),
+        ("collector=partial engine=ray", "engine=ray", "engine=torch or engine=vllm, or collector=equal"),
+        ("collector=partial predictor=oracle predictor.lengths=x.jsonl", "predictor=oracle", "predictor=mean"),
+        ("sampling.top_k=50", "sampling.top_k=50", "sampling.top_k=0"),
+        ("scheduler=lpt predictor=none", "predictor=none", "choose predictor=mean"),
+        ("optim.weight_decay=2000", "optim.weight_decay=2000.0", "less than 1"),
+        ("engine=vllm sparsity=rkv", "sparsity=rkv", "engine=torch"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(overrides, message):
-    assert message in refusal(*overrides)
+def test_a_setting_that_cannot_work_is_refused_by_its_key_and_with_a_way_out(words, key, way_out):
+    said = refusal(*words.split())
+    assert key in said and way_out in said
 
 
-def test_all_violations_are_said_at_once():
-    text = refusal("n=0", "train.micro_batch_tokens=0", "optim.lr=-1", "device=tpu")
-    assert text.startswith("4 settings cannot be used:")
-    for key in ("n=0", "train.micro_batch_tokens=0", "optim.lr=-1.0", "device=tpu"):
-        assert f"  - {key} must be" in text
-
-
-def test_what_parts_refuse_is_said_with_the_rest_at_once():
-    text = refusal(
-        "n=8", "m=1", "downsample=maxvar", "optim.lr=-1", "loss.kl_coef=-1", "loss.aggregation=mean", "sampler=micro",
-        "sampler.slots=0", "sampler.on_oom=cry", "scheduler=lpt", "predictor=none",
-    )  # fmt: skip
-    assert text.startswith("7 settings cannot be used:")
-    for begins in ("m=1 leaves", "optim.lr=", "loss.kl", "loss.agg", "sampler.slots=0", "sampler.on", "scheduler=lpt"):
-        assert f"\n  - {begins}" in text
-    assert "m=1 cannot be chosen by downsample=maxvar" in refusal("m=1", "advantage.stats_over=group")
-
-
-def test_a_loss_is_asked_for_by_a_whole_number_too():
-    check(settings("loss.kl_coef=1"))
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("n=0 optim.lr=-1 seed=true device=tpu +sead=3", ("n=0", "optim.lr=-1.0", "seed=true", "device=tpu", "sead")),
+        (
+            "n=8 m=1 downsample=maxvar loss.kl_coef=-1 loss.aggregation=mean sampler=micro sampler.slots=0 "
+            "sampler.on_oom=cry scheduler=lpt predictor=none",
+            ("m=1", "loss.kl_coef", "loss.aggregation", "sampler.slots=0", "sampler.on_oom", "scheduler=lpt"),
+        ),
+    ],
+    ids=["values", "relations and parts"],
+)
+def test_all_violations_are_said_at_once(words, keys):
+    text = refusal(*words.split())
+    assert text.startswith(f"{len(keys)} settings cannot be used:")
+    assert all(f"\n  - {key}" in text for key in keys)
 
 
 def test_the_largest_group_is_checked_at_once():
@@ -365,14 +293,6 @@ def test_a_stop_string_that_stands_for_nothing_is_refused(typed):
         settings(f"sampling.stop={typed}")
 
 
-def test_a_group_of_two_with_one_kept_is_fine_when_compared_with_the_whole_group():
-    check(settings("n=2", "m=1", "downsample=random", "advantage.stats_over=group"))
-
-
-def test_every_rollout_may_be_a_minibatch_of_its_own():
-    check(settings("train.prompts=2", "n=2", "train.minibatches=4"))
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -383,7 +303,9 @@ def test_every_rollout_may_be_a_minibatch_of_its_own():
         ["credit=gdro", "credit.bins=[0.4,0.75]", "credit.eta=1"],
         ["advantage=per_part", "+advantage.weights.short=0.5"],
         ["advantage=novelty", "collector=ci", "train.count_by=prompt", "train.max_generated=5e6"],
-        ["train.max_generated=1000"],
+        ["train.max_generated=1000", "loss.kl_coef=1"],
+        ["n=2", "m=1", "downsample=random", "advantage.stats_over=group"],
+        ["train.prompts=2", "n=2", "train.minibatches=4"],
         ["collector=partial", "advantage=median", "n=9"],
         ["collector=partial", "collector.surplus=0", "sparsity=snapkv"],
     ],
@@ -432,12 +354,3 @@ def test_a_run_that_was_started_with_words_of_another_name_is_resumed_with_those
     now = ["correction.importance=sequence", "++correction.rejection=veto"]
     assert again == [first[0], *now, first[3]]
     assert settings(*again).parts["correction"]["importance"] == "sequence"
-
-
-def test_the_choices_of_every_group_are_those_of_its_folder():
-    assert choices("sampler") == ["full", "infinite", "micro"]
-
-
-def test_vllm_takes_no_eviction():
-    said = refusal("engine=vllm", "sparsity=rkv")
-    assert "sparsity=rkv cannot be had with engine=vllm" in said and "engine=torch" in said

@@ -30,7 +30,6 @@ from grpo_cli.runs.ledger import WrittenRows, as_written, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.runs.summary import read_object
-from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError, own_code
 from grpo_cli.tracking import jsonl
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -202,10 +201,6 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 
     with pytest.raises(UserError, match=f"n={2**62} .* lower n"):
         check(replace(made.settings(), **changed))
-    settings = made.settings()
-    with pytest.raises(UserError, match=r"eval\.k"):
-        check(replace(settings, eval=replace(settings.eval, k=MOST_SAMPLES + 1)))
-    check(replace(settings, eval=replace(settings.eval, k=MOST_SAMPLES)))
 
 
 def test_gpus_that_this_machine_has_not_are_not_waited_for() -> None:

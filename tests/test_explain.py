@@ -114,12 +114,7 @@ def test_a_help_page_is_of_the_choices_and_values_that_stand_beside_it():
     assert "\nn=64 " in said("train", "experiment=pods_arithmetic", "--help")
     of_a_sweep = said("train", "-m", "seed=1,2", "loss=gspo", "--help")
     assert "loss=gspo: " in of_a_sweep and "\nseed=0 " in of_a_sweep
-    slots = grpo("train", "sampler.slots=3", "--help")
-    assert "sampler.slots=3 " in slots.stdout and "sampler=infinite, since sampler.slots" in slots.stderr
-
-
-def test_help_pages_differ_as_the_commands_do():
-    assert "checkpoint=null" in said("eval", "--help") and "loss" not in said("eval", "--help").partition("==")[2][:900]
+    assert "loss" not in said("eval", "--help").partition("==")[2][:900]
     profile = said("profile", "--help")
     assert re.search("\nprofile.plan_only=false +Only predict", profile) and "train.steps=80 " in profile
 
@@ -132,50 +127,32 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
     assert "\n  max_new_tokens: auto\n" in said("train", "--help", f"--config-dir={tmp_path}")
 
 
-def test_bases_are_offered_nowhere():
-    bases = [file.stem for file in config_dir().rglob("_*.yaml")]
-    page = said("train", "--help") + "".join(said("explain", group) for group in parts_of("train"))
-    assert [base for base in bases if base in page] == []
-
-
 def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
-    group = said("explain", "sampler").splitlines()
-    assert group[1].startswith("  sampler=full      (the default) All rollouts of a step at once")
-    assert "conf/sampler/" in group[-1]
+    group = said("explain", "sampler")
+    assert "\n  sampler=full      (the default) All rollouts" in group and "conf/sampler/" in group
     choice = said("explain", "sampler=infinite")
-    assert choice.startswith("sampler=infinite: Continuous sampling: a fixed number of slots, each refilled as soon")
-    assert "\n  sampler.slots=null      How many rollouts are decoded at a time, at most;" in choice
+    assert choice.startswith("sampler=infinite: Continuous sampling") and "\n  sampler.slots=null  " in choice
     assert "conf/sampler/infinite.yaml and builds grpo_cli.engine.batching.Infinite." in choice
     assert "  train.prompts=8 " in said("explain", "experiment=pods_arithmetic")
 
 
 def test_a_setting_is_explained_with_its_value_wherever_it_has_one():
-    assert said("explain", "train.epochs").splitlines()[0] == (
-        "train.epochs: How many times each step's rollouts are gone over."
-    )
     clip = said("explain", "loss.clip_high").splitlines()
     assert clip[0] == "loss.clip_high: How far it may rise above 1."
     assert any(line.startswith("  0.2 ") and "loss=grpo: conf/loss/" in line for line in clip)
     assert any(line.startswith("  4.0 ") and "loss=cispo: conf/loss/cispo.yaml:" in line for line in clip)
-    both = said("explain", "eval.problems")
-    assert "Held-out problems per evaluation; for grpo eval, -1 is all there are." in both
-    assert "grpo train, grpo eval, grpo profile: conf/_run.yaml:" in both
-
-
-def test_a_setting_may_be_named_by_its_last_part_and_with_a_value():
-    assert said("explain", "epochs") == said("explain", "train.epochs") == said("explain", "train.epochs=4")
-    assert {"sampling.temperature: ", "eval.temperature: "} <= {
-        line.partition(": ")[0] + ": " for line in said("explain", "temperature").splitlines()
-    }
+    assert "grpo train, grpo eval, grpo profile: conf/_run.yaml:" in said("explain", "eval.problems")
     assert "model.lora.rank: " in said("explain", "lora") and "every model" in said("explain", "lora")
 
 
-def test_a_metric_is_explained_and_so_is_a_family_of_them():
-    assert said("explain", "mismatch/kl").splitlines() == [
-        "mismatch/kl  Estimated KL divergence from the sampler to the dense policy, per token.",
-    ]
+def test_a_word_may_be_a_part_of_a_name_a_concept_or_another_program_s():
+    assert said("explain", "epochs") == said("explain", "train.epochs") == said("explain", "train.epochs=4")
+    assert said("explain", "maxvar") == said("explain", "downsample=maxvar")
+    assert "loss/kl " in said("explain", "kl") and "mismatch/kl " in said("explain", "kl")
     assert "eval/pass@7  Probability that at least one of k" in said("explain", "eval/pass@7")
-    assert "mismatch/rejected " in said("explain", "mismatch")
+    both = said("explain", "group", "num_generations")
+    assert both.startswith("group: The n rollouts of one prompt") and "\n\nnum_generations" in both
+    assert "is n here" in both and "is loss.kl_coef here" in said("explain", "beta")
 
 
 def every_word() -> list[str]:
@@ -192,14 +169,6 @@ def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFi
         assert capsys.readouterr().out, word
 
 
-def test_a_choice_is_found_without_its_group_and_a_metric_by_a_part_of_its_name():
-    assert said("explain", "maxvar") == said("explain", "downsample=maxvar")
-    assert "loss/kl " in said("explain", "kl") and "mismatch/kl " in said("explain", "kl")
-    assert said("explain", "group").startswith("group: The n rollouts of one prompt")
-    assert said("explain", "advantage").startswith("advantage: How much better")
-    assert "is n here" in said("explain", "num_generations") and "is loss.kl_coef here" in said("explain", "beta")
-
-
 def test_a_concept_names_settings_and_groups_that_exist():
     keys = [key for group in (*parts_of("train"), "model") for key in (group, *keys_of(group))]
     keys += read_conf(config_dir() / "train.yaml").settings
@@ -213,21 +182,15 @@ def keys_of(group: str) -> list[str]:
     return [f"{group}.{key}" for choice in choices(group) for key in read_choice(group, choice).settings]
 
 
-def test_several_words_are_explained_in_their_order():
-    assert said("explain", "n", "m") == f"{said('explain', 'n')}\n{said('explain', 'm')}"
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("optim.lrr", "optim.lrr is no group, choice, setting or metric; did you mean optim.lr?"),
-        ("samplr", "did you mean sampler?"),
+        ("optim.lrr", "did you mean optim.lr?"),
         ("mismatch/kll", "did you mean mismatch/kl?"),
-        ("loss=grop", "loss=grop is not one of the choices cispo, dapo, grpo, gspo; did you mean grpo?"),
-        ("loss=../loss/grpo", "is not one of the choices"),
+        ("loss=grop", "cispo, dapo, grpo, gspo; did you mean grpo?"),
+        ("loss=../loss/grpo", "cispo, dapo, grpo, gspo"),
         ("zzzzzzz", "zzzzzzz is no group, choice, setting or metric\n"),
         ("", " is no group, choice, setting or metric\n"),
-        ("../train", "is no group, choice, setting or metric"),
     ],
 )
 def test_an_unknown_word_gets_the_nearest_one(word, message):

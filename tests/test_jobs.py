@@ -23,7 +23,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, last_record, locked, read_status, write_status
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, locked, read_status, write_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -123,24 +123,15 @@ def test_a_job_that_is_run_again_began_when_it_first_did_and_took_both_times(tmp
 
 @pytest.mark.parametrize("places", [1, 2, 3])
 def test_as_many_jobs_run_at_a_time_as_there_are_places(tmp_path: Path, places: int) -> None:
-    view = Told()
-    run(listed(tmp_path, *["sleep 0.2"] * 4), view, [{"PLACE": str(i)} for i in range(places)])
+    view, jobs = Told(), listed(tmp_path, *["sleep 0.2; echo $PLACE $PYTHONUNBUFFERED"] * 4)
+    run(jobs, view, [{"PLACE": str(i)} for i in range(places)])
     running, most = 0, 0
     for _, state in view.states:
         running += 1 if state == "running" else -1
         most = max(most, running)
     assert (running, most) == (0, places)
-
-
-def test_a_job_has_its_place_s_environment_and_jobs_at_a_time_have_different_ones(tmp_path: Path) -> None:
-    # Each waits for its partner, so that a slow one cannot leave its place to two others in turn.
-    partners = [
-        f"touch here; until [ -e ../{i ^ 1}/here ]; do sleep 0.01; done; echo $PLACE $PYTHONUNBUFFERED"
-        for i in range(4)
-    ]
-    jobs = listed(tmp_path, *partners)
-    run(jobs, places=[{"PLACE": "a"}, {"PLACE": "b"}])
-    assert sorted((job.folder / "log.txt").read_text() for job in jobs) == ["a 1\n", "a 1\n", "b 1\n", "b 1\n"]
+    said = {(job.folder / "log.txt").read_text() for job in jobs}
+    assert said <= {f"{i} 1\n" for i in range(places)} and len(said) >= min(2, places)
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -305,12 +296,6 @@ def test_jobs_end_as_they_should_though_the_screen_is_gone(
     board.say("stopping")
     board.close()
     assert status(job).state == "done"
-
-
-@pytest.mark.parametrize("line", ["[1]", "3", '{"reward/mean": 1}', "{"])
-def test_a_damaged_record_is_not_shown(tmp_path: Path, line: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
-    assert last_record(tmp_path) == {}
 
 
 def test_the_table_shows_every_job_that_there_is_room_for_and_counts_all(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ def aged(folder: Path, hours: float) -> None:
         os.utime(file, (told, told))
 
 
-SURE = ["0.100..0.900"]  # what `leave` writes
 SETTINGS = {"n": 8, "m": "${n}", "train": {"steps": 20}, "model": {"path": "Qwen/Qwen3-0.6B"}}
 
 
@@ -49,44 +48,15 @@ def test_runs_are_listed_with_what_they_were_asked_and_reached_the_newest_first(
     aged(leave(elsewhere / "outputs/train/broke", (0.5, 0.4), **asked, status="failed"), hours=3)
     hub = {"settings": {**SETTINGS, "m": 4}, "choices": {"task": "math", "model": "hf"}}
     leave(elsewhere / "outputs/train/going", (0.25,), **hub, status=None)
-    head, *rows = listed()
-    assert head == [
-        "command",
-        "state",
-        "task",
-        "model",
-        "n",
-        "m",
-        "steps",
-        "accuracy",
-        "interval",
-        "of",
-        "age",
-        "folder",
-    ]
-    going = ["train", "unfinished", "math", "Qwen/Qwen3-0.6B", "8", "4", "0/20", "0.250"]
-    assert rows[0][:8] == going and rows[0][-1] == "outputs/train/going"
-    broke = ["train", "failed", "gsm8k", "tiny", "8", "8", "10/20", "0.400", *SURE, "-", "3h00m", "outputs/train/broke"]
-    assert rows[1] == broke
-    old = [
-        "train",
-        "completed",
-        "gsm8k",
-        "tiny",
-        "8",
-        "8",
-        "20/20",
-        "0.700",
-        *SURE,
-        "-",
-        "2",
-        "days",
-        "outputs/train/old",
-    ]
-    assert rows[2] == old
-    remarks = [" ".join(row) for row in rows[3:]]
-    assert remarks[0].startswith("outputs/train/going: no summary.json, and no process is at it; last record")
-    assert remarks[1] == "outputs/train/broke: RuntimeError: it broke"
+    head, *rows = [" ".join(line) for line in listed()]
+    assert head == "command state task model n m steps accuracy interval of age folder"
+    assert rows[0].startswith("train unfinished math Qwen/Qwen3-0.6B 8 4 0/20 0.250 ")
+    assert rows[0].endswith(" outputs/train/going")
+    sure = "0.100..0.900"  # what `leave` writes
+    assert rows[1] == f"train failed gsm8k tiny 8 8 10/20 0.400 {sure} - 3h00m outputs/train/broke"
+    assert rows[2] == f"train completed gsm8k tiny 8 8 20/20 0.700 {sure} - 2 days outputs/train/old"
+    assert rows[3].startswith("outputs/train/going: no summary.json, and no process is at it; last record")
+    assert rows[4] == "outputs/train/broke: RuntimeError: it broke"
 
 
 def test_the_jobs_of_a_sweep_are_listed_also_those_that_have_not_begun(elsewhere):

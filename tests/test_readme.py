@@ -15,7 +15,6 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from test_architecture import ROWS
 
-from grpo_cli.cli.arguments import with_slots
 from grpo_cli.cli.main import app
 from grpo_cli.config.check import check, check_eval, check_profile
 from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of, parts_of
@@ -111,7 +110,7 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
     (read, refuse), checked = READ[name], set()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         for words in sorted((words for command, *words in commands() if command == name), key=len, reverse=True):
-            here = with_slots([word for word in words if "=" in word and not word.startswith(ELSEWHERE)])
+            here = [word for word in words if "=" in word and not word.startswith(ELSEWHERE)]
             given = [first_of(override) for override in OverridesParser.create().parse_overrides(here)]
             chosen = frozenset(word for word in given if word.partition("=")[0] in groups_of(name))
             try:

@@ -22,6 +22,7 @@ from grpo_cli.tracking.introduction import doubts, introduction
 
 FRONT = (Path(__file__).parent.parent / "README.md").read_text()
 REAL = re.findall(r"^    grpo train (task=\w+ .*?|experiment=gsm8k\w+) *(?:# (\d+) GB.*)?$", FRONT, re.MULTILINE)
+assert len(REAL) == 4 and sum(bool(size) for _, size in REAL) == 3, "there are real models on the front page"
 CARD = 24e9
 ONE_AND_THE_REST = [REAL[0], *(pytest.param(*line, marks=pytest.mark.matrix) for line in REAL[1:])]
 
@@ -33,13 +34,11 @@ def numbers(*words: str) -> tuple[float, ...]:
     return (*optim, run.sampling.max_new_tokens, run.eval.problems, run.eval.every)
 
 
-def test_the_embedded_model_has_its_own_numbers():
-    assert numbers() == numbers("model.lora.rank=4") == (5e-4, 0.0, 1.0, 128, 200, 20)
-
-
 @pytest.mark.parametrize(
     ("words", "lr", "reply"),
     [
+        ("", 5e-4, 128),
+        ("model.lora.rank=4", 5e-4, 128),
         ("model=hf model.path=x task=gsm8k", 1e-6, 512),
         ("model=hf model.path=x task=gsm8k model.lora.rank=8", 2e-5, 512),
         ("model=hf model.path=x task=math model.adapter=y", 2e-5, 1024),
@@ -127,10 +126,6 @@ def planned_words(line: str) -> list[str]:
     """A line of the front page with a file that is here, and the shape of half a billion for a folder of one's own."""
     line = line.replace("model=hf model.path=<folder or hub id>", "model=qwen2_5_0_5b")
     return [word for word in line.split() if not word.startswith(("task.path=", "task.reward="))]
-
-
-def test_there_are_real_models_on_the_front_page():
-    assert len(REAL) == 4 and sum(bool(size) for _, size in REAL) == 3
 
 
 @pytest.mark.parametrize(("line", "size"), ONE_AND_THE_REST, ids=lambda value: value)

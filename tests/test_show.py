@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from grpo_cli.cli import main as cli
 from grpo_cli.cli import show
-from grpo_cli.report.rollouts import extremes, read_recording, visible
+from grpo_cli.report.rollouts import extremes, read_recording
 
 OLD_RUN = Path(__file__).parent / "old_run"
 HOSTILE = "[red]\x1b[31m<script>alert(1)</script>\u202e\r\tend\nsecond line"
@@ -118,10 +118,6 @@ def test_what_a_model_wrote_reaches_no_terminal_as_code_or_markup(tmp_path, monk
     assert f"  {readable}" in lines and f"    {readable}" in lines and "    second line" in lines
 
 
-def test_a_text_is_visible_to_its_last_character():
-    assert visible("é \x00\x7f\xa0\ud800\n\n") == "é \\x00\\x7f\\xa0\\ud800\n\n"
-
-
 def test_a_long_text_wraps_in_a_terminal_below_its_beginning_and_is_whole_in_a_pipe(tmp_path, monkeypatch):
     folder = run(tmp_path / "r", row(reply="word " * 40 + "x" * 100))
     assert f"    {'word ' * 40}{'x' * 100}" in shown(folder).splitlines()
@@ -135,30 +131,15 @@ def test_a_long_text_wraps_in_a_terminal_below_its_beginning_and_is_whole_in_a_p
 
 
 def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path):
-    no_rows = [
-        "{\n",
-        "[1]\n",
-        "\n",
-        "nothing\n",
-        json.dumps(row(sample="1")) + "\n",
-        json.dumps(row(reply=None)) + "\n",
-    ]
+    odd = [json.dumps(row(sample="1")) + "\n", json.dumps(row(reply=None)) + "\n"]
+    no_rows = ["{\n", "[1]\n", "\n", "nothing\n", *odd]
+    bare = ("step", "prompt_id", "sample", "prompt", "reply", "reward")  # all that a row needs
+    whole = {name: value for name, value in row(reply="whole").items() if name in bare}
     huge = f'{{"step": 1, "reward": 1{"0" * 400}, "sample": 0, "prompt": "", "reply": "", "prompt_id": ""}}\n'
-    said = shown(run(tmp_path / "r", row(), *no_rows, huge, row(reply="whole")))
+    said = shown(run(tmp_path / "r", row(), *no_rows, huge, whole, json.dumps(row())[:50]))
     assert "note: rollouts.jsonl: lines 2, 3, 5, 6, 7, 8 cannot be read and were left out" in said
     assert "    whole" in said and "2 of 2 recorded" in said
-
-
-def test_the_line_that_a_run_is_writing_is_no_damage(tmp_path):
-    said = shown(run(tmp_path / "r", row(), json.dumps(row())[:50]))
     assert said.endswith("note: rollouts.jsonl: its last line is half written and was left out\n")
-
-
-def test_a_row_with_no_more_than_a_reply_and_a_reward_is_shown(tmp_path):
-    bare = {
-        name: value for name, value in row().items() if name in ("prompt_id", "sample", "prompt", "reply", "reward")
-    }
-    assert "  sample 0: reward 1  dropped: " in shown(run(tmp_path / "r", {**bare, "step": 3}))
 
 
 def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
@@ -170,18 +151,20 @@ def test_an_evaluation_s_samples_are_shown_and_have_no_steps(tmp_path):
 
 
 def test_bad_input_is_answered_with_what_there_is(tmp_path):
-    folder = run(tmp_path / "r", row(), row(step=7), "{\n")
+    folder, empty = run(tmp_path / "r", row(), row(step=7), "{\n"), run(tmp_path / "empty")
     assert refusal(folder, "--step", str(10**9)) == (
         "error: --step=1000000000 is not recorded: there are 2 steps from 1 to 7, of which 7 is the nearest\n"
         "rollouts.jsonl: line 3 cannot be read and were left out\n"
     )
-    assert "recorded are those of p; did you mean p?" in refusal(folder, "--prompt", "pp")
-    assert "none of the 1 rollouts was dropped: leave out --dropped" in refusal(folder, "--dropped")
-    empty = run(tmp_path / "empty")
-    assert "empty/rollouts.jsonl holds no rollouts: no step has ended yet, or record.rollouts=0" in refusal(empty)
-    assert "is no folder: name the folder of a run" in refusal(f"{folder}/rollouts.jsonl")
-    assert "is no folder: name the folder of a run" in refusal(str(tmp_path / "nowhere"))
-    assert "holds no rollouts; grpo ls" in refusal(str(tmp_path))
+    for words, way_out in (
+        ((folder, "--prompt", "pp"), "recorded are those of p; did you mean p?"),
+        ((folder, "--dropped"), "leave out --dropped"),
+        ((empty,), "record.rollouts=0"),
+        ((f"{folder}/rollouts.jsonl",), "name the folder of a run"),
+        ((str(tmp_path / "nowhere"),), "name the folder of a run"),
+        ((str(tmp_path),), "grpo ls"),
+    ):
+        assert way_out in refusal(*words)
 
 
 def test_a_sweep_names_its_jobs(tmp_path):

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,7 @@ from grpo_cli.cli import main as cli
 from grpo_cli.metrics import METRICS
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep import resume
-from grpo_cli.sweep.gpus import chosen_gpus, gpus_listed, places, visible_gpus
+from grpo_cli.sweep.gpus import chosen_gpus, places, visible_gpus
 from grpo_cli.sweep.status import locked
 
 SMALL = (
@@ -388,23 +387,6 @@ GPU 1: NVIDIA X (UUID: GPU-bb)
 """
 
 
-def test_gpus_are_those_listed_and_a_sliced_one_is_its_slices() -> None:
-    assert gpus_listed(LISTED) == [["GPU-aa", "MIG-11", "MIG-22"], ["GPU-bb"]]
-    assert gpus_listed("No devices were found\n") == []
-
-
-def test_the_environment_s_choice_of_gpus_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: GPU-aa)'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == ["GPU-aa"]
-    for chosen, seen in (("2, 3", ["2", "3"]), ("", [])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-        assert visible_gpus() == seen
-
-
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: list[list[str]]
 ) -> None:
@@ -416,12 +398,13 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(
     assert "GPU 7" in result.stderr and "leave hydra.launcher.gpus out" in result.stderr
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{LISTED}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
+    assert visible_gpus() == ["MIG-11", "MIG-22", "GPU-bb"], "a GPU that is cut into slices is those"
     for asked in (["0", "1"], ["GPU-bb", "MIG-2"], ["GPU-aa"]):
         assert chosen_gpus(asked) == asked
     with pytest.raises(UserError, match=r"asks for GPU 2, .* there are 0, 1, GPU-aa, MIG-11, MIG-22, GPU-bb$"):
         chosen_gpus(["1", "2"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,3")
-    assert chosen_gpus(["3", "GPU-c"]) == ["3", "GPU-c"]
+    assert chosen_gpus(["3", "GPU-c"]) == ["3", "GPU-c"] and visible_gpus() == ["GPU-cc", "3"]
     with pytest.raises(UserError, match=r"asks for GPU 0, .* there are GPU-cc, 3$"):
         chosen_gpus(["0"])
 
@@ -439,25 +422,3 @@ def test_jobs_at_a_time_split_the_threads_unless_they_are_set(monkeypatch: pytes
     assert places(20, [], {})[0]["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in places(1, [], {})[0]
     assert "OMP_NUM_THREADS" not in places(3, [], {"OMP_NUM_THREADS": "4"})[0]
-
-
-def test_a_job_takes_no_more_than_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from grpo_cli.config.prepare import pick_device
-    from grpo_cli.support.memory import CONTEXT
-
-    shares: list[float] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
-    card = SimpleNamespace(total_memory=8 * CONTEXT)  # of which each process's context takes an eighth
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setenv("GRPO_GPU_SHARE", "0.25")
-    assert pick_device("auto").type == pick_device("cuda").type == "cuda"
-    assert pick_device("cpu").type == "cpu"
-    assert shares == [0.125, 0.125]
-
-
-def test_a_sweep_with_other_settings_is_not_resumed() -> None:
-    with pytest.raises(UserError, match="leave out n=4 hydra.sweep.subdir=x, or"):
-        resume.started_with("train", ["n=4", "hydra.launcher.jobs=2", "hydra.sweep.subdir=x"])

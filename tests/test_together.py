@@ -67,11 +67,6 @@ def test_a_rehearsal_knows_that_groups_may_differ_in_size(words: list[str], n: i
     assert rehearsed(rules_of(settings_of(*words, *more).parts).collector, n, 6).unequal
 
 
-@pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
-def test_and_that_they_do_not(words: list[str]) -> None:
-    assert not rehearsed(rules_of(settings_of(*words).parts).collector, 8, 6).unequal
-
-
 @pytest.mark.parametrize("words", UNEQUAL.values(), ids=UNEQUAL)
 def test_rollouts_that_a_collector_adds_and_m_takes_away_are_warned_of(words: list[str]) -> None:
     check(settings_of(*words, "n=8", "m=4"))
@@ -82,6 +77,7 @@ def test_rollouts_that_a_collector_adds_and_m_takes_away_are_warned_of(words: li
 
 @pytest.mark.parametrize("words", EQUAL.values(), ids=EQUAL)
 def test_fewer_of_equal_groups_are_what_was_asked_for(words: list[str]) -> None:
+    assert not rehearsed(rules_of(settings_of(*words).parts).collector, 8, 6).unequal
     assert remarks(*words, "n=8", "m=4") == []
 
 
@@ -116,11 +112,7 @@ def test_a_correction_that_sees_no_ratio_but_1_is_refused_and_a_run_that_began_s
     assert "correction.prox=now" in said and "correction=none correction.prox=drawn" in said
     check(replace(settings_of(*words, "correction.prox=drawn"), resume="here"))
     assert remarks(*words, "correction.prox=drawn", resume="here") == [said]
-
-
-def test_without_a_correction_the_clip_may_measure_from_the_sampler() -> None:
-    check(settings_of("correction.prox=drawn"))
-    assert remarks("correction.prox=drawn") == remarks("correction=tis", "correction.prox=ewma", resume="here") == []
+    assert remarks("correction.prox=drawn", resume="here") == [], "of no correction"
 
 
 KEPT = ["advantage=median", "advantage.stats_over=kept"]
@@ -133,15 +125,8 @@ def test_an_even_number_of_kept_rollouts_has_no_median_of_its_own(words: list[st
     check(replace(settings_of(*KEPT, "n=9", *words), resume="here"))
     assert remarks(*KEPT, "n=9", *words, resume="here") == [said]
     check(settings_of("advantage=median", "n=9", *words)), "of the whole group there is one"
-
-
-@pytest.mark.parametrize(("n", "m"), [(9, 5), (8, 5), (9, 9)])
-def test_an_odd_number_has_one(n: int, m: int) -> None:
-    check(settings_of(*KEPT, f"n={n}", f"m={m}"))
-
-
-def test_all_rollouts_of_an_even_group_are_no_better() -> None:
     assert "take n=9" in refusal(*KEPT, "n=8")
+    check(settings_of(*KEPT, "n=8", "m=5")), "an odd number has one"
 
 
 def test_a_choice_is_known_by_its_settings_where_several_are_of_one_function() -> None:

@@ -191,6 +191,8 @@ def test_a_file_is_not_overwritten_by_resuming_or_evaluating_a_folder(here: Path
     config = sections(logger___target_="shutil.copyfile", logger__src="harmless", logger__dst="precious")
     with pytest.raises(UserError, match=r"shutil\.copyfile"):
         evaluated(here / "again", config)
+    with pytest.raises(UserError, match="model="):
+        evaluated(here / "third", sections(), model="../../stranger/evil")
     assert Path("precious").read_text() == "precious"
 
 
@@ -202,11 +204,6 @@ def test_the_environment_is_not_read_for_a_recorded_run(here: Path, monkeypatch:
     assert "task.name" in str(refused.value) and "seed" in str(refused.value) and "s3cr3t" not in str(refused.value)
     words = evaluated(here / "other", config, "task.name=x", "seed=1")
     assert not any("A_SECRET" in word or "s3cr3t" in word for word in words)
-
-
-def test_choices_that_a_record_names_are_names(here: Path) -> None:
-    with pytest.raises(UserError, match="model="):
-        evaluated(here / "stranger", sections(), model="../../stranger/evil")
 
 
 @pytest.mark.parametrize(

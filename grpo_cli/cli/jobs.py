@@ -20,7 +20,6 @@ from grpo_cli.runs.layout import PROFILE, SAMPLES
 from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
-from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import is_out_of_memory
 from grpo_cli.support.terminal import console
 
@@ -58,10 +57,8 @@ def train(cfg: DictConfig) -> Any:
 def _is_done(settings: RunSettings) -> bool:
     """Whether the resumed run has nothing left to do; if so, say it."""
     done = completed_steps(settings.resume)
-    if done is None or done < settings.train.steps:
+    if done != settings.train.steps:
         return False
-    if done > settings.train.steps:
-        raise UserError(f"train.steps={settings.train.steps} is less than the {done} steps that are done: ask for more")
     print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
     return True
 

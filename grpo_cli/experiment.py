@@ -154,7 +154,6 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
         _refuse_what_is_past(settings, checkpoint)
     weights = at_checkpoint(settings.model, checkpoint) if checkpoint else settings.model
     bench = set_up(prepared, weights, console.warn)
-    _say_what_depends_on_memory(prepared, console.warn)
     for remark in together.remarks(settings, prepared.rules, prepared.size):
         console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
@@ -167,16 +166,6 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
     return Trainer(settings, parts, checkpoint)
-
-
-def _say_what_depends_on_memory(run: Prepared[Any], warn: Callable[[str], None]) -> None:
-    settings = run.settings
-    if settings.parts["sampler"].get("on_oom") == "halve" and run.size.partial:
-        warn(
-            "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
-            f"collector={choice_of('collector', settings.parts['collector'])} trains on in which step: a run may not "
-            "repeat itself on another device (sampler.on_oom=fail does)"
-        )
 
 
 def parts_of(

@@ -7,7 +7,3 @@ from grpo_cli.sweep import launcher
 
 class ProcessLauncher(launcher.ProcessLauncher):
     """`hydra/launcher=processes`, the default of `-m`."""
-
-
-class ElsewhereLauncher(launcher.ElsewhereLauncher):
-    """Stands before every other launcher."""

@@ -367,7 +367,7 @@ def test_a_run_whose_task_s_code_is_gone_is_refused_in_one_line(elsewhere, monke
         (["eval", "checkpoint=nowhere"], "checkpoint=nowhere is no folder"),
         (["eval", "no where"], "checkpoint=no where is no folder"),
         (["eval", "checkpoint=empty"], "checkpoint=empty holds no complete checkpoint"),
-        (["eval", "eval.k=0"], "eval.k=0 must be at least 1"),
+        (["eval", "eval.k=0"], "eval.k=0 must be from 1"),
         (["eval", "loss=grpo"], "loss is no setting"),
     ],
 )

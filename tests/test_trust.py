@@ -92,7 +92,6 @@ def evaluated(folder: Path, config: dict[str, Any], *typed: str, **choices: str)
         ("logger._target_=grpo_cli.rules.loss.Grpo", "logger._target_"),
         ("downsample._target_=mine_and_trusted.shutil.copyfile", "downsample._target_"),
         ("downsample._target_=mine_and_trusted.copyfile", "downsample._target_"),
-        ("downsample._target_=mine_and_trusted.wipe", "downsample._target_"),
         ("logger._target_=mine_and_trusted.wipe", "logger._target_"),
         ("logger._target_=stranger.evil.Tracker", "logger._target_"),
         ("logger._target_=mine_and_trusted.Sums", "logger._target_"),

@@ -76,7 +76,8 @@ def _metrics_of(word: str) -> list[Row]:
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
             return [(word, sentence)]
-    return [(name, text) for name, text in _metrics().items() if word and word in re.split(r"[/_@]", name)]
+    parts = {name: {*re.split(r"[/_@]", name), *name.split("/")} - {""} for name in _metrics()}
+    return [(name, text) for name, text in _metrics().items() if word in parts[name]]
 
 
 @functools.cache

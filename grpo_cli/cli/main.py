@@ -126,22 +126,14 @@ def profile(overrides: Overrides = None) -> None:
 @app.command()
 def report(
     folders: Annotated[
-        list[Path],
-        typer.Argument(
-            parser=named, help="Run folders, sweep folders, or any folder that contains them.", show_default=False
-        ),
+        list[Path], typer.Argument(parser=named, help="Run folders, sweep folders, or any folder that contains them.")
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named, help="Where to write. Default: a new folder below outputs/report.", show_default=False
-        ),
+        Path | None, typer.Option(parser=named, help="Where to write. Default: a new folder below outputs/report.")
     ] = None,
     target: Annotated[
         float | None,
-        typer.Option(
-            help="Compare the time to this accuracy. Default: 95 % of the highest mean accuracy.", show_default=False
-        ),
+        typer.Option(help="Compare the time to this accuracy. Default: 95 % of the highest mean accuracy."),
     ] = None,
     metric: Annotated[
         str, typer.Option(help="Which accuracy: greedy, or sampled such as eval/pass@1.")
@@ -156,9 +148,9 @@ def report(
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(parser=named, help="A run or evaluation folder.", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.", show_default=False)] = None,
-    prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.", show_default=False)] = None,
+    folder: Annotated[Path, typer.Argument(parser=named, help="A run or evaluation folder.")],
+    step: Annotated[int | None, typer.Option(help="Which step. Default: the last one.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only the prompt with this id.")] = None,
     kept: Annotated[
         bool | None, typer.Option("--kept/--dropped", help="Only rollouts that were trained on, or only the others.")
     ] = None,
@@ -191,9 +183,7 @@ def list_runs(
 
 @app.command()
 def explain(
-    words: Annotated[
-        list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.", show_default=False)
-    ],
+    words: Annotated[list[str], typer.Argument(help="Such as sampler, maxvar, train.epochs, kl, group.")],
 ) -> None:
     """Explain a choice, setting, metric or concept."""
     from grpo_cli.cli.explain import explain_each
@@ -204,17 +194,10 @@ def explain(
 
 @app.command()
 def merge(
-    checkpoint: Annotated[
-        Path, typer.Argument(parser=named, help="A run with adapters, or one of its checkpoints.", show_default=False)
-    ],
-    folder: Annotated[
-        Path, typer.Argument(parser=named, help="A new folder for the merged model.", show_default=False)
-    ],
+    checkpoint: Annotated[Path, typer.Argument(parser=named, help="A run with adapters, or one of its checkpoints.")],
+    folder: Annotated[Path, typer.Argument(parser=named, help="A new folder for the merged model.")],
     base: Annotated[
-        str | None,
-        typer.Option(
-            help="The base model: a folder or a hub id. Default: the one that the adapters name.", show_default=False
-        ),
+        str | None, typer.Option(help="The base model: a folder or a hub id. Default: the one that the adapters name.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the merged weights: float32 or bfloat16.")] = "float32",
 ) -> None:

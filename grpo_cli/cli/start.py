@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_cli.config.auto import as_decided
-from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume, is_ours
+from grpo_cli.config.overrides import OF_A_RESUME, is_of_a_resume, is_ours, leaves
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import CHECKPOINTS, METRICS, PROFILE, ROLLOUTS, RUN, SAMPLES, SUMMARY
 from grpo_cli.runs.lock import sole_use
@@ -96,25 +96,18 @@ def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
         _say(f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now")
     elif (before.overrides, dict(before.config)) == (record.overrides, record.config):
         return
-    for line in (*_exchanged(before.choices, record.choices), *_differences(before.config, record.config)):
+    exchanged = _differences(before.choices, record.choices)
+    changed = _differences(leaves("", dict(before.config)), leaves("", dict(record.config)))
+    for line in (*exchanged, *changed):
         _say(f"changed since this run was started: {line}")
     write_record(folder, record)
 
 
-def _exchanged(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each group of which another choice was made."""
-    for group in before.keys() & now.keys():
-        if before[group] != now[group]:
-            yield f"{group}={plain(before[group])} is {plain(now[group])}"
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each setting that both know and that is not the same."""
-    for key in before.keys() & now.keys():
-        if isinstance(before[key], Mapping) and isinstance(now[key], Mapping):
-            yield from _differences(before[key], now[key], f"{prefix}{key}.")
-        elif before[key] != now[key] and not (key == "_target_" and is_ours(before[key]) and is_ours(now[key])):
-            yield f"{prefix}{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each choice or setting that both know and that is not the same."""
+    for key in [key for key in before if key in now and before[key] != now[key]]:
+        if not (key.endswith("_target_") and is_ours(before[key]) and is_ours(now[key])):
+            yield f"{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"
 
 
 def _say(text: str) -> None:

@@ -59,8 +59,8 @@ def _begun(run_dir: str, group: str) -> dict[str, Any]:
 def fill(values: dict[str, Any]) -> None:
     """Put the numbers of the recipes in the place of `auto` in a composed configuration, where there are any."""
     for group, keys in _BY_RECIPE.items():
-        settings = values.get(group)
-        for name in [name for name in keys if isinstance(settings, dict) and settings.get(name) == AUTO]:
+        settings = values[group] if isinstance(values.get(group), dict) else {}
+        for name in [name for name in keys if settings.get(name) == AUTO]:
             begun = _begun(str(values["run_dir"]), group) if values.get("resume") else {}
             settings[name] = begun.get(name, _of_the_recipe(values, *keys[name]))
 

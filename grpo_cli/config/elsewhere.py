@@ -1,4 +1,4 @@
-"""What TRL and verl call a setting, and what it is here: for "did you mean", `grpo explain` and `conf/README.md`.
+"""What TRL and verl call a setting, and what it is here: for "did you mean" and `grpo explain`.
 
 Words are those of TRL's GRPOConfig (and the TrainingArguments below it) and of verl's `ppo_trainer.yaml`.
 """
@@ -69,12 +69,3 @@ def meant_by(key: str) -> Word | None:
     parts = key.split(".")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
     return next((row for tail in tails for row in ROWS if tail in (*row.trl, *row.verl)), None)
-
-
-def table() -> str:
-    """All rows as `conf/README.md` has them."""
-    lines = ["| TRL | verl | here |", "|---|---|---|"]
-    for row in ROWS:
-        cells = (", ".join(f"`{word}`" for word in words) for words in (row.trl, row.verl, (row.ours,)))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

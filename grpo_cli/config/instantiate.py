@@ -16,7 +16,6 @@ from typing import Any
 
 import hydra.utils
 import torch
-from hydra.errors import InstantiationException
 
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
@@ -48,32 +47,32 @@ def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **ch
     return make(name, shipped(name, choice) | changed, offered or {})
 
 
-def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
     """The class or function with its settings filled in, once it is known to take them."""
-    with own_code(f"{name}._target_={part['_target_']}"):
+    target = str(part["_target_"])
+    with own_code(f"{name}._target_={target}"):
         try:
-            own = {key: value for key, value in part.items() if key != RECIPE}
-            factory = hydra.utils.instantiate({**own, "_partial_": True, "_convert_": "all", "_recursive_": False})
-            parameters = inspect.signature(factory.func).parameters
-        except InstantiationException as error:
+            code: Any = hydra.utils.get_object(target)
+            parameters = inspect.signature(code).parameters
+        except (ImportError, TypeError, ValueError) as error:
             reason = " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise UserError(
-                f"{name}._target_={part['_target_']} cannot be had: {reason}; "
+                f"{name}._target_={target} cannot be had: {reason}; "
                 "write it as module.name, with the module in the current folder or installed"
             ) from error
+    kwargs = {key: value for key, value in part.items() if key not in ("_target_", "_partial_", RECIPE)}
     problems: list[str] = []
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         known = [key for key in parameters if key not in offered]
         problems += [
-            f"{name}.{word}: {part['_target_']} takes no {word}{_meant(f'{name}.{word}', word, known)}"
-            for word in factory.keywords
+            f"{name}.{word}: {target} takes no {word}{_meant(f'{name}.{word}', word, known)}"
+            for word in kwargs
             if word not in parameters
         ]
-    kwargs = factory.keywords
-    if factory.func.__module__.startswith("grpo_cli."):  # how others annotate is their own business
-        kwargs = read_kwargs(factory.func, name, kwargs, problems)
+    if code.__module__.startswith("grpo_cli."):  # how others annotate is their own business
+        kwargs = read_kwargs(code, name, kwargs, problems)
     refuse(problems)
-    return partial(factory.func, **kwargs)  # Hydra's own partial checks every call again
+    return partial(code, **kwargs)
 
 
 def _meant(key: str, word: str, known: list[str]) -> str:

@@ -44,7 +44,7 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
         # a setting that the run did not have yet is as it is in every preset
         shape = read(ModelSettings, {**shipped("model", "hf"), **values_of_model}, [])
         for group in groups:
-            values |= _leaves(group, OmegaConf.to_container(run[group], resolve=True))
+            values |= leaves(group, OmegaConf.to_container(run[group], resolve=True))
         chosen = [f"{group}={record.choices[group]}" for group in groups]
     except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
@@ -97,10 +97,12 @@ def _moved(group: str, target: str) -> str:
     return next((found for found in targets if found.endswith(name)), target)
 
 
-def _leaves(key: str, value: Any) -> dict[str, Any]:
+def leaves(key: str, value: Any) -> dict[str, Any]:
+    """The values in groups of settings, by their keys with dots."""
     if not isinstance(value, dict) or not value:
         return {key: value}
-    return {leaf: item for name, below in value.items() for leaf, item in _leaves(f"{key}.{name}", below).items()}
+    below = {f"{key}.{name}" if key else name: item for name, item in value.items()}
+    return {leaf: found for name, item in below.items() for leaf, found in leaves(name, item).items()}
 
 
 def _is_our_target(key: str, value: Any) -> bool:

@@ -96,7 +96,7 @@ def _read_union(kinds: Sequence[Any], value: Any, key: str, problems: list[str])
         return None
     words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]
     others = {kind for kind in kinds if kind is not types.NoneType and typing.get_origin(kind) is not typing.Literal}
-    kind = float if others == {int, float} else others.pop() if len(others) == 1 else None
+    kind: Any = float if others == {int, float} else others.pop() if len(others) == 1 else None
     if not words or not isinstance(value, str):
         return _read(kind, value, key, problems)
     if value not in words:

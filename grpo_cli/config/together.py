@@ -89,10 +89,16 @@ def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterat
     """What works, and may not be what was meant."""
     if settings.resume is not None:
         yield from undone(settings, rules)
-    n, m = settings.n, settings.m
+    n, m, others = settings.n, settings.m, chosen(settings)
+    if size.partial and others.setting("sampler", "on_oom") == "halve":
+        yield (
+            "with sampler.on_oom=halve it depends on memory which rollouts end first, and so which groups "
+            f"{others.named('collector')} trains on in which step: a run may not repeat itself on another device "
+            "(sampler.on_oom=fail does)"
+        )
     if size.unequal and m < n:
         yield (
-            f"{chosen(settings).named('collector')} makes more rollouts of some problems than of others, and of each "
+            f"{others.named('collector')} makes more rollouts of some problems than of others, and of each "
             f"at most m={m} are trained on, so that the problems count alike again and the rest is only there for "
             f"downsample to choose from; train on all that it makes (m={n}, which n is), or use collector=equal"
         )

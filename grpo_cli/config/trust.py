@@ -234,13 +234,9 @@ def _lacking(group: str, found: Any) -> str:
 
     if group == "sparsity":
         return "" if inspect.isclass(found) and issubclass(found, Budget | Dense) else "a subclass of Budget"
+    if inspect.isfunction(found) and is_function(group):  # whether it can be called so is looked at before it is
+        return ""
     kind = KINDS[group]
-    if inspect.isfunction(found) and is_function(group):
-        parameters = inspect.signature(found).parameters.values()
-        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        fits = any_number or len(by_place) >= len(kind.called_with)
-        return "" if fits else f"{group}({', '.join(kind.called_with)})"
     defined = {name for base in found.__mro__[:-1] for name in vars(base)} if inspect.isclass(found) else set()
     return "" if defined >= {*kind.methods} else f"a class with {', '.join(kind.methods)}"
 

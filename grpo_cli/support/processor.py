@@ -22,7 +22,6 @@ from grpo_cli.support.errors import UserError
 
 # MKL's AVX-512 branch is for processors with these extensions (Intel's Skylake servers and later).
 _AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
-_BRANCHES = ("AUTO", "COMPATIBLE", "SSE2", "SSE3", "SSSE3", "SSE4_1", "SSE4_2", "AVX", "AVX2", "AVX512", "AVX512_E1")
 # Variables that cut MKL or PyTorch down to AVX2, as a processor without AVX-512 would.
 _CUTS = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "AVX2"}
 CPUINFO = Path("/proc/cpuinfo")
@@ -100,13 +99,6 @@ def remarks(environment: Mapping[str, str], threads: int) -> Iterator[str]:
             "processor has cores (MKL_DYNAMIC=FALSE makes it)"
         )
     strict, own = strict_branch(environment), environment.get("MKL_CBWR")
-    if own is None or own == strict:
-        return
-    named = re.sub(r"^BRANCH=", "", own.upper()).partition(",")
-    if named[0] not in _BRANCHES or named[2] not in ("", "STRICT"):
-        yield (
-            f"MKL_CBWR={own} in the environment is no value that MKL knows ({', '.join(_BRANCHES)}; each with or "
-            "without ,STRICT): MKL takes it for AUTO"
-        )
-    else:
-        yield f"MKL_CBWR={own} in the environment stays as it is" + (f" ({strict} would be set here)" if strict else "")
+    if own is not None and own != strict:
+        here = f" ({strict} would be set here)" if strict else ""
+        yield f"MKL_CBWR={own} in the environment stays as it is{here}; a value that MKL does not know is AUTO to it"

@@ -1,15 +1,14 @@
-"""The launchers that Hydra hands a sweep's jobs to: each becomes a process; jobs that cannot run are skipped and named.
+"""The launcher that Hydra hands a sweep's jobs to: each becomes a process; jobs that cannot run are skipped and named.
 
-Hydra makes launchers from its configuration (`conf/hydra/launcher/processes.yaml`) and finds them in `hydra_plugins`.
-What else they need to know of the command is the attribute `sweep` of the function that Hydra would call. One runs the
-jobs on this machine; the other wraps the launcher of another program (joblib, submitit, Ray).
+Hydra makes it from its configuration (`conf/hydra/launcher/processes.yaml`) and finds it in `hydra_plugins`. What else
+it needs to know of the command is the attribute `sweep` of the function that Hydra would call. The jobs run on this
+machine, or wherever the launcher of another program (joblib, submitit, Ray) brings them.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,10 +41,18 @@ from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status,
 _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 
 
-class SweepLauncher(Launcher):
+class ProcessLauncher(Launcher):
     """Lists the jobs, checks each, runs those that are left to do, and notes what became of them."""
 
+    def __init__(self, jobs: Any = 1, gpus: Any = None, theirs: Any = None) -> None:
+        """`jobs` at a time, on these `gpus`; or by the launcher whose configuration `theirs` is."""
+        self._at_a_time, self._gpus, self._theirs = jobs, gpus, theirs
+
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
+        self._places = self._places_here() if self._theirs is None else []
+        if self._theirs is not None:
+            with read_write(config), open_dict(config):
+                config.hydra.launcher = config.hydra.launcher.theirs
         self._sweep: Sweep = task_function.sweep  # type: ignore[attr-defined]
         self._loader: ConfigLoader = hydra_context.config_loader
         self._config = config
@@ -57,6 +64,18 @@ class SweepLauncher(Launcher):
         self._sweep.folder = Path(config.hydra.sweep.dir)
         _refuse_what_yields_nothing(config, self._typed, self._loader)
         self._refuse_another(self._folder / SWEEP)
+        if self._theirs is not None:
+            about: dict[str, Any] = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
+            self._theirs = Plugins.instance().instantiate_launcher(**about)
+
+    def _places_here(self) -> list[dict[str, str]]:
+        if not is_a(int, self._at_a_time) or self._at_a_time < 1:
+            raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
+        several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
+        if self._gpus is not None and not several:
+            raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
+        gpus = visible_gpus() if self._gpus is None else chosen_gpus([str(gpu) for gpu in self._gpus])
+        return places(self._at_a_time, gpus, os.environ)
 
     def _refuse_another(self, trace: Path) -> None:
         if not self._sweep.resume and trace.exists():
@@ -64,14 +83,6 @@ class SweepLauncher(Launcher):
                 f"{self._sweep.folder} already holds a sweep; go on with it by resume=sweep, or choose another "
                 "folder with hydra.sweep.dir=<folder>"
             )
-
-    @abstractmethod
-    def how(self) -> str:
-        """How the jobs are run, in a few words."""
-
-    @abstractmethod
-    def run(self, jobs: Sequence[Job], board: Board) -> None:
-        """Run them all, and leave what became of each in its status file. KeyboardInterrupt if asked to stop."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
@@ -83,11 +94,13 @@ class SweepLauncher(Launcher):
         jobs = [self._job(initial_job_idx + i, tuple(given), common) for i, given in enumerate(job_overrides)]
         self._refuse_what_is_there(jobs)
         if initial_job_idx == 0:
-            board.say(f"sweep in {self._sweep.folder}, {self.how()}")
+            name = self._config.hydra.runtime.choices["hydra/launcher"]
+            how = f"{len(self._places)} at a time" if self._theirs is None else f"by hydra/launcher={name}"
+            board.say(f"sweep in {self._sweep.folder}, {how}")
         self._list(jobs)
         to_run = self._sort_out(jobs, board)
         try:
-            self.run(to_run, board)
+            self._run_here(to_run, board) if self._theirs is None else self._run_elsewhere(to_run, board)
         finally:
             for job in jobs:
                 status = read_status(job.folder)
@@ -191,27 +204,8 @@ class SweepLauncher(Launcher):
             raise UserError(f"job {job.number} has no {objective} to be optimised; let it evaluate: eval.every=1")
         return returned
 
-
-class ProcessLauncher(SweepLauncher):
-    """Runs the jobs on this machine, as many at a time as it is told to."""
-
-    def __init__(self, jobs: Any, gpus: Any) -> None:
-        self._at_a_time, self._gpus = jobs, gpus
-
-    def setup(self, **about: Any) -> None:
-        if not is_a(int, self._at_a_time) or self._at_a_time < 1:
-            raise UserError(f"hydra.launcher.jobs={shown(self._at_a_time)} must be a whole number of at least 1")
-        several = isinstance(self._gpus, Sequence) and not isinstance(self._gpus, str) and len(self._gpus)
-        if self._gpus is not None and not several:
-            raise UserError(f"hydra.launcher.gpus={shown(self._gpus)} must be a list such as [0,1], or left out")
-        gpus = visible_gpus() if self._gpus is None else chosen_gpus([str(gpu) for gpu in self._gpus])
-        self._places = places(self._at_a_time, gpus, os.environ)
-        super().setup(**about)
-
-    def how(self) -> str:
-        return f"{len(self._places)} at a time"
-
-    def run(self, jobs: Sequence[Job], board: Board) -> None:
+    def _run_here(self, jobs: Sequence[Job], board: Board) -> None:
+        """Run them all, and leave what became of each in its status file. KeyboardInterrupt if asked to stop."""
         pool = Pool(self._places, self._sweep.command_of, self._sweep.command, board)
         board.start()
         try:
@@ -221,26 +215,12 @@ class ProcessLauncher(SweepLauncher):
         if pool.stopped:
             raise KeyboardInterrupt
 
-
-class ElsewhereLauncher(SweepLauncher):
-    """Hands the jobs to a launcher of another program, whose processes call `run_alone`."""
-
-    def __init__(self, theirs: Any) -> None:
-        """`theirs` is that launcher's configuration."""
-
-    def setup(self, **about: Any) -> None:
-        config = about["config"]
-        with read_write(config), open_dict(config):
-            config.hydra.launcher = config.hydra.launcher.theirs
-        super().setup(**about)
-        self._theirs = Plugins.instance().instantiate_launcher(**about)
-
-    def how(self) -> str:
-        return f"by hydra/launcher={self._config.hydra.runtime.choices['hydra/launcher']}"
-
-    def run(self, jobs: Sequence[Job], board: Board) -> None:
+    def _run_elsewhere(self, jobs: Sequence[Job], board: Board) -> None:
+        """Hand them to the other launcher, whose processes call `run_alone`; else as `_run_here`."""
         # A job's folder must depend neither on how the launcher counts nor on its working directory.
-        given = [[*job.overrides, *overrides(self._place(job))] for job in jobs]
+        place = {job: os.path.relpath(job.folder, self._folder) for job in jobs}
+        of_folder = {"hydra.sweep.dir": str(self._folder)}
+        given = [[*job.overrides, *overrides({**of_folder, "hydra.sweep.subdir": place[job]})] for job in jobs]
         state, reason = "failed", f"its launcher says that it ended, but {self._folder} here does not"
         try:
             with handled(_interrupt):
@@ -254,12 +234,6 @@ class ElsewhereLauncher(SweepLauncher):
         finally:
             for job in jobs:
                 self._note_the_end(job, state, reason, board)
-
-    def _place(self, job: Job) -> dict[str, str]:
-        return {
-            "hydra.sweep.dir": str(self._folder),
-            "hydra.sweep.subdir": os.path.relpath(job.folder, self._folder),
-        }
 
     def _note_the_end(self, job: Job, state: str, reason: str, board: Board) -> None:
         """Note what became of a job that no process runs any more, if its own process did not come to note it."""
@@ -294,9 +268,8 @@ class AroundLaunchers(Callback):
     """Of Hydra (`conf/_run.yaml`): puts ours before a launcher of another program."""
 
     def on_multirun_start(self, config: DictConfig, **about: Any) -> None:
-        theirs = config.hydra.launcher
-        if not theirs._target_.endswith(f".{ProcessLauncher.__name__}"):
-            ours = f"hydra_plugins.grpo_processes.{ElsewhereLauncher.__name__}"
+        theirs, ours = config.hydra.launcher, f"hydra_plugins.grpo_processes.{ProcessLauncher.__name__}"
+        if theirs._target_ != ours:
             with read_write(config), open_dict(config):
                 config.hydra.launcher = {"_target_": ours, "_recursive_": False, "theirs": theirs}
 

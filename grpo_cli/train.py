@@ -51,7 +51,7 @@ class Trainer:
     def fit(self, stop: Stop | None = None) -> dict[str, Any]:
         """Train to the last step, or until a signal asks to stop; returns what `summary.json` says.
 
-        `stop` is given by who listens to signals already; else they are listened to as long as this takes.
+        `stop`: of a caller that already handles signals; otherwise they are handled while this runs.
         """
         status, fault = "failed", None
         self._chain = chain_of(self._run_dir)
@@ -77,7 +77,7 @@ class Trainer:
         return summary
 
     def _leave(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary. Where it cannot be, what went wrong before is what is told."""
+        """Write the summary. If that fails after another failure, only warn: the first error is the one to raise."""
         try:
             write_summary(self._run_dir, summary)
         except UserError as error:

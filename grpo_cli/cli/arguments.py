@@ -1,6 +1,6 @@
-"""What is added to a command's arguments before Hydra reads them: what a run, a file or a setting implies.
+"""Expands a command's arguments before Hydra reads them: `resume=`, `checkpoint=` and `task.path=` imply others.
 
-What most command lines do not need is imported where they do.
+Heavy imports are local to the functions that need them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun
 
 
 def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `task.eval_fraction=1` where `task.path=` names another file than the run's: all of it.
+    """Adds `task.eval_fraction=1` where `task.path=` names another file than the run's, so that all of it is evaluated.
 
-    Of the file that a run was trained on, only the share is evaluated that was held out. What the arguments say of
-    `task.eval_path` or `task.eval_fraction` counts.
+    Of the file that a run was trained on, only the held-out share is. An explicit `task.eval_path` or
+    `task.eval_fraction` wins.
     """
     from grpo_cli.config.overrides import unquoted
 
@@ -43,7 +43,7 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
 
 
 def with_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `grpo eval`, a bare word as `checkpoint=<word>`; what follows a flag is the flag's."""
+    """Reads a bare word of `grpo eval` as `checkpoint=<word>`, unless it is the value of a flag."""
     from grpo_cli.config.overrides import overrides
 
     words = list(arguments)
@@ -54,7 +54,7 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
 
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments, and before them those of the run that `resume=` or `checkpoint=` names."""
+    """Puts the overrides of the run that `resume=` or `checkpoint=` names before the given ones."""
     from grpo_cli.config.overrides import value_of
 
     flags, overrides = sorted_out(arguments)
@@ -74,11 +74,10 @@ def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def resumed(place: str, given: Sequence[str]) -> list[str]:
-    """For `grpo train resume=place`: what the run was started with, its folder, where it goes on from, and what else
-    is `given`.
+    """The overrides of `grpo train resume=place`: those of the run, its folder, its checkpoint, then the `given` ones.
 
-    `here` is the folder of `hydra.run.dir`, where job scripts begin a run and go on with it by the same command: the
-    overrides stay as they are where nothing was begun yet. UserError if there is no run to go on with.
+    With `here`, which job scripts use, the same command starts a run in the folder of `hydra.run.dir` and later resumes
+    it: the overrides are returned unchanged if no run was started there. UserError if there is no run to resume.
     """
     from grpo_cli.config.overrides import is_of_a_resume, not_said_twice, overrides, overrides_to_resume, value_of
     from grpo_cli.runs.find import resolve_run
@@ -125,10 +124,10 @@ def _refuse_another_command(folder: Path, begun: RunRecord, typed: Sequence[str]
 
 
 def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequence[str] = ()) -> list[str]:
-    """For `grpo eval checkpoint=place`: the settings of the run that it belongs to, and its weights.
+    """The overrides of `grpo eval checkpoint=place`: the settings of the checkpoint's run, and its weights.
 
-    `typed` is what the command line says besides. UserError where the checkpoint's run does not say its settings,
-    unless at least its task is named.
+    `typed` are the other overrides of the command line. UserError if the settings of the run are unknown, unless the
+    task is named.
     """
     from grpo_cli.config.overrides import overrides, overrides_of_run
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
@@ -164,9 +163,9 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
 
 
 def sorted_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags (with their values) and overrides, each in their order. Hydra's parser wants all overrides in one place.
+    """Splits arguments into flags (with their values) and overrides, since Hydra's parser wants all overrides together.
 
-    UserError for an override without a key, which Hydra does not see."""
+    UserError for an override without a key, which Hydra would ignore."""
     for word in arguments:
         if word.startswith("="):
             raise UserError(f"{word} cannot be read: write key=value or group=choice")

@@ -1,4 +1,4 @@
-"""How an unfinished word of the command line may go on. Asks for no Hydra, so that a shell is answered at once."""
+"""Shell completion. Does not import Hydra, so that it is immediate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def offered(command: str, words: Sequence[str], incomplete: str) -> list[str]:
-    """How the word that is being typed may go on: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
+    """Completions of the word being typed: `sam` to `sampler=full`, `sampler=in` to `sampler=infinite`.
 
-    Bash cuts words at `=`, so that `incomplete` is what follows it, and `words` ends with the group (and `=`, once
-    something follows). Where only one group is left its choices are offered, so that no shell ends the word at `=`.
+    Bash splits words at `=`: then `incomplete` is what follows it, and `words` ends with the group (and `=`, once
+    something follows). If only one group matches, its choices are offered, so that no shell ends the word at `=`.
     """
     from grpo_cli.config.choices import choices, groups_of
 

@@ -1,4 +1,4 @@
-"""Words of the field that name no setting, in a sentence each, with what has to do with them here."""
+"""Terms of the field that are not settings: a sentence each, with the settings and metrics that concern them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`grpo explain`: what any word is that a user meets, in the words of `conf/`, of `metrics.py` and of `concepts`.
+"""`grpo explain`: looks a word up in `conf/`, `metrics.py` and `concepts`.
 
-Answers at once: the sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
+The sentences of `metrics.py` are read from its source, since importing it loads PyTorch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_cli.support.errors import UserError, closest
 
 
 class Known(NamedTuple):
-    """A setting, and with what it is there: `grpo train`, or a choice such as `loss=grpo`."""
+    """A setting, and where it exists: in `grpo train`, or in a choice such as `loss=grpo`."""
 
     key: str
     having: str
@@ -71,7 +71,7 @@ def _metrics() -> Mapping[str, str]:
 
 
 def _metrics_of(word: str) -> list[Row]:
-    """The metric of this name (also of one that runs invent), else those that have the word in their names."""
+    """The metric of this name (placeholders such as `<k>` filled in), else those with the word in their names."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
@@ -105,7 +105,7 @@ def _all_known() -> Iterator[Known]:
 
 
 def _say_settings(settings: Sequence[Known]) -> None:
-    """Each setting once per comment, then its values, with what has them and where they stand."""
+    """Print each setting once per comment, then its values, each with the choices that have it and its place."""
     comments: dict[tuple[str, str], dict[Setting, list[str]]] = {}
     for one in settings:
         comments.setdefault((one.key, one.said.comment), {}).setdefault(one.said, []).append(one.having)

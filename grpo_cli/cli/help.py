@@ -47,7 +47,7 @@ def print_help(command: str, arguments: Sequence[str]) -> None:
 
 
 def say(text: str, hanging: int = 0) -> None:
-    """Lines that wrap in a terminal, with later ones further in, and are left whole in a pipe or a file."""
+    """Print lines: wrapped with a hanging indent in a terminal, unwrapped in a pipe or a file."""
     console = terminal.console()
     width = console.width if console.is_terminal else 10_000_000
     for line in text.split("\n"):
@@ -57,7 +57,7 @@ def say(text: str, hanging: int = 0) -> None:
 
 
 def say_rows(rows: Iterable[Row]) -> None:
-    """Settings and their comments in two columns; a comment that is that of the line before as well is not repeated."""
+    """Print settings and their comments in two columns; a comment equal to the one above is not repeated."""
     rows, before = list(rows), ""
     width = max((len(left) for left, _ in rows if len(left) <= WIDEST), default=0)
     for left, comment in rows:
@@ -66,10 +66,8 @@ def say_rows(rows: Iterable[Row]) -> None:
 
 
 def _composed(command: str, arguments: Sequence[str]) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """A command's settings, unresolved, the frame of its page, and what is chosen of each group.
-
-    Of a sweep, what is the same in all its jobs.
-    """
+    """A command's unresolved settings, the template of its page, and the choice of each group; for a sweep, without
+    the overrides that vary."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -102,5 +100,5 @@ def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = 
 
 
 def _typed(value: Any, said: Setting | None) -> str:
-    """A value as it stands in its file, if it is still that one."""
+    """A value as its file writes it, if it was not overridden."""
     return said.value if said is not None and said.value and yaml.safe_load(said.value) == value else flow(value)

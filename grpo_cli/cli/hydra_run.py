@@ -1,6 +1,6 @@
-"""Hands a command's arguments to Hydra, and ends in a run, a sweep, or one message about a mistake.
+"""Hands a command's arguments to Hydra: the result is a run, a sweep, or one message about a mistake.
 
-Hydra is imported where it is needed only, so that help and completion answer at once.
+Hydra is imported lazily, so that help and completion are immediate.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_FAILED = 100  # an exit code above 125 would say something else to the shel
 
 
 def hand_over(command: str, arguments: Sequence[str]) -> None:
-    """Run the command's job on what Hydra makes of the arguments; in a sweep, once for every combination that its check
-    lets through."""
+    """Run the command's job with the configuration that Hydra composes; in a sweep, once for every combination that
+    passes its check."""
     from grpo_cli.sweep.resume import sweep_of
 
     with refusals():
@@ -48,7 +48,7 @@ def hand_over(command: str, arguments: Sequence[str]) -> None:
 
 
 def _check(command: str, cfg: DictConfig) -> None:
-    """UserError for what the command's job would refuse before it begins."""
+    """UserError for settings that the command's job would refuse."""
     from grpo_cli.cli.jobs import CHECKS
 
     CHECKS[command](cfg)
@@ -61,8 +61,8 @@ def _run(command: str, cfg: DictConfig) -> Any:
 
 
 def _conclude(sweep: Sweep) -> int:
-    """The exit code when all jobs have ended: how many have failed, of profiles 2 if one is missing. Those are shown
-    side by side."""
+    """The exit code of a sweep that has ended: the number of failed jobs; for profiles, which are compared here, 2 if
+    one is missing."""
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
     from grpo_cli.report.profiles import compare_profiles
@@ -87,10 +87,10 @@ def _hydra(command: str, task: _Called) -> None:
 
 
 class _Called:
-    """What Hydra calls: the job, and a note of what became of it.
+    """The function that Hydra calls: runs the job and keeps its refusal.
 
-    Our own launcher starts processes and needs only the `sweep`. Other launchers call it on the machine to which they
-    have brought a job, which becomes a process there too.
+    Our launcher starts processes and needs only the `sweep`. Other launchers call it on the machine where a job is to
+    run, which becomes a process there too.
     """
 
     def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -130,14 +130,14 @@ def _named_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def _leave_no_empty_folder(folder: Path, there_before: Path | None) -> None:
-    """Hydra makes a run's folder before the run can be refused; an empty one is of no use."""
+    """Hydra creates a run's folder before the run can be refused: remove it if it is empty."""
     if folder != there_before and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 @contextmanager
 def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) -> Iterator[None]:
-    """A mistake ends with its message, a stopped sweep with how to continue it; bugs of ours pass."""
+    """Turns mistakes into messages, and says how to resume a sweep that was stopped. Bugs keep their traceback."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -160,7 +160,7 @@ def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) 
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
-    """Say how a sweep ended, and end with this exit code; or as a mistake, if none of its jobs could be run."""
+    """Print how a sweep ended and exit with this code; with 2 and the reasons, if no job could be run."""
     typer.echo(sweep.summary())
     if sweep.counts()["skipped"] == len(sweep.outcomes):
         reasons = dict.fromkeys(str(status.reason) for status in sweep.outcomes.values())
@@ -170,7 +170,7 @@ def _end(sweep: Sweep, code: int) -> NoReturn:
 
 @contextmanager
 def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What Hydra finds around it: the arguments, the folder of a user's modules, and to raise errors to us."""
+    """Sets up the process for Hydra: `sys.argv`, the current directory on the path, and full errors."""
     argv, path, full_error = sys.argv, list(sys.path), os.environ.get("HYDRA_FULL_ERROR")
     flags, overrides = sorted_out(arguments)
     sys.argv = [f"grpo {command}", *flags, *overrides]

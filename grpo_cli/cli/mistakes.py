@@ -1,6 +1,6 @@
-"""A command line that cannot be used: what it should have been, in the words of the person who typed it.
+"""Messages about a command line that cannot be used: what was typed, and what it should have been.
 
-Hydra is imported where it is needed only, so that help answers at once.
+Hydra is imported lazily, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def named(text: str | Path) -> Path:
 
 
 def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> Iterator[str]:
-    """What Hydra would answer with a traceback, or misunderstand."""
+    """Problems that Hydra would answer with a traceback, or misunderstand."""
     from grpo_cli.config.choices import choices, config_dir, groups_of
 
     for word in overrides:
@@ -58,7 +58,7 @@ def fail(error: UserError | str) -> NoReturn:
 
 
 def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """An error of the composition, in the words of the person who typed the arguments."""
+    """The message for an error of Hydra's composition."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     problems = _problems(command, arguments)
@@ -129,7 +129,7 @@ def _no_setting(key: str, known: Sequence[str]) -> str:
 
 
 def _elsewhere(key: str, known: Sequence[str]) -> str:
-    """Where the key is a setting: in other choices of its group, in TRL or verl, or with a similar spelling."""
+    """What the key may have meant: a setting of another choice of its group, a name of TRL or verl, a misspelling."""
     from grpo_cli.config.choices import choices, shipped
     from grpo_cli.config.elsewhere import meant_by
     from grpo_cli.config.overrides import RENAMED

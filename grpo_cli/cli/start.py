@@ -1,4 +1,4 @@
-"""A command's start in its folder: under a lock, written down once, refused where it would change what is there."""
+"""Starts a command in its run folder: takes the lock, refuses a folder in use, and writes `run.json`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 def started(
     command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings, resume: str | None = None, wait: float = 0.0
 ) -> Iterator[Callable[[], None]]:
-    """Hold the folder that the command writes into; a failure in here is noted in its `summary.json`. What `cfg` left
-    open is written down as it was `decided`.
+    """Lock the command's folder; a failure in the body is recorded in its `summary.json`. `auto` in `cfg` is recorded
+    as the value that was `decided`.
 
-    What is yielded is to be called when a resumed run is about to go on: it writes down what was changed, and says so.
-    UserError if another process or another run has the folder; then nothing in it is touched.
+    Yields a function to call when a resumed run is about to continue: it records and prints the settings that changed.
+    UserError if another process or another run has the folder; nothing in it is then touched.
     """
     folder = Path(cfg.run_dir)
     _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
@@ -69,7 +69,7 @@ def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSetting
 
 
 def _before(command: str, folder: Path, resume: str | None) -> RunRecord | None:
-    """What the folder says of itself, if the command may go on with that; None where it may begin."""
+    """The record of the run that the command may continue; None if the folder is free."""
     before = read_record(folder)
     if resume is not None:
         return before
@@ -91,7 +91,7 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 
 
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
-    """Write down what the run goes on with where that is not what is written there, and say what differs."""
+    """Record the settings of a resumed run if they have changed, and print the differences."""
     if before.source is not None and before.source.is_dir():
         _say(f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now")
     elif (before.overrides, dict(before.config)) == (record.overrides, record.config):
@@ -104,7 +104,7 @@ def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each choice or setting that both know and that is not the same."""
+    """A line for each choice or setting that exists in both and differs."""
     for key in [key for key in before if key in now and before[key] != now[key]]:
         if not (key.endswith("_target_") and is_ours(before[key]) and is_ours(now[key])):
             yield f"{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"

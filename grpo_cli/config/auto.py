@@ -45,7 +45,7 @@ def as_decided(settings: RunSettings | EvalRunSettings) -> dict[str, dict[str, A
 
 
 def as_begun(settings: RunSettings | EvalRunSettings, group: str) -> dict[str, Any]:
-    """What the run that is resumed has written down of them; nothing where it is not resumed, or knew no `auto`."""
+    """Those values as the resumed run recorded them; empty if no run is resumed, or if it had no `auto`."""
     return _begun(settings.run_dir, group) if isinstance(settings, RunSettings) and settings.resume else {}
 
 
@@ -57,7 +57,7 @@ def _begun(run_dir: str, group: str) -> dict[str, Any]:
 
 
 def fill(values: dict[str, Any]) -> None:
-    """Put the numbers of the recipes in the place of `auto` in a composed configuration, where there are any."""
+    """Replace `auto` in a composed configuration with the numbers of the recipes."""
     for group, keys in _BY_RECIPE.items():
         settings = values[group] if isinstance(values.get(group), dict) else {}
         for name in [name for name in keys if settings.get(name) == AUTO]:
@@ -85,9 +85,9 @@ def _has_adapters(model: Any) -> bool:
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """The settings with precisions in the place of `auto`. What they are is said, and what is slow here.
+    """The settings with precisions in place of `auto`. `say` is given the choice, and a warning if it is slow here.
 
-    `fast`: whether the device computes bfloat16 faster than float32; None: as the settings' device is found to.
+    `fast`: whether the device is faster in bfloat16 than in float32; None: ask the settings' device.
     """
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
     begun = as_begun(settings, "model")

@@ -1,6 +1,6 @@
-"""Every rule that relates two settings: what is broken is said all at once.
+"""Checks how settings relate to each other, and reports all violations at once.
 
-What a part refuses it says itself; the parts are asked here too. Nothing here touches a model.
+Parts check their own settings and are asked here too. No model is touched.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from grpo_cli.support.formatting import parse_bytes, shown
 
 
 def check(settings: RunSettings) -> Tried:
-    """Every rule that relates settings of a training run, whose ranges were checked as they were read. UserError lists
-    all that are broken. Returns the rules that were tried."""
+    """Check the settings of a training run, whose types and ranges were checked as they were read. Returns its rules,
+    tried. UserError lists every violation."""
     problems = [
         *_group_problems(settings),
         *_train_problems(settings.train, settings.m),
@@ -150,7 +150,7 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:
-    """A run of a version that allowed it goes on as it is."""
+    """Not of a resumed run, whose version may have allowed it."""
     if settings.model.dtype == "bfloat16" and not settings.model.adapted and settings.resume is None:
         yield (
             "model.dtype=bfloat16 would train every weight in 8 bits of precision, where steps of less than a 256th of "

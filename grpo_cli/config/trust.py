@@ -54,9 +54,9 @@ class _Trusted:
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
-    """The overrides of a recorded run that may be composed. What is `typed` on this command line counts in their place.
+    """The overrides of a recorded run that may be composed; those `typed` on this command line replace them.
 
-    UserError names all that are not taken, and the way out.
+    UserError lists all that are refused, and the way out.
     """
     said = [(str(found.key_or_group), found.value()) for word in typed if (found := _parsed(word)) is not None]
     here, keys = _Trusted(frozenset(_modules(said)), folder), {key for key, _ in said}
@@ -76,7 +76,7 @@ def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]
 
 
 def not_taken(words: Sequence[str], folder: Path) -> list[str]:
-    """Those of the overrides that have to be typed again when the run goes on."""
+    """The overrides that have to be typed again to resume the run."""
     here = _Trusted(frozenset(), folder)
     with _path_of_own_modules():
         return [word for word in words if any(_objections(word, _parsed(word), here))]

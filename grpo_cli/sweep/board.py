@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: in a terminal a table of its jobs that redraws itself, elsewhere a line per change."""
+"""The display of a sweep: a live table of its jobs in a terminal, otherwise a line per change."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Board:
             self._live = None
 
     def changed(self, job: Job, status: Status) -> None:
-        """A job is now in this state. That it waits is shown in the table only."""
+        """Show a job's new state; waiting is shown in the table only."""
         self._jobs[job.number] = (job, status)
         self._since[job.number] = self._clock()
         if self._live is None and (status.state != "waiting" or status.reason):
@@ -83,7 +83,7 @@ class Board:
         return status.seconds
 
     def _progress(self, job: Job, status: Status) -> str:
-        """How far it is and how well it does, by its last record."""
+        """Its step, reward and accuracy, by its last record."""
         seen = last_record(job.folder) if status.state in ("running", "done", "failed") else {}
         if not seen:
             return ""

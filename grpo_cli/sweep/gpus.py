@@ -1,4 +1,4 @@
-"""Which GPU, which part of it, and how many threads each of the jobs that run at a time gets."""
+"""Assigns GPUs, shares of their memory, and threads to the jobs that run at the same time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gpus_listed(text: str) -> list[list[str]]:
 
 
 def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each of the jobs that run at a time has in its environment: its GPU, its part of it, its threads."""
+    """The environment of each concurrent job: its GPU, its share of the memory, its threads."""
     for_all = {"PYTHONPATH": _python_path(environment)}
     if jobs > 1 and "OMP_NUM_THREADS" not in environment:
         for_all["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
@@ -70,7 +70,7 @@ def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> li
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """Lets a job find this very package, even if it is not installed."""
+    """A PYTHONPATH with which jobs import this package, even if it is not installed."""
     here = str(Path(grpo_cli.__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH", "")
     return known if here == sysconfig.get_paths()["purelib"] else os.pathsep.join(filter(None, (known, here)))

@@ -170,7 +170,7 @@ class ProcessLauncher(Launcher):
                 )
 
     def _list(self, jobs: Sequence[Job]) -> None:
-        """Write `sweep.json`: all that is needed to go on, and the jobs so far."""
+        """Write `sweep.json`: all that resuming needs, and the jobs so far."""
         path = self._folder / SWEEP
         before = read_object(path).get("jobs", [])
         self._sweep.jobs |= {job.number: job for job in jobs}
@@ -189,7 +189,7 @@ class ProcessLauncher(Launcher):
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
     def _returned(self, job: Job) -> JobReturn:
-        """What the sweeper gets. Hydra's own stops at the first failure, so it is told that every job completed."""
+        """The result for the sweeper. Hydra's own stops at the first failure, so for it every job completed."""
         status = self._sweep.outcomes[job.number]
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
         optimises = not self._config.hydra.sweeper._target_.endswith(".BasicSweeper")
@@ -205,7 +205,7 @@ class ProcessLauncher(Launcher):
         return returned
 
     def _run_here(self, jobs: Sequence[Job], board: Board) -> None:
-        """Run them all, and leave what became of each in its status file. KeyboardInterrupt if asked to stop."""
+        """Run the jobs and keep their status files. KeyboardInterrupt if asked to stop."""
         pool = Pool(self._places, self._sweep.command_of, self._sweep.command, board)
         board.start()
         try:
@@ -216,7 +216,7 @@ class ProcessLauncher(Launcher):
             raise KeyboardInterrupt
 
     def _run_elsewhere(self, jobs: Sequence[Job], board: Board) -> None:
-        """Hand them to the other launcher, whose processes call `run_alone`; else as `_run_here`."""
+        """The same by the other launcher, whose processes call `run_alone`."""
         # A job's folder must depend neither on how the launcher counts nor on its working directory.
         place = {job: os.path.relpath(job.folder, self._folder) for job in jobs}
         of_folder = {"hydra.sweep.dir": str(self._folder)}
@@ -236,7 +236,7 @@ class ProcessLauncher(Launcher):
                 self._note_the_end(job, state, reason, board)
 
     def _note_the_end(self, job: Job, state: str, reason: str, board: Board) -> None:
-        """Note what became of a job that no process runs any more, if its own process did not come to note it."""
+        """Record the end of a job whose own process died before it could."""
         status = read_status(job.folder)
         assert status is not None, "every job was given one"
         left = status.state == "running" or (status.state, state) == ("waiting", "failed")
@@ -249,9 +249,9 @@ class ProcessLauncher(Launcher):
 
 
 def run_alone(sweep: Sweep, folder: Path) -> None:
-    """Run the job of this folder, where another program's launcher has brought it, as a process of its own.
+    """Run the job of this folder in a process of its own, on the machine that another program's launcher chose.
 
-    A process that was left behind by a worker that was killed is waited for.
+    Waits for a process that a killed worker left behind.
     """
     job = next(job for job in sweep.jobs.values() if job.folder == folder)
     while is_running(folder):

@@ -1,4 +1,4 @@
-"""A pool that runs a sweep's jobs as processes, and leaves the truth about each on the disk. Knows nothing of Hydra.
+"""Runs a sweep's jobs as processes, and keeps the state of each on disk. Knows nothing of Hydra.
 
 waiting -> running -> done | failed, or waiting again if it was stopped
 """
@@ -43,17 +43,17 @@ class RunningJob:
     began: float
 
     def ask(self) -> None:
-        """Have it end its step, save and end."""
+        """Ask it to finish its step, save and exit."""
         if self.process.poll() is None:
             self.process.terminate()
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """Kill it and all its children."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def ended(self, stopped: bool) -> Status:
-        """What became of it; if it was `stopped`, it may be unfinished without having failed."""
+        """Its final status. If it was `stopped`, being unfinished is no failure."""
         self.log.close()
         code = self.process.returncode
         reason = failure(code, self.job.folder)
@@ -87,8 +87,8 @@ class Pool:
         return self._stops > 0
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run all of them, or those that had begun when it was asked to stop. An exception (such as what a cluster's
-        signal raises) has every job save and end before it goes on."""
+        """Run all jobs, or those that had started when a stop was requested. On an exception (such as one raised by a
+        cluster's signal handler) every job saves and exits before it propagates."""
         waiting = deque(jobs)
         with handled(self._ask):
             try:
@@ -153,7 +153,7 @@ class Pool:
             running.ask() if self._stops == 1 else running.kill()
 
     def _end_all(self) -> None:
-        """Leave no process behind: each is asked, and killed if this process is told to end meanwhile."""
+        """Leave no process behind: ask each to stop, and kill them if another signal arrives meanwhile."""
         stops = self._stops
         try:
             for running in self._running:
@@ -185,8 +185,8 @@ def _started(command: Sequence[str], log: IO[bytes], place: Mapping[str, str]) -
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let `handler` be called at signals that ask for the end, then who had them before (a launcher of another program
-    requeues its job); those that are ignored (`nohup`) stay so."""
+    """Call `handler` on the signals in STOPS, then the previous handler, with which another program's launcher may
+    requeue its job. Signals that are ignored (`nohup`) stay ignored."""
     all_before = {number: signal.getsignal(number) for number in STOPS}
     before = {number: known for number, known in all_before.items() if known not in (signal.SIG_IGN, None)}
 

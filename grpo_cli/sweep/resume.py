@@ -1,4 +1,4 @@
-"""A command's sweep, and how an earlier one continues: with the overrides that it was started with."""
+"""A command's sweep, and `resume=sweep`, which continues one with the overrides that it was started with."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def sweep_of(
 
 
 def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
-    """For `resume=sweep`: all overrides of the sweep in `hydra.sweep.dir`, or of the last one there is. `own` are the
-    overrides that are typed besides; what is not taken from a folder is to be among them (`config.trust`)."""
+    """The overrides of the sweep in `hydra.sweep.dir`, or of the newest one, then `own`, those of this command line.
+    What is not taken from a stranger's folder has to be among `own` (`config.trust`)."""
     named = value_of("hydra.sweep.dir", own)
     folder = Path(named) if named else _last_sweep(MULTIRUN)
     if folder is not None and not folder.exists():

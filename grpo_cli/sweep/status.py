@@ -78,7 +78,7 @@ def is_done(folder: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process still writes to the job's log, though whoever started it may be gone."""
+    """Whether a process still holds the job's log, even if its launcher is gone."""
     return is_held(folder / layout.LOG)
 
 

@@ -90,13 +90,6 @@ class Told:
     def __call__(self, logprobs, batch, totals):
         return compared(logprobs, batch, totals, beta=self.beta)
 
-class Mute:
-    def __init__(self, beta):
-        self.beta = beta
-
-    def __call__(self, logprobs, batch, totals):
-        return compared(logprobs, batch, totals, beta=self.beta)
-
 def broken(logprobs, batch, totals):
     return logprobs + None
 
@@ -206,7 +199,6 @@ def test_a_function_of_one_s_own_is_found_and_called(user_module, partial):
         ({"loss": {"_target_": "user_rules.detached"}}, "loss", "do not detach"),
         ({"loss": {"_target_": "user_rules.broken"}}, "loss._target_=user_rules.broken", "line "),
         ({"loss": {"_target_": "user_rules.compared", "beta": 0.1}}, "batch.ref_logprobs", "needs_reference = True"),
-        ({"loss": {"_target_": "user_rules.Mute", "beta": 0.1}}, "batch.ref_logprobs", "needs_reference = True"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_before_a_run_or_a_sweep_begins(user_module, changed, key, way_out):

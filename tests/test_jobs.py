@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -261,37 +259,6 @@ def test_a_line_per_change_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert console.file.getvalue() == (
         "job 3  n=4 [m=2]: running\njob 3  n=4 [m=2]: failed  step 3/7  reward 0.750  no memory\n"
     )
-
-
-class Gone(StringIO):
-    """A terminal that was closed, or a pipe that nobody reads any more."""
-
-    def __init__(self, number: int, terminal: bool) -> None:
-        super().__init__()
-        self.number, self.terminal = number, terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-    def write(self, text: str) -> int:
-        raise OSError(self.number, os.strerror(self.number))
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_jobs_end_as_they_should_though_the_screen_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, terminal: bool
-) -> None:
-    """The word that jobs are asked to stop failed when the terminal was closed, and then they were killed."""
-    monkeypatch.setattr(sys, "stdout", Gone(number, terminal))
-    monkeypatch.setenv("TERM", "xterm")
-    board = Board()
-    (job,) = listed(tmp_path, COMPLETED)
-    board.start()
-    run([job], board)
-    board.say("stopping")
-    board.close()
-    assert status(job).state == "done"
 
 
 def test_the_table_shows_every_job_that_there_is_room_for_and_counts_all(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -49,6 +48,7 @@ from grpo_cli.support.formatting import parse_bytes
 from grpo_cli.support.memory import expand_segments
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import remarks
+from grpo_cli.support.terminal import to_stderr
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -64,7 +64,7 @@ def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
 
 def say_to_stderr(text: str) -> None:
     """A warning where there is no live view that it could spoil."""
-    print(f"warning: {text}", file=sys.stderr)
+    to_stderr(f"warning: {text}")
 
 
 def set_up(
@@ -312,7 +312,7 @@ def _reference(settings: RunSettings, bench: Bench) -> Any:
 
 def evaluate_model(settings: EvalRunSettings) -> EvalResult:
     """Greedy accuracy and pass@k of a model; `samples.jsonl` and `summary.json` go into the run's folder."""
-    tracker = _logger(settings, "eval", print, partial(print, file=sys.stderr))
+    tracker = _logger(settings, "eval", print, to_stderr)
     summary: dict[str, Any] = {"status": "failed"}
     try:
         result, seconds, engine, costs = _evaluated(settings)

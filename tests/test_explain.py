@@ -63,12 +63,12 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert (found.about, found.builds) == ("What the choice is: in two lines.", "some.thing")
     assert found.settings == {
         "far": Setting("2", "Farther.", "choice.yaml:10"),
-        "low": Setting("1.0e-3", "Both ends.", "choice.yaml:11"),
+        "low": Setting("0.001", "Both ends.", "choice.yaml:11"),
         "high": Setting("0.9", "Both ends.", "_base.yaml:6"),
         "kept": Setting("[a, b]", "Left as it is.", "_base.yaml:8"),
         "parts": Setting("", "", "choice.yaml:12"),
-        "parts.first": Setting('"a: b"', "Of the whole.", "choice.yaml:14"),
-        "parts.second": Setting("~", "Of the whole.", "choice.yaml:15"),
+        "parts.first": Setting("'a: b'", "Of the whole.", "choice.yaml:14"),
+        "parts.second": Setting("null", "Of the whole.", "choice.yaml:15"),
         "parts.lines": Setting("[x, y]", "Of the whole.", "choice.yaml:16"),
     }
     base = read_conf(tmp_path / "_base.yaml")

@@ -5,13 +5,13 @@ Heavy imports are local to the functions that need them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
+from grpo_cli.support.terminal import to_stderr
 
 if TYPE_CHECKING:
     from grpo_cli.runs.record import RunRecord
@@ -99,7 +99,7 @@ def resumed(place: str, given: Sequence[str]) -> list[str]:
     else:
         folder = resolve_run(place)
     if place == "auto":
-        print(f"resume=auto goes on with {plain(folder)}", file=sys.stderr)
+        to_stderr(f"resume=auto goes on with {plain(folder)}")
     run = folder if step_of(folder.name) is None else folder.parent.parent
     record = read_record(run)
     if record is None:
@@ -140,7 +140,7 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
         raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
     found = find_checkpoint(folder)
     for reason in found.skipped:
-        print(f"passed over {reason}", file=sys.stderr)
+        to_stderr(f"passed over {reason}")
     if found.path is None and (found.skipped or not ((folder / "config.json").is_file() or has_adapters(folder))):
         raise UserError(f"checkpoint={place} holds no complete checkpoint; give another run folder or checkpoint")
     weights = (found.path or folder).resolve()

@@ -9,8 +9,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from grpo_cli.cli.mistakes import explained
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
@@ -96,9 +94,4 @@ def _rows(values: Mapping[str, Any], said: Mapping[str, Setting], prefix: str = 
             yield from [(f"{key}:", comment)] if comment else []
             yield from _rows(value, said, f"{key}.")
         elif name not in ("_target_", "_partial_"):
-            yield f"{key}={_typed(value, said.get(key))}", comment
-
-
-def _typed(value: Any, said: Setting | None) -> str:
-    """A value as its file writes it, if it was not overridden."""
-    return said.value if said is not None and said.value and yaml.safe_load(said.value) == value else flow(value)
+            yield f"{key}={flow(value)}", comment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.memory import is_out_of_memory
-from grpo_cli.support.terminal import console
+from grpo_cli.support.terminal import console, to_stderr
 
 # What refuses a job of a sweep before it is started.
 CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
@@ -36,16 +35,16 @@ def train(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
     from grpo_cli.profile import micro_batch
 
-    run = prepare(parse(cfg), _to_stderr)
+    run = prepare(parse(cfg), to_stderr)
     if _is_done(run.settings):
         return None
-    run = micro_batch.decided(run, run.device, _to_stderr)
-    micro_batch.foresee(run, _to_stderr)
+    run = micro_batch.decided(run, run.device, to_stderr)
+    micro_batch.foresee(run, to_stderr)
     settings = run.settings
     with (
         started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
         _memory_explained(run),
-        Stop(_to_stderr) as stop,
+        Stop(to_stderr) as stop,
     ):
         if _is_done(settings):  # by the process that was waited for
             return None
@@ -79,7 +78,7 @@ def _memory_explained(run: Prepared[RunSettings]) -> Iterator[None]:
 def evaluate(cfg: DictConfig) -> Any:
     from grpo_cli import experiment
 
-    settings = prepare_eval(parse_eval(cfg), _to_stderr)
+    settings = prepare_eval(parse_eval(cfg), to_stderr)
     with started("eval", cfg, settings):
         result = experiment.evaluate_model(settings)
     _print_table(result.metrics)
@@ -106,16 +105,12 @@ def profile(cfg: DictConfig) -> Any:
     from grpo_cli.profile.show import show
 
     settings = parse_profile(cfg)
-    run = prepare(settings, _to_stderr, fast_when_planned(settings.profile.for_gpu))
+    run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg, run.settings):
-        found = profiling.profile(run, command, _to_stderr, lambda text: _to_stderr(f"warning: {text}"))
+        found = profiling.profile(run, command, to_stderr, lambda text: to_stderr(f"warning: {text}"))
         show(found, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes
         write_summary(Path(settings.run_dir), {"status": "completed", "peak_bytes": peak})
     return peak
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)

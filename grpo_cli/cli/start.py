@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from grpo_cli.runs.summary import failure_noted, read_object
 from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain, shown
+from grpo_cli.support.terminal import to_stderr
 
 _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
@@ -42,7 +42,7 @@ def started(
     """
     folder = Path(cfg.run_dir)
     _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
-    with sole_use(folder, wait, _say):
+    with sole_use(folder, wait, to_stderr):
         record, before = _record(command, cfg, decided), _before(command, folder, resume)
         if before is None:
             write_record(folder, record)
@@ -93,13 +93,15 @@ def _taken(folder: Path, before: RunRecord | None) -> UserError:
 def _go_on(folder: Path, before: RunRecord, record: RunRecord) -> None:
     """Record the settings of a resumed run if they have changed, and print the differences."""
     if before.source is not None and before.source.is_dir():
-        _say(f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now")
+        to_stderr(
+            f"{folder} has no {RUN}: its settings were read from {before.source.name}/, and are written to {RUN} now"
+        )
     elif (before.overrides, dict(before.config)) == (record.overrides, record.config):
         return
     exchanged = _differences(before.choices, record.choices)
     changed = _differences(leaves("", dict(before.config)), leaves("", dict(record.config)))
     for line in (*exchanged, *changed):
-        _say(f"changed since this run was started: {line}")
+        to_stderr(f"changed since this run was started: {line}")
     write_record(folder, record)
 
 
@@ -108,7 +110,3 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for key in [key for key in before if key in now and before[key] != now[key]]:
         if not (key.endswith("_target_") and is_ours(before[key]) and is_ours(now[key])):
             yield f"{key}={plain(shown(before[key]))} is {plain(shown(now[key]))}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -22,7 +22,7 @@ _NO_SETTINGS = {"defaults", "hydra", "_target_", "_partial_"}
 
 @dataclass(frozen=True)
 class Setting:
-    """A key as it stands in a file: its value in YAML ("" for a group of settings), its comment, and its place."""
+    """A key of a file: its value in YAML ("" for a group of settings), its comment, and its place."""
 
     value: str
     comment: str
@@ -48,9 +48,10 @@ def read_conf(file: Path) -> ConfFile:
     values: dict[str, Any] = yaml.safe_load(text) or {}
     builds: str | None = values.get("_target_")
     settings: dict[str, Setting] = {}
-    for base in _bases(file, values.get("defaults", [])):
-        below = read_conf(base)
-        builds, settings = builds or below.builds, {**settings, **below.settings}
+    for base in values.get("defaults", []):  # groups, and overrides of their choices, are mappings
+        if isinstance(base, str) and base != "_self_":
+            below = read_conf(file.parent / f"{base}.yaml")
+            builds, settings = builds or below.builds, {**settings, **below.settings}
     above: dict[str, str] = {}
     head = _head(root, lines)
     for key, setting in _settings(root, [""] * head + lines[head:], _name(file)):
@@ -76,26 +77,15 @@ def _name(file: Path) -> str:
     return f"conf/{file.relative_to(config_dir())}" if file.is_relative_to(config_dir()) else file.name
 
 
-def _bases(file: Path, defaults: Sequence[Any]) -> Iterator[Path]:
-    """The files that are named by their name alone; groups, and overrides of their choices, are mappings."""
-    yield from (file.parent / f"{name}.yaml" for name in defaults if isinstance(name, str) and name != "_self_")
-
-
 def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> Iterator[tuple[str, Setting]]:
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value in _NO_SETTINGS and not prefix:
             continue
         row, below = key.start_mark.line, isinstance(value, yaml.MappingNode) and not value.flow_style
-        written = "" if below else _written(value)
-        yield prefix + key.value, Setting(written, _above(lines, row), f"{file}:{row + 1}")
+        text = "" if below else flow(yaml.constructor.SafeConstructor().construct_document(value))
+        yield prefix + key.value, Setting(text, _above(lines, row), f"{file}:{row + 1}")
         if below:
             yield from _settings(value, lines, file, f"{prefix}{key.value}.")
-
-
-def _written(node: Any) -> str:
-    """A value as its author wrote it, but a list or text of several lines in one."""
-    text = node.start_mark.buffer[node.start_mark.pointer : node.end_mark.pointer]
-    return flow(yaml.constructor.SafeConstructor().construct_document(node)) if "\n" in text.strip() else text.strip()
 
 
 def _head(root: Any, lines: Sequence[str]) -> int:

@@ -64,6 +64,11 @@ def outlive_the_reader() -> None:
     sys.stdout, sys.stderr = cast(TextIO, Screen(out)), cast(TextIO, Screen(err))
 
 
+def to_stderr(text: str) -> None:
+    """Print a line that is no result."""
+    print(text, file=sys.stderr)
+
+
 def console(file: Any = None, **options: Any) -> Console:
     """One on standard output or `file`, which may be closed while it is in use. Its colours are its own: the texts that
     it is given have none."""

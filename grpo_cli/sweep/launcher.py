@@ -44,7 +44,7 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 class ProcessLauncher(Launcher):
     """Lists the jobs, checks each, runs those that are left to do, and notes what became of them."""
 
-    def __init__(self, jobs: Any = 1, gpus: Any = None, theirs: Any = None) -> None:
+    def __init__(self, jobs: Any, gpus: Any, theirs: Any = None) -> None:
         """`jobs` at a time, on these `gpus`; or by the launcher whose configuration `theirs` is."""
         self._at_a_time, self._gpus, self._theirs = jobs, gpus, theirs
 
@@ -271,7 +271,8 @@ class AroundLaunchers(Callback):
         theirs, ours = config.hydra.launcher, f"hydra_plugins.grpo_processes.{ProcessLauncher.__name__}"
         if theirs._target_ != ours:
             with read_write(config), open_dict(config):
-                config.hydra.launcher = {"_target_": ours, "_recursive_": False, "theirs": theirs}
+                about = {"_target_": ours, "_recursive_": False, "jobs": None, "gpus": None, "theirs": theirs}
+                config.hydra.launcher = about
 
 
 def _interrupt(number: int, frame: Any) -> None:

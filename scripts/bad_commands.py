@@ -107,7 +107,8 @@ def _numbers_of(group: str, choice: str) -> list[str]:
 
     values = shipped(group, choice)
     target = hydra.utils.get_object(values["_target_"])
-    hints = typing.get_type_hints(target.__init__ if isinstance(target, type) else target)
+    constructor = isinstance(target, type) and not is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if constructor else target)
     return [name for name in values if name in hints and _kind(hints[name]) in (int, float)]
 
 

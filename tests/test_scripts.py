@@ -21,13 +21,12 @@ BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem n
 STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
-    "entropy": [()],
     "judge": [()],
     "memory": [()],
     "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",)],
-    "shared_prefix": [()],
+    "update": [("prefix",), ("entropy",)],
     "soak": [()],
     "step": [()],
 }

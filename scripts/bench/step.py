@@ -74,9 +74,9 @@ def run_ours(case: Case) -> list[Figures]:
     """Rounds of `grpo train`, nothing saved or logged; phases in processor seconds where there is one thread."""
     settings = settings_of(*training(case))
     meter = WallMeter(clock=clock_of(case.threads))
-    bench = set_up(prepare(settings), settings.model, meter=meter)
-    rules = prepare(settings).rules
-    step = Step(settings, parts_of(settings, rules, bench, (), meter, print, print))
+    run = prepare(settings)
+    bench = set_up(run, settings.model, meter=meter)
+    step = Step(settings, parts_of(run, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):
         _, figures = clocked(lambda number=number: step.run(number, progress))

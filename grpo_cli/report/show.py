@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -64,8 +64,11 @@ def rich_table(table: Table) -> RichTable:
     """Nothing in it is read as markup: it comes from files."""
     title = Text(table.title, style="italic") if table.title else None
     made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in table.columns:
-        made.add_column(Text(name), justify="right" if name in table.numeric else "left", overflow="fold")
+    for name, *cells in zip(table.columns, *table.rows, strict=True):
+        right = name in table.numeric
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)  # no number is broken
+        side: JustifyMethod = "right" if right else "left"
+        made.add_column(Text(name), justify=side, min_width=longest if right else None, overflow="fold")
     for number, row in enumerate(table.rows):
         cells = [
             Text(text, style=STATE_STYLES.get(text, "yellow") if name == "state" else "")

@@ -23,7 +23,6 @@ STUDIES = ["infinite_real", *study.STUDIES]
 SMALL = {
     "judge": [()],
     "memory": [()],
-    "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",)],
     "update": [("prefix",), ("entropy",)],
@@ -57,13 +56,13 @@ def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[
 def test_the_studies_are_named_by_their_script():
     script = str(SCRIPTS / "reproduce.sh")
     told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(f"scripts/reproduce.sh {name} " in told for name in (*STUDIES, "infinite_sampling"))
+    assert all(f"scripts/reproduce.sh {name} " in told for name in STUDIES)
     wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "name a study: default" in wrong.stderr
 
 
 def test_no_bench_goes_untried():
-    assert {*SMALL, "rollout", "schedules"} == set(BENCHES)
+    assert {*SMALL, "rollout", "schedules", "ray_engine"} == set(BENCHES)
 
 
 @pytest.mark.study

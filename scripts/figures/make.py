@@ -14,10 +14,10 @@ and so does `learning`, of `grpo train experiment=word_problems_smollm2` (`learn
 from __future__ import annotations
 
 import argparse
-import heapq
 import io
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+from schedules import simulate
+
+from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
 from grpo_cli.report.plots import COLOURS, paper_style
 from grpo_cli.tracking.console import picture
@@ -157,7 +161,7 @@ def _on_one_clock(recorded: Any) -> list[Curve]:
 def slots() -> str:
     """Which slot decodes which rollout when, in rounds and with refilling: 64 replies of a real model in 16 slots."""
     lengths, count = json.loads(SLOTS.read_text())["lengths"]["64"], 16
-    plans = {"sampler=micro": in_rounds(lengths, count), "sampler=infinite": refilled(lengths, count)}
+    plans = {"sampler=micro": planned(lengths, count, True), "sampler=infinite": planned(lengths, count, False)}
     last = max(start + length for plan in plans.values() for _, start, length in plan)
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     for panel, (name, plan) in zip(figure.subplots(2, 1, sharex=True), plans.items(), strict=True):
@@ -171,24 +175,12 @@ def slots() -> str:
     return svg(figure)
 
 
-def in_rounds(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
-    """(slot, first step, steps) of each rollout; a round begins when the longest one of the last has ended."""
-    plan, start = [], 0
-    for first in range(0, len(lengths), slots):
-        part = lengths[first : first + slots]
-        plan += [(slot, start, length) for slot, length in enumerate(part)]
-        start += max(part)
-    return plan
-
-
-def refilled(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
-    """As `in_rounds`, but that a rollout enters whichever slot falls free first."""
-    plan, free = [], [(0, slot) for slot in range(slots)]
-    for length in lengths:
-        start, slot = heapq.heappop(free)
-        plan.append((slot, start, length))
-        heapq.heappush(free, (start + length, slot))
-    return plan
+def planned(lengths: Sequence[int], slots: int, rounds: bool) -> list[tuple[int, int, int]]:
+    """(slot, first step, steps) of each rollout in the order in which they were asked for; here each holds its slot for
+    as many steps as it has tokens."""
+    held = [length + 1 for length in lengths]
+    ran = simulate(held, [None] * len(held), Fifo(), slots, rounds)
+    return [(slot, start, lengths[index]) for index, slot, start in ran.admitted]
 
 
 def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]], count: int) -> None:

@@ -17,7 +17,7 @@ import real_rollouts
 import study
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common")]
+BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common", "step")]
 STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
@@ -27,7 +27,6 @@ SMALL = {
     "overhead": [("downsample",), ("meter",)],
     "update": [("prefix",), ("entropy",)],
     "soak": [()],
-    "step": [()],
 }
 
 

@@ -36,6 +36,7 @@ from typing import Any
 import psutil
 import torch
 from common import (
+    MEASURED,
     ROOT,
     Check,
     Figures,
@@ -43,6 +44,7 @@ from common import (
     finish,
     in_a_process,
     in_turns,
+    lasting,
     medians,
     over,
     parsed,
@@ -65,7 +67,7 @@ THREE = ("engine=ray", "engine.workers=3", "engine.threads=1")
 MODEL = ("model=smollm2_135m", "model.autocast=none", "task=word_problems", "device=cpu", "logger=jsonl")
 KILLED = ("n=16", "m=4", "train.prompts=8", "logger=jsonl", "eval.every=1000", "eval.problems=4", "eval.k=1")
 # Metrics that tell of time, memory and who did what; all others must agree.
-OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
+OF_THE_WAY = ("engine/", *MEASURED)
 
 
 def bench_of(args: argparse.Namespace, *words: str) -> Any:
@@ -227,10 +229,10 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
         raise SystemExit((folder / "killed.txt").read_text()[-2000:])
     left = _train(folder, "left", args.steps)
     assert left.wait() == 0, "the run that nobody disturbs ends well"
-    rows = {name: _told(folder / name) for name in ("killed", "left")}
-    texts = {name: (folder / name / "rollouts.jsonl").read_bytes() for name in rows}
+    found = [lasting(folder / name, OF_THE_WAY) for name in ("killed", "left")]
+    texts = [(folder / name / "rollouts.jsonl").read_bytes() for name in ("killed", "left")]
     again = sum(row.get("engine/requests_again", 0.0) for row in _rows(folder / "killed"))
-    same = float(rows["killed"] == rows["left"] and texts["killed"] == texts["left"])
+    same = float(found[0] == found[1] and texts[0] == texts[1])
     print(f"{done} kills in {args.steps} steps; {again:.0f} requests were dealt again")
     checks = [Check("kills", done, least=args.kills), Check("records and rollouts are equal", same, least=1)]
     return finish(args, {"kills": done, "requests_again": again, "equal": bool(same)}, checks, "ray")
@@ -241,10 +243,6 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def _told(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith(OF_THE_WAY)} for row in _rows(run)]
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from types import ModuleType
 
 import common
 import pytest
-import real_rollouts
 import study
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -42,14 +41,6 @@ def test_every_bench_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert ended.value.code == 0 and "--json" in said and "--quick" in said
     assert f"scripts/bench/{name}.py" in said
-
-
-@pytest.mark.study
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        real_rollouts.options(["--help"]) if name == "infinite_real" else study.options([name, "--help"])
-    assert ended.value.code == 0 and f"scripts/reproduce.sh {name}" in capsys.readouterr().out
 
 
 def test_the_studies_are_named_by_their_script():

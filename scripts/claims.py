@@ -23,6 +23,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,12 +214,8 @@ def each(runs: Runs, key: str, digits: int = 2) -> str:
 
 def reached(runs: Runs, key: str) -> str:
     """A share that some seeds never come to."""
-    there = [value for value in values_or_none(runs, key) if value is not None]
+    there = [runs[seed][key] for seed in sorted(runs) if runs[seed][key] is not None]
     return listed(there, [f"{len(runs) - len(there)} of {len(runs)} never"] if len(there) < len(runs) else [])
-
-
-def values_or_none(runs: Runs, key: str) -> list[float | None]:
-    return [runs[seed][key] for seed in sorted(runs)]
 
 
 def formatted(value: float, form: int | str) -> str:
@@ -259,51 +256,31 @@ def evaluated(found: Mapping[str, Any], arm: str, cache: str) -> list[float]:
     return [found[key][cache]["eval/pass@1"] for key in sorted(found) if key.startswith(f"{arm.replace(' ', '/')}/")]
 
 
-CALLED = (pick, matching, counted, values, ratios, differences, seeds, rounds, interval, over_seeds, difference, max)
-CALLED += (
-    against,
-    times,
-    sooner,
-    spread,
-    between,
-    in_every_seed,
-    listed,
-    each,
-    reached,
-    mean,
-    share,
-    rule,
-    arms,
-    cases,
-)
-CALLED += (evaluated, statistics.median)
-
-
 def texts_of(records: Records) -> dict[str, str]:
     """What stands at each place of a page, by the name of the place."""
     made = rendered(records)
-    indices = {f"index/{study}": index(claims, records) for study, claims in _claims(made).items()}
-    return made | indices
+    return made | {name: index(list(_rows(text)), records) for name, text in made.items() if name.startswith("index/")}
 
 
 def claims_of(records: Records) -> dict[str, list[Claim]]:
-    return _claims(rendered(records))
+    """By study."""
+    made = rendered(records)
+    return {name.removeprefix("index/"): list(_rows(t)) for name, t in made.items() if name.startswith("index/")}
 
 
 def rendered(records: Records) -> dict[str, str]:
     """The texts of the template, by name."""
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.globals |= {function.__name__: function for function in CALLED}
+    made.globals |= {name: of for name, of in globals().items() if isfunction(of)} | {
+        "median": statistics.median,
+        "max": max,
+    }
     made.filters |= {"f": formatted, "pct": percent}
     made.tests["contains"] = lambda value, part: part in value
     whole = made.from_string(TEMPLATE.read_text(encoding="utf-8")).render(record=records)
     _, *parts = re.split(r"(?m)^=== (\S+)\n", whole)
     lines = ([line.strip() for line in text.splitlines() if line.strip()] for text in parts[1::2])
     return dict(zip(parts[::2], map("\n".join, lines), strict=True))
-
-
-def _claims(texts: Mapping[str, str]) -> dict[str, list[Claim]]:
-    return {name.removeprefix("index/"): list(_rows(t)) for name, t in texts.items() if name.startswith("index/")}
 
 
 def _rows(text: str) -> Iterable[Claim]:
@@ -319,12 +296,10 @@ def _rows(text: str) -> Iterable[Claim]:
 def index(claims: Sequence[Claim], records: Records) -> str:
     """The table of one study."""
     head = ["| claim | figure | of | command | JSON |", rule(5)]
-    rows = [f"| {c.what} | {c.figure} | {c.of} | `{c.command}` | {_links(c, records)} |" for c in claims]
-    return "\n".join([*head, *rows])
-
-
-def _links(claim: Claim, records: Records) -> str:
-    return ", ".join(map(records.link, claim.files.split()))
+    for c in claims:
+        links = ", ".join(map(records.link, c.files.split()))
+        head.append(f"| {c.what} | {c.figure} | {c.of} | `{c.command}` | {links} |")
+    return "\n".join(head)
 
 
 def pages() -> list[Path]:

@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts" / "bench")]
 
-from common import document, write  # noqa: E402
+from common import document, lasting, write  # noqa: E402
 from processes import Forked  # noqa: E402
 
 SHORT = ("n=4", "train.prompts=2", "train.steps=5", "train.checkpoint_every=2", "sampling.max_new_tokens=8")
@@ -55,7 +55,6 @@ CONFIGS: Mapping[str, tuple[str, ...]] = {
 }
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPS = 0.15  # the share of moments at which a process is asked to stop rather than killed
-MEASURED = ("time/", "memory/", "speed/", "clock/")
 COUNTED = ("status", "step", "updates", "final_accuracy", "best_accuracy", "generated_tokens", "trained_tokens")
 LIMIT_SECONDS = 300.0
 
@@ -261,17 +260,11 @@ def come_to(folder: Path) -> list[Any]:
 
 def _come_to(folder: Path) -> dict[str, Any]:
     try:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        last = max((folder / "checkpoints").iterdir(), key=lambda path: path.name)
+        found, summary = lasting(folder), json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError) as error:
         return {"missing": str(error)}
-    return {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows],
-        "rollouts": hashlib.sha256((folder / "rollouts.jsonl").read_bytes()).hexdigest(),
-        "summary": {key: summary.get(key) for key in COUNTED},
-        "weights": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in last.rglob("*.safetensors")},
-    }
+    rollouts = hashlib.sha256((folder / "rollouts.jsonl").read_bytes()).hexdigest()
+    return {**found, "rollouts": rollouts, "summary": {key: summary.get(key) for key in COUNTED}}
 
 
 def _differences(expected: Sequence[Any], found: Sequence[Any]) -> list[str]:

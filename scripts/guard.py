@@ -11,7 +11,6 @@ processor to another (README, Limits), so the file holds for the processor that 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -20,7 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+from common import ROOT, lasting, processor
+
 BASELINE = ROOT / "scripts" / "baselines" / "guard.json"
 SHORT = ["logger=jsonl", "train.steps=4", "train.checkpoint_every=2", "eval.every=2", "eval.problems=20", "eval.k=2"]
 RUNS = {
@@ -31,8 +32,6 @@ RUNS = {
     "dapo": ["loss=dapo", "train.epochs=2", "train.minibatches=2"],
     "lora": ["model.lora.rank=4"],
 }
-# Not a function of the run: times, and what is measured of the machine.
-MEASURED = ("time/", "memory/", "speed/", "clock/")
 
 
 def come_to(tree: Path, words: list[str]) -> dict[str, Any]:
@@ -44,17 +43,7 @@ def come_to(tree: Path, words: list[str]) -> dict[str, Any]:
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        last = max((folder / "checkpoints").iterdir(), key=lambda checkpoint: checkpoint.name)
-        weights = {
-            str(file.relative_to(last)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(last.rglob("*.safetensors"))
-        }
-    return {"metrics": [lasting(row) for row in rows], "weights": weights}
-
-
-def lasting(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(MEASURED)}
+        return lasting(folder)
 
 
 def all_runs(tree: Path) -> dict[str, Any]:
@@ -63,11 +52,6 @@ def all_runs(tree: Path) -> dict[str, Any]:
         found[name] = come_to(tree, words)
         print(f"{tree.name}: {name}: {next(iter(found[name]['weights'].values()))[:12]}", flush=True)
     return found
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -90,7 +74,7 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT")
     options = parser.parse_args()
     if options.write:
-        found = {"processor": processor(), "runs": all_runs(ROOT)}
+        found = {"processor": processor()["processor"], "runs": all_runs(ROOT)}
         options.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return
     if options.against:
@@ -103,7 +87,7 @@ def main() -> None:
                 subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     else:
         stored = json.loads(BASELINE.read_text(encoding="utf-8"))
-        if stored["processor"] != processor():
+        if stored["processor"] != processor()["processor"]:
             raise SystemExit(f"the stored runs are of another processor ({stored['processor']}): use --against COMMIT")
         before = stored["runs"]
     told = differences(before, all_runs(ROOT))

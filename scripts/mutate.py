@@ -2,8 +2,12 @@
 
     python scripts/mutate.py                              # all of scripts/mutations/*.json
     python scripts/mutate.py --only step.py --jobs 2 --json out.json
-    python scripts/mutate.py --operators downsample       # another operator or number, place by place (cosmic-ray)
-    python scripts/mutate.py --operators --every 20       # every 20th of those, in all of CORE
+
+Another operator or number in every place of the core files is cosmic-ray's work, in a checkout of its own, since it
+writes to the files:
+
+    cosmic-ray init scripts/cosmic-ray.toml session.sqlite && cosmic-ray exec scripts/cosmic-ray.toml session.sqlite
+    cr-report session.sqlite
 
 The lists hold what operators cannot make: a piece of a file that occurs once, what stands there instead, the tests that
 must fail, and in a sentence what is then wrong. Every breakage is made in a copy of the tree, never in the tree itself.
@@ -16,12 +20,10 @@ import argparse
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,19 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = (".ci", "grpo_cli", "hydra_plugins", "conf", "scripts", "tests", "outputs")
 FILES = ("LICENSE", "README.md", "pyproject.toml")
 LIMIT_SECONDS = 600
-# The files in which every operator and number is tried, each with its tests.
-CORE = {
-    "grpo_cli/rules/advantage.py": "tests/test_advantage.py",
-    "grpo_cli/rules/correction.py": "tests/test_correction.py",
-    "grpo_cli/methods/pods.py": "tests/test_downsample.py",
-    "grpo_cli/rules/loss.py": "tests/test_loss.py",
-    "grpo_cli/learner/batch.py": "tests/test_batch.py",
-    "grpo_cli/learner/logprobs.py": "tests/test_logprobs.py",
-    "grpo_cli/learner/learner.py": "tests/test_learner.py",
-    "grpo_cli/engine/step/sample.py": "tests/test_sample.py",
-    "grpo_cli/select.py": "tests/test_select.py",
-    "grpo_cli/step.py": "tests/test_train.py tests/test_off_policy.py",
-}
 
 
 @dataclass(frozen=True)
@@ -106,53 +95,12 @@ def outcome(mutation: Mutation, root: Path) -> str:
     return "survived" if ended.returncode == 0 else "killed"
 
 
-def operators(file: str, every: int, root: Path) -> Counter[str]:
-    """What became of every `every`th of cosmic-ray's mutants of a file, in the copy `root`; survivors are shown."""
-    tests = f"{sys.executable} -B -m pytest -x -q -p no:cacheprovider {CORE[file]}"
-    config, session = root / "operators.toml", root / "operators.sqlite"
-    lines = [
-        f'module-path = "{file}"',
-        f"timeout = {LIMIT_SECONDS}",
-        "excluded-modules = []",
-        f'test-command = "{tests}"',
-    ]
-    config.write_text("\n".join(["[cosmic-ray]", *lines, "[cosmic-ray.distributor]", 'name = "local"', ""]))
-    session.unlink(missing_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-
-    def cosmic_ray(*words: str) -> str:
-        command = [sys.executable, "-m", "cosmic_ray.cli", *words]
-        return subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True).stdout
-
-    cosmic_ray("init", config.name, session.name)
-    with sqlite3.connect(session) as opened:
-        for table in ("mutation_specs", "work_items"):
-            opened.execute(f"DELETE FROM {table} WHERE rowid % ? != 0", (every,))
-    cosmic_ray("exec", config.name, session.name)
-    found: Counter[str] = Counter()
-    for line in cosmic_ray("dump", session.name).splitlines():
-        item, result = json.loads(line)
-        became = "unfinished" if result is None else str(result["test_outcome"]).rpartition(".")[2].lower()
-        found[became] += 1
-        if became == "survived":
-            print(f"{file}: survived\n{result['diff']}", flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="?", const="", metavar="FILE", help="part of the name of a file of CORE")
-    parser.add_argument("--every", type=int, default=1, help="of the operators' mutants, only every Nth")
     parser.add_argument("--only", default="", help="part of a file's name, or of a breakage's sentence")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write what became of each")
     args = parser.parse_args()
-    if args.operators is not None:
-        with copies(1) as free:
-            root = free.get()
-            for file in (file for file in CORE if args.operators in file):
-                print(f"{file}: {dict(operators(file, args.every, root))}", flush=True)
-        return
     asked = [m for m in mutations(ROOT / "scripts/mutations") if args.only in m.file or args.only in m.what]
     done: list[dict[str, object]] = []
 

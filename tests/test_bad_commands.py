@@ -1,40 +1,160 @@
-"""What `grpo` says to command lines that cannot be used: some of those that scripts/bad_commands.py makes."""
+"""Command lines that cannot be used are each refused in one message that names what is wrong, without a traceback.
+
+They are made of the configuration itself (every number with what is no number, unknown keys and choices) and of the
+files and modules listed in bad_commands.yaml. A test run types 40 of them; BAD_COMMANDS=5000 types them all.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+import random
+import signal
+import time
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
+import hydra.utils
 import pytest
-from conftest import SCRIPTS
+import yaml
+from processes import Forked
 
-sys.path.append(str(SCRIPTS))
+from grpo_cli.config.choices import choices, groups_of, parts_of, shipped
+from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
+
+LISTED = yaml.safe_load(Path(__file__).with_name("bad_commands.yaml").read_text(encoding="utf-8"))
+COUNT = int(os.environ.get("BAD_COMMANDS", "40"))
+LIMIT_SECONDS = 60.0  # whatever runs longer was not refused
+COMMANDS = ("train", "eval", "profile", "show", "merge", "report", "ls", "explain")
+NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
+ANY_SIGN = {"record.rollouts", "eval.problems", "sparsity.threshold"}  # of which -1 means something
+GOOD = ("task=jsonl", "task.path=good.jsonl")
+NEEDS = {"jsonl": GOOD, "gsm8k": GOOD, "math": GOOD, "oracle": ("predictor=oracle", "predictor.lengths=x")}
+TOGETHER = {"fptas": ("predictor=mean",), "median": ("n=3",), "median_release": ("n=3",)}
+SHORT = ("logger=jsonl", "train.steps=1", "eval.problems=1", "eval.k=1", "n=2", "train.prompts=1")
+ROW = '{"question": "%s", "answer": "4"}\n'
+FILES: dict[str, str | bytes] = {
+    "good.jsonl": "".join(ROW % f"{i}+{i}" for i in range(40)),
+    "latin.jsonl": b'{"question": "\xe9", "answer": "4"}',
+    "deep.jsonl": 9000 * "[",
+    "long.jsonl": ROW % (10_000_000 * "a") + ROW % "2+2",
+    **LISTED["files"],
+}
+
+Bad = tuple[str, tuple[str, ...]]  # the word that the message has to name, and what is typed after `grpo`
 
 
 @pytest.mark.study
-def test_forty_bad_command_lines_are_each_refused_by_the_name_of_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "bad_commands.py"), "--count", "40", "--json", str(tmp_path / "told")]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}, capture_output=True, text=True
-    )
-    assert ended.stdout == "40 command lines: 0 traceback, 0 silent, 0 unnamed\n", ended.stderr
-    told = json.loads((tmp_path / "told").read_text())
-    assert told["commands"] == 40 and {answer["code"] for answer in told["answers"]} == {2}
+def test_command_lines_that_cannot_be_used_are_refused_by_the_name_of_what_is_wrong(tmp_path: Path) -> None:
+    commands = sorted(set([*numbers(), *keys_and_choices(), *listed()]))
+    assert len(commands) >= 400
+    random.Random(0).shuffle(commands)
+    faults = [fault for i, bad in enumerate(commands[:COUNT]) if (fault := fault_of(bad, tmp_path / str(i)))]
+    assert faults == []
 
 
-def test_an_answer_has_a_fault_unless_it_is_a_refusal_that_names_the_key() -> None:
-    from bad_commands import Answer, BadCommand, bad_commands
+def fault_of(bad: Bad, folder: Path) -> str:
+    """What is wrong with the answer of `grpo`; nothing if it is a refusal that names the key."""
+    key, words = bad
+    make_files(folder)
+    process = Forked(*words, cwd=folder, env={"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"})
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while (code := process.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if code is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    said = process.communicate()[0]
+    refused = code == 2 and key in said and "Traceback (most recent call last)" not in said
+    return "" if refused else f"grpo {' '.join(words)[:200]} (key {key}) ended with {code}: {said.strip()[-600:]}"
 
-    asked = bad_commands(seed=1)
-    assert len(asked) == len(set(asked)) >= 400 and asked != bad_commands(seed=2)
-    told = {
-        "": (2, "error: n=0 must be at least 2"),
-        "traceback": (1, "Traceback (most recent call last)\n n=0"),
-        "silent": (0, "n=0"),
-        "unnamed": (2, "error: it cannot be used"),
-    }
-    found = {Answer(BadCommand(("train", "n=0"), "n=0"), *answer).fault for answer in told.values()}
-    assert found == set(told) and Answer(BadCommand(("train",), "n"), None, "n").fault == "silent"
+
+def make_files(folder: Path) -> None:
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "folder").mkdir()
+    for pipe in ("pipe", "piped/model.safetensors"):
+        os.mkfifo(folder / pipe)
+
+
+def train(key: str, *words: str) -> Bad:
+    return key, ("train", *SHORT, *words)
+
+
+def numbers() -> Iterator[Bad]:
+    """Every setting that is a number, with what is none and, where no meaning is given to it, with -1."""
+    for command, settings in (("profile", ProfileRunSettings), ("eval", EvalRunSettings)):
+        for key in (key for key, kind in typed(settings, "") if kind in (int, float)):
+            for value in not_numbers(key):
+                own = command == "eval" or key.startswith("profile.")
+                yield (key, (command, f"{key}={value}")) if own else train(key, f"{key}={value}")
+    for group in parts_of("train"):
+        for choice in choices(group):
+            words = (f"{group}={choice}", *NEEDS.get(choice, ()), *TOGETHER.get(choice, ()))
+            for key in (f"{group}.{name}" for name in numbers_of(group, choice)):
+                yield from (train(key, *words, f"{key}={value}") for value in not_numbers(key))
+    for name in shipped("task", "_text")["weights"]:
+        yield from (train(f"task.weights.{name}", *GOOD, f"task.weights.{name}={value}") for value in NO_NUMBERS)
+
+
+def not_numbers(key: str) -> tuple[str, ...]:
+    return NO_NUMBERS if key in ANY_SIGN else (*NO_NUMBERS, "-1")
+
+
+def typed(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The settings below a dataclass, each with its type."""
+    for name, hint in typing.get_type_hints(settings).items():
+        if is_dataclass(hint):
+            yield from typed(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name, type_of(hint)
+
+
+def numbers_of(group: str, choice: str) -> list[str]:
+    values = shipped(group, choice)
+    target = hydra.utils.get_object(values["_target_"])
+    plain = isinstance(target, type) and not is_dataclass(target)
+    hints = typing.get_type_hints(target.__init__ if plain else target)
+    return [name for name in values if name in hints and type_of(hints[name]) in (int, float)]
+
+
+def type_of(hint: Any) -> Any:
+    members = set(typing.get_args(hint)) - {types.NoneType} if isinstance(hint, types.UnionType) else {hint}
+    return float if float in members else members.pop() if len(members) == 1 else None
+
+
+def keys_and_choices() -> Iterator[Bad]:
+    """Keys that do not exist (every setting misspelt, unknown ones in each group), and choices that do not."""
+    for key, kind in typed(ProfileRunSettings, ""):
+        if not key.startswith(("parts", "run_dir")):
+            yield f"{key}x", ("profile", f"{key}x=1")
+        if kind is bool or (kind is str and key not in ("run_dir", "device")):
+            yield key, ("profile", f"{key}=7")
+    for group in (group for group in groups_of("train") if group != "experiment"):
+        yield train(f"{group}.zzz", f"{group}.zzz=1")
+        yield train(f"{group}.zzz" if group == "model" else "zzz", f"+{group}.zzz=1")
+    for command in ("train", "eval", "profile"):
+        yield from ((group, (command, f"{group}=zzz")) for group in groups_of(command))
+    for group in parts_of("train"):
+        yield from (train(group, words) for words in (f"~{group}", f"{group}=null"))
+        modules = ("syntax_error.f", "raises.f", "exits.f", "ends.f", "works.no_such", "no_such_module.Part")
+        yield from (train(group, f"{group}._target_={name}") for name in (*modules, "math.pi", "builtins.int"))
+
+
+def listed() -> Iterator[Bad]:
+    """Those of the YAML file."""
+    broken = [name for name in FILES if name.endswith(".jsonl") and name != "good.jsonl"]
+    for entry in LISTED["commands"]:
+        asked = entry if isinstance(entry, dict) else {"key": entry[0], "words": entry[1:], "each": [None]}
+        for one in broken if asked["each"] == ["BAD"] else flat(asked["each"]):
+            key, *words = (word if one is None else word.replace("{}", one) for word in (asked["key"], *asked["words"]))
+            words = [word.replace("NINES", 400 * "9") for word in words]
+            words = [word for given in words for word in (GOOD if given == "GOOD" else (given,))]
+            yield (key, tuple(words)) if words[0] in COMMANDS else train(key, *words)
+
+
+def flat(values: list[Any]) -> list[str]:
+    return [one for value in values for one in (value if isinstance(value, list) else [value])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import real
 from test_bench_rollout import case
@@ -44,9 +42,3 @@ def test_what_is_wanted_is_asked_of_the_arms_that_ran():
         "train: float32: peak, GiB": (3.0, True),
         "train: float32: peak over TRL's": (1.5, False),
     }
-
-
-def test_a_folder_that_is_no_model_says_what_makes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        real.main(["--model", str(tmp_path)])
-    assert f"scripts/get_smollm2.sh {tmp_path}" in capsys.readouterr().err

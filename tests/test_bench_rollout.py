@@ -12,8 +12,6 @@ import arms
 import pytest
 import rollout as bench
 
-from grpo_cli.support.errors import UserError
-
 pytestmark = pytest.mark.study
 
 # The embedded model: 3 layers, 2 key-value heads of 24 numbers, keys and values, 4 bytes.
@@ -45,16 +43,6 @@ def work_of(lengths: list[int]) -> Any:
     return arms.Work(requests, made.eos)
 
 
-def test_all_arms_are_given_the_same_requests():
-    first, second = arms.make_work(case()), arms.make_work(case())
-    assert first == second
-    assert first.forced
-    natural = arms.make_work(case(lengths="natural", prompts=2))
-    assert natural.eos == (1,)
-    assert len(natural.requests) == 10
-    assert {request.sampling.max_new_tokens for request in natural.requests} == {12}
-
-
 # Lengths 7, 2, 3, 5, 1 of one prompt. A request's first token needs no step, so it takes one step less than its length.
 # All at once: 6 steps. Rounds of two: 6, then 4, then 0. Continuous, two slots: the slots take (7) and (2, 3, 5, 1) or,
 # in steps, 6 and 1 + 2 + 4 + 0 = 7.
@@ -71,11 +59,6 @@ def test_an_arm_makes_the_forced_lengths_in_the_steps_worked_out(arm: str):
     assert sorted(ran.lengths) == sorted(again.lengths) == [1, 2, 3, 5, 7]
     assert ran.steps == again.steps
     assert ran.steps == STEPS[arm]
-
-
-def test_an_arm_has_recorded_steps_where_there_is_a_gpu():
-    with ExitStack() as stack, pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU"):
-        arms.ARMS["infinite-graph"](case(), work_of([2, 1]), stack)
 
 
 @pytest.mark.vllm
@@ -116,28 +99,6 @@ def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
         ran = arms.ARMS["budget"](wanted, work, stack)(work.requests)
     assert sorted(ran.lengths) == sorted(r.sampling.max_new_tokens for r in work.requests)
     assert 0 < ran.kv_bytes <= 320 * TINY_BYTES
-
-
-def test_natural_lengths_end_with_the_models_own_token():
-    natural = case(lengths="natural", max_new_tokens=64, n=4, prompts=2)
-    work = arms.make_work(natural)
-    for arm in ("full", "generate"):
-        with ExitStack() as stack:
-            lengths = arms.ARMS[arm](natural, work, stack)(work.requests).lengths
-        assert len(lengths) == 8
-        assert max(lengths) < 64, f"{arm}: the embedded model ends its replies"
-
-
-def test_eviction_has_room_for_half_of_the_tokens():
-    full = case(lengths="full", max_new_tokens=64, slots=5)
-    work = arms.make_work(full)
-    held = {}
-    for policy in ("dense", "streaming", "rkv"):
-        with ExitStack() as stack:
-            held[policy] = arms.ARMS[policy](full, work, stack)(work.requests).kv_bytes
-    # The prompt once, in a tile of 16; of 63 tokens that are read four tiles a slot, of budget + buffer = 32 two.
-    assert held["dense"] == (1 + 5 * 4) * 16 * TINY_BYTES
-    assert held["streaming"] == held["rkv"] == (1 + 5 * 2) * 16 * TINY_BYTES
 
 
 def figures(**words: float) -> dict[str, float]:
@@ -183,12 +144,3 @@ def test_a_run_leaves_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert set(figures()) <= set(numbers)
     assert numbers["peak_bytes"] > numbers["working_bytes"] >= 0
     assert "infinite 8 in 2" in capsys.readouterr().out
-
-
-def test_a_case_has_its_own_shape():
-    for name, cases in (("sparsity", [(16, 64, 128), (16, 64, 512)]), ("infinite_sampling", [(32, 32, 128)])):
-        compared = bench.comparisons(bench.options(["--case", name, "--model", "tiny"]), "folder")
-        first = [comparison.rows[0].case for comparison in compared]
-        assert [(case.n, case.slots, case.max_new_tokens) for case in first] == cases
-    slots = [(row.arm, row.case.slots) for row in compared[0].rows]
-    assert slots == [("full", 32), ("micro", 16), ("infinite", 16), ("micro", 8), ("infinite", 8)]

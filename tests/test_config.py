@@ -193,7 +193,7 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
     assert isinstance(run.sampling.temperature, float)
 
 
-# Every number of every setting is tried by scripts/bad_commands.py; here is one of each kind of range and of relation.
+# Every number of every setting is tried by test_bad_commands.py; here is one of each kind of range and of relation.
 @pytest.mark.parametrize(
     ("words", "key", "way_out"),
     [

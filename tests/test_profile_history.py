@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from bank import Bank, BankRun, problems
-from omegaconf import OmegaConf
 from test_curricula import curriculum, ids
 from typer.testing import CliRunner
 
@@ -112,40 +112,26 @@ def rows_of(bank: Bank) -> list[dict[str, Any]]:
 
 
 Change = Callable[[list[dict[str, Any]]], Any]
-BAD: Mapping[str, tuple[Change, str]] = {
-    "empty": (lambda rows: [], f"train.history=FILE is empty; write it with {WRITE_IT}"),
-    "no JSON": (
-        lambda rows: [rows[0], "{"],
-        f"line 2 of train.history=FILE is no JSON: name the samples.jsonl that {WRITE_IT} writes",
-    ),
+BAD: Mapping[str, tuple[Change, str]] = {  # rows to what the file holds, and what the message says of it
+    "empty": (lambda rows: [], "train.history=FILE is empty"),
+    "no JSON": (lambda rows: [rows[0], "{"], "line 2 of train.history=FILE is no JSON"),
     "of an older version": (
         lambda rows: [{key: value for key, value in row.items() if key != "solved"} for row in rows],
-        "line 1 of train.history=FILE does not say solved: it is no samples.jsonl, or was written by an older version; "
-        f"write it again with {WRITE_IT}",
+        "line 1 of train.history=FILE does not say solved",
     ),
-    "other rows": (
-        lambda rows: [rows[0], [1, 2]],
-        "line 2 of train.history=FILE does not say prompt_id, sample, reason, solved: it is no samples.jsonl, or was "
-        f"written by an older version; write it again with {WRITE_IT}",
-    ),
+    "other rows": (lambda rows: [rows[0], [1, 2]], "line 2 of train.history=FILE does not say prompt_id, sample"),
     "words for values": (
         lambda rows: [row | {"solved": "no", "sample": 0.0} for row in rows],
-        "line 1 of train.history=FILE does not say sample, solved: it is no samples.jsonl, or was written by an older "
-        f"version; write it again with {WRITE_IT}",
+        "line 1 of train.history=FILE does not say sample, solved",
     ),
     "no sampled answers": (
         lambda rows: [row for row in rows if row["reason"] == "greedy"],
-        "train.history=FILE holds no sampled answers (eval.k=0, or it is of training); write it with " + WRITE_IT,
+        "train.history=FILE holds no sampled answers",
     ),
-    "twice": (
-        lambda rows: [*rows, rows[-1]],
-        "line 13 of train.history=FILE holds sample 1 of problem 'q3' a second time: one file is of one evaluation, so "
-        f"write it again with {WRITE_IT}",
-    ),
+    "twice": (lambda rows: [*rows, rows[-1]], "line 13 of train.history=FILE holds sample 1 of problem 'q3' a second"),
     "of another task": (
         lambda rows: [row | {"prompt_id": "gsm8k-" + row["prompt_id"]} for row in rows],
-        "train.history=FILE knows 0 of the 4 problems of this task (its ids are such as gsm8k-q0, the task's such as "
-        f"q0); write it with {WRITE_IT} on this task",
+        "train.history=FILE knows 0 of the 4 problems of this task",
     ),
 }
 
@@ -158,7 +144,7 @@ def test_a_file_that_does_not_do_is_refused(name: str, tmp_path: Path) -> None:
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     with pytest.raises(UserError) as told:
         read_history(str(file), bank.problems)
-    assert str(told.value) == said.replace("FILE", str(file))
+    assert str(told.value).startswith(said.replace("FILE", str(file))) and WRITE_IT in str(told.value)
 
 
 def test_a_file_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -170,12 +156,6 @@ def test_a_file_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path: 
         with pytest.raises(UserError) as told:
             check(made.settings(train=made.train(history=str(place))))
         assert str(told.value).startswith(said)
-
-
-def test_bytes_that_are_no_text_are_no_json(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="line 1 of train.history=.* is no JSON"):
-        read_history(str(tmp_path / "f"), problems(2))
 
 
 # Which sizes it suggests
@@ -267,11 +247,6 @@ def test_unsolved_problems_are_kept_by_chance_and_come_in_every_phase() -> None:
         assert {"q0", "q1"} <= set.union(*(names for size, names in seen if size == phase))
 
 
-def test_unknown_problems_are_taken_for_such_that_want_n() -> None:
-    sizes = [rule_of([4, 4, None], n=n).state_dict()["sizes"]["q2"] for n in (2, 3, 8, 16)]
-    assert sizes == [2, 4, 8, 8]
-
-
 # What is made of each
 
 
@@ -343,33 +318,18 @@ def test_a_checkpoint_of_other_sizes_is_refused() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"trivial": 1.5}, "curriculum.trivial=1.5 must be from 0 to 1"),
-        ({"unsolved": -0.5}, "curriculum.unsolved=-0.5 must be from 0 to 1"),
-        (
-            {"sizes": [4, 2]},
-            "curriculum.sizes=[4, 2] must be whole numbers of 2 or more, from the smallest to the larg",
-        ),
-        ({"sizes": [1, 2]}, "curriculum.sizes=[1, 2] must be whole numbers of 2 or more"),
-        (
-            {"shares": [1, 1]},
-            "curriculum.shares=[1, 1] must be null, or a part of the steps for each of curriculum.siz",
-        ),
-        ({"shares": [0, 0, 0]}, "curriculum.shares=[0, 0, 0] must be null, or"),
-        ({"shares": [1, -1, 1]}, "curriculum.shares=[1, -1, 1] must be null, or"),
-    ],
-    ids=str,
-)
-def test_a_setting_out_of_range_is_refused_before_a_model_is_loaded(changed: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as told:
+WRONG = [dict(trivial=1.5), dict(unsolved=-0.5), dict(sizes=[4, 2]), dict(sizes=[1, 2])]
+WRONG += [dict(shares=[1, 1]), dict(shares=[0, 0, 0]), dict(shares=[1, -1, 1])]
+
+
+@pytest.mark.parametrize("changed", WRONG, ids=str)
+def test_a_setting_out_of_range_is_refused_before_a_model_is_loaded(changed: Mapping[str, Any]) -> None:
+    ((name, value),) = changed.items()
+    with pytest.raises(UserError, match=re.escape(f"curriculum.{name}={value} must be ")):
         rule_of([4, 4], **changed)
-    assert str(told.value).startswith(said)
     parts = made.settings().parts | {"curriculum": made.part("curriculum", "profile", **changed)}
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match=re.escape(f"curriculum.{name}={value} must be ")):
         check(made.settings(parts=parts))
-    assert said in str(told.value)
 
 
 def test_a_profile_has_to_be_given_and_to_fit(tmp_path: Path) -> None:
@@ -443,9 +403,3 @@ def sizes_in(run: Path) -> Iterator[tuple[float, ...]]:
     names = ("curriculum/phase", "collect/rollouts_min", "reward/mean", "prompts/distinct", "response/length_mean")
     for row in rows_in(run):
         yield tuple(row[name] for name in names)
-
-
-def test_only_grpo_eval_has_a_split() -> None:
-    conf = Path(__file__).parents[1] / "conf"
-    assert OmegaConf.load(conf / "eval.yaml").eval == {"split": "eval"}
-    assert "split" not in vars(made.settings().eval)

@@ -388,15 +388,6 @@ def test_a_job_without_a_config_joins_the_arm_that_its_overrides_fit(tmp_path):
     ]
 
 
-def test_every_run_is_in_exactly_one_place(tmp_path):
-    for i in range(12):
-        status = ("completed", "failed", None)[i % 3]
-        leave(tmp_path / str(i), settings={"n": i % 2, "seed": i // 6}, status=status)
-    comparison = compare(runs_in(tmp_path))
-    assert sorted(run.name for run in comparison.runs) == sorted(map(str, range(12)))
-    assert len(comparison.left_out) + sum(len(arm.runs) for arm in comparison.arms) == 12
-
-
 # Times to an accuracy, curves and intervals
 
 
@@ -408,15 +399,6 @@ def test_the_time_to_an_accuracy_counts_who_never_gets_there(tmp_path):
     assert (found.seconds, found.reached, found.never) == (15.0, 2, 1)  # 10 s and 20 s
     with pytest.raises(UserError, match="--target=80 must be an accuracy above 0 and at most 1"):
         compare(comparison.runs, target=80.0)
-
-
-def test_the_target_is_a_share_of_the_highest_mean(tmp_path):
-    for i, accuracies in enumerate([(0.5, 0.8), (0.5, 0.6)]):
-        leave(tmp_path / str(i), accuracies, settings={"n": i})
-    comparison = compare(runs_in(tmp_path))
-    assert comparison.target == pytest.approx(0.76)
-    assert comparison.best.label == "n=0"
-    assert [arm.reaching(comparison.target).seconds for arm in comparison.arms] == [10.0, None]
 
 
 def test_the_highest_accuracy_counts_wherever_it_was_and_the_last_one_is_final(tmp_path):

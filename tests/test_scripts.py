@@ -13,23 +13,19 @@ from types import ModuleType
 
 import common
 import pytest
-import real_rollouts
 import study
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common")]
+BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem not in ("arms", "common", "step")]
 STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
-    "entropy": [()],
     "judge": [()],
     "memory": [()],
-    "ray_engine": [("dealing",)],
     "real": [("--parts", "floor", "train", "kv")],
     "overhead": [("downsample",), ("meter",)],
-    "shared_prefix": [()],
+    "update": [("prefix",), ("entropy",)],
     "soak": [()],
-    "step": [()],
 }
 
 
@@ -47,24 +43,16 @@ def test_every_bench_tells_its_options(name: str, capsys: pytest.CaptureFixture[
     assert f"scripts/bench/{name}.py" in said
 
 
-@pytest.mark.study
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        real_rollouts.options(["--help"]) if name == "infinite_real" else study.options([name, "--help"])
-    assert ended.value.code == 0 and f"scripts/reproduce.sh {name}" in capsys.readouterr().out
-
-
 def test_the_studies_are_named_by_their_script():
     script = str(SCRIPTS / "reproduce.sh")
     told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(f"scripts/reproduce.sh {name} " in told for name in (*STUDIES, "infinite_sampling"))
+    assert all(f"scripts/reproduce.sh {name} " in told for name in STUDIES)
     wrong = subprocess.run([script, "pod"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "name a study: default" in wrong.stderr
 
 
 def test_no_bench_goes_untried():
-    assert {*SMALL, "rollout", "schedules"} == set(BENCHES)
+    assert {*SMALL, "rollout", "schedules", "ray_engine"} == set(BENCHES)
 
 
 @pytest.mark.study

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from made import fptas, infinite, micro
-from schedules import DISTRIBUTIONS, compare, disturb, predict_trace, simulate, synthetic_trace
+from schedules import compare, simulate, synthetic_trace
 from small import make_engine, small_model, some_requests
 
-from grpo_cli.engine.order.lengths import TraceRow, kendall_tau
+from grpo_cli.engine.order.lengths import TraceRow
 from grpo_cli.engine.order.predict import Oracle
 from grpo_cli.engine.order.schedule import Fifo, Lpt, Sjf
 
@@ -33,41 +32,11 @@ def test_rounds_wait_for_their_longest():
     assert ran.decode_steps == 4 + 3
 
 
-def test_a_request_of_one_token_needs_no_step():
-    ran = simulate([1, 1, 3], [None] * 3, Fifo(), slots=1)
-    assert ran.admitted == ((0, 0, 0), (1, 0, 0), (2, 0, 0))
-    assert ran.decode_steps == 2
-    nothing = simulate([1, 1], [None] * 2, Fifo(), slots=1)
-    assert (nothing.decode_steps, nothing.bound_ratio, nothing.slot_utilisation) == (0, 1.0, 1.0)
-
-
 def test_probing_is_charged():
     # Two steps each, the first in pairs: 0 and 1, then 2 and 3 (which ends within its probe). Then 5, 2 and 1 remain.
     ran = simulate([8, 5, 4, 2], [6.0, 3.0, 2.0, 1.0], Lpt(), slots=2, prefix_tokens=2)
     assert [index for index, _, _ in ran.admitted] == [0, 1, 2]
     assert ran.decode_steps == 2 + 2 + 5
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_made_up_lengths_are_whole_and_within_the_limit(distribution):
-    rows = synthetic_trace(distribution, 2, 3, 50, 100.0, 0.8, 200, seed=1)
-    assert len(rows) == 300 and all(1 <= row.length <= 200 for row in rows)
-    assert rows == synthetic_trace(distribution, 2, 3, 50, 100.0, 0.8, 200, seed=1)
-    assert rows != synthetic_trace(distribution, 2, 3, 50, 100.0, 0.8, 200, seed=2)
-
-
-def test_disturbed_lengths_rank_as_well_as_asked():
-    rng = np.random.default_rng(0)
-    lengths = np.random.default_rng(1).permutation(np.arange(1, 2001)).tolist()
-    for tau in (0.0, 0.4, 0.8):
-        assert kendall_tau(disturb(lengths, tau, rng), lengths) == pytest.approx(tau, abs=0.05)
-    assert disturb(lengths, 1.0, rng) == pytest.approx(lengths)
-
-
-def test_the_mean_predictor_sees_earlier_steps_only():
-    steps = [[TraceRow(0, "a", 0, 10), TraceRow(0, "b", 0, 30)], [TraceRow(1, "a", 0, 99), TraceRow(1, "c", 0, 99)]]
-    predicted = predict_trace("mean", steps, 0.5, 4, np.random.default_rng(0))
-    assert predicted == [[None, None], [10.0, 20.0]]
 
 
 def test_the_simulator_counts_what_the_engine_does():
@@ -84,14 +53,6 @@ def test_the_simulator_counts_what_the_engine_does():
 
 def outcomes(trace: list[TraceRow], slots: int) -> dict[str, dict[str, float]]:
     return compare(trace, slots, tau=0.4, prefix_tokens=4, seed=0)
-
-
-@pytest.mark.parametrize("distribution", ["lognormal", "uniform"])
-def test_refilling_saves_a_quarter_of_the_steps_when_lengths_vary(distribution):
-    trace = synthetic_trace(distribution, 3, 1, 64, 250.0, 0.8, 1024, seed=0)
-    lengths = np.array([row.length for row in trace])
-    assert lengths.std() / lengths.mean() >= 0.5
-    assert outcomes(trace, slots=16)["infinite none fifo"]["of_micro"] <= 0.75
 
 
 def test_true_lengths_are_planned_best_and_guesses_are_best_taken_longest_first():

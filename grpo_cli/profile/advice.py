@@ -74,9 +74,9 @@ def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sa
         return ()
     if largest.get(TOKENS) is not None:
         return (f"One key makes it fit: {TOKENS}=auto.",)
-    if largest.get("sampler.slots") is not None:
+    if (slots := largest.get("sampler.slots")) is not None:
         infinite = "sampler=infinite " if sampler.all_at_once else ""
-        return (f"One choice makes it fit: {infinite}sampler.slots={largest['sampler.slots']}.",)
+        return (f"One choice makes it fit: {infinite}sampler.slots={slots or '<any number>'}.",)
     lines = ["No one key makes it fit, since more than one phase has too little room:"]
     for phase, sizes in at_most.phases.items():
         if total(sizes) > room:

@@ -30,7 +30,7 @@ from grpo_cli.profile.from_settings import (
     shapes_of,
     step_of,
 )
-from grpo_cli.profile.measure import Measured, Probe, Rehearsal, Subject, measure, write_trace
+from grpo_cli.profile.measure import Measured, Probe, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
@@ -126,8 +126,7 @@ def _measured(
         bench = replace(bench, engine=engine)
         rules = replace(run.rules, advantage=partial(_never_all_equal, run.rules.advantage))
         parts = experiment.parts_of(replace(run, rules=rules), bench, (), probe, say, warn)
-        rehearsal = Rehearsal(Step(settings, parts), settings, parts)
-        seen = Subject(rehearsal, bench.model, parts.reference, engine, probe)
+        seen = Subject(Step(settings, parts), settings, parts, engine, probe)
         measured = measure(seen, settings.profile, settings.profile.eval and settings.eval.every > 0, say)
         if settings.profile.trace:
             folder.mkdir(parents=True, exist_ok=True)

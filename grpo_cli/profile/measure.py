@@ -49,25 +49,6 @@ _TOKENS = {  # what a phase's tokens per second are of
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """Rounds and evaluations of a run, with nothing saved or logged."""
-
-    step: Step
-    settings: RunSettings
-    parts: Parts
-
-    def rehearse(self, steps: Sequence[int], evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """`step` or `eval` of each, and its metrics."""
-        settings, progress = self.settings, Progress()
-        for step in steps:
-            yield "step", self.step.run(step, progress).metrics
-        if evaluate:
-            with self.parts.meter.span("eval"), self.step.learner.autocast():
-                result = evaluate_with(self.parts.bench, settings.eval, settings.sampling, settings.seed)
-            yield "eval", result.metrics
-
-
-@dataclass(frozen=True)
 class Phase:
     """Seconds of each time that it was measured, tokens of a time (None where that says nothing), peak bytes."""
 
@@ -131,13 +112,32 @@ class Probe:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: rounds, and what they are put together from."""
+    """What is measured: a run's steps and evaluations, with nothing saved or logged."""
 
-    rehearsal: Rehearsal
-    model: Any
-    reference: Any | None
+    step: Step
+    settings: RunSettings
+    parts: Parts
     engine: ProfiledEngine
     probe: Probe
+
+    @property
+    def model(self) -> Any:
+        return self.parts.bench.model
+
+    @property
+    def reference(self) -> list[Tensor]:
+        """Weights of the reference, if that is a model of its own."""
+        return held(self.parts.reference) if isinstance(self.parts.reference, torch.nn.Module) else []
+
+    def rehearse(self, steps: Sequence[int], evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """`step` or `eval` of each, and its metrics."""
+        settings, progress = self.settings, Progress()
+        for step in steps:
+            yield "step", self.step.run(step, progress).metrics
+        if evaluate:
+            with self.probe.span("eval"), self.step.learner.autocast():
+                result = evaluate_with(self.parts.bench, settings.eval, settings.sampling, settings.seed)
+            yield "eval", result.metrics
 
 
 class _Update:
@@ -210,7 +210,7 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
     with probe, update.seen():
         done, trained, fullest_step = 0, 0.0, 0
         say(f"warming up ({profile.warmup} of {count} steps)")
-        for kind, metrics in subject.rehearsal.rehearse(range(count), evaluate):
+        for kind, metrics in subject.rehearse(range(count), evaluate):
             done += kind == "step"
             work, stats = subject.engine.take()
             before, trained = trained, metrics.get("tokens/trained", trained)
@@ -248,9 +248,7 @@ def _anatomy(
     found: dict[str, Sizes] = {}
     open_spans: tuple[str, ...] = ()
     with Allocations(subject.model) as allocations:
-        allocations.leave_out(update.state)
-        if isinstance(subject.reference, torch.nn.Module):
-            allocations.leave_out(held(subject.reference))
+        allocations.leave_out([*update.state, *subject.reference])
 
         def note(names: tuple[str, ...]) -> None:
             nonlocal open_spans
@@ -262,7 +260,7 @@ def _anatomy(
 
         subject.probe.listener = note
         try:
-            for kind, _ in subject.rehearsal.rehearse([step], evaluate):
+            for kind, _ in subject.rehearse([step], evaluate):
                 _keep_larger(works, kind, subject.engine.take()[0])
         finally:
             subject.probe.listener = lambda names: None
@@ -273,8 +271,7 @@ def _breakdown(subject: Subject, update: _Update, inside: Sizes, kv: int, peak: 
     parts = dict.fromkeys(KINDS, 0) | dict(inside)
     parts[WEIGHTS] = storage_bytes(held(subject.model))
     # A reference that is the model without its adapters has no weights of its own.
-    both = held(subject.model) + (held(subject.reference) if isinstance(subject.reference, torch.nn.Module) else [])
-    parts[REFERENCE] = storage_bytes(both) - parts[WEIGHTS]
+    parts[REFERENCE] = storage_bytes(held(subject.model) + subject.reference) - parts[WEIGHTS]
     parts[OPTIMIZER] = storage_bytes(update.state)
     parts[KV] = kv
     parts[ACTIVATIONS] = max(0, parts[ACTIVATIONS] - kv)
@@ -290,7 +287,7 @@ def write_trace(subject: Subject, folder: Path) -> list[Path]:
         torch.cuda.memory._record_memory_history()
     subject.probe.trace = True
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in subject.rehearsal.rehearse([0], False):
+        for _ in subject.rehearse([0], False):
             pass
     subject.probe.trace = False
     written = [folder / "trace.json.gz"]

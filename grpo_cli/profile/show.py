@@ -10,7 +10,7 @@ from grpo_cli.profile.estimate import EXACT, KINDS, MOST, total
 from grpo_cli.profile.findings import Findings, times_floor, tokens_per_second
 from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import Sizes
-from grpo_cli.report.show import print_first_fitting
+from grpo_cli.report.show import print_table
 from grpo_cli.report.tables import Table
 from grpo_cli.support.formatting import gib
 
@@ -19,10 +19,10 @@ def show(findings: Findings, console: Console) -> None:
     """Tables of time and memory, then what dominates."""
     measured = findings.measured
     if measured is not None:
-        print_first_fitting(console, [_phases(findings, measured)])
+        print_table(console, _phases(findings, measured))
         console.print(_engine_line(measured), highlight=False)
-    print_first_fitting(console, [_memory(findings)])
-    print_first_fitting(console, [_floors(findings)])
+    print_table(console, _memory(findings))
+    print_table(console, _floors(findings))
     notes = [f"Not predicted: {note}." for note in findings.not_predicted]
     for line in (*notes, *_fit_lines(findings), *findings.advice):
         console.print(line, highlight=False, markup=False)

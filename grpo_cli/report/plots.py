@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from grpo_cli.report.compare import Arm, Comparison
-from grpo_cli.report.curves import AXES, Curve, deviation, mean_curve, spoken
+from grpo_cli.report.curves import AXES, CLOCK, Curve, deviation, mean_curve, spoken
 from grpo_cli.support.formatting import short, size
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ STYLE: Any = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
 }
+DRAWN_AXES = {axis: AXES[axis] for axis in (CLOCK, "tokens/generated")} | {"step": "steps"}
 DPI = 200
 MOST_BARS = 60  # of a picture
 NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
@@ -73,10 +74,7 @@ def pictures(comparison: Comparison) -> dict[str, bytes]:
     drawn: dict[str, bytes] = {}
     with paper_style():
         if any(line.curves or line.unfinished for line in lines):
-            axes = {axis: AXES[axis] for axis in ("clock/train_seconds", "tokens/generated")} | {"step": "steps"}
-            targets = {} if comparison.target is None else {"": comparison.target}
-            caption = f"held-out {spoken(comparison.metric)}"
-            drawn["accuracy.png"] = png(accuracy_figure({"": lines}, axes, targets, caption))
+            drawn["accuracy.png"] = png(accuracy_figure(lines, comparison.target, comparison.metric))
         if measured:
             drawn["memory.png"] = png(memory_figure(measured))
         if timed:
@@ -99,37 +97,28 @@ def paper_style() -> Iterator[None]:
         yield
 
 
-def accuracy_figure(
-    panels: Mapping[str, Sequence[ArmLine]],
-    axes: Mapping[str, str],
-    targets: Mapping[str, float],
-    caption: str,
-    title: str = "",
-) -> Figure:
-    """One row per panel, one column per axis: mean accuracy of each line, and a band of one standard deviation.
+def accuracy_figure(lines: Sequence[ArmLine], target: float | None, metric: str) -> Figure:
+    """One panel per axis: mean accuracy of each line, and a band of one standard deviation.
 
-    `targets` are accuracies by panel, drawn as dashed lines. Of more lines than there are colours, those that end
-    highest are coloured and named and the rest is grey; curves outside of means are dotted.
+    Of more lines than there are colours, those that end highest are coloured and named and the rest is grey; curves
+    outside of means are dotted, the target accuracy is dashed.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.8 * len(axes), 3.2 * len(panels) + 0.4), layout="constrained")
-    grid = figure.subplots(len(panels), len(axes), squeeze=False, sharey="row")
-    colours = _colours([line for lines in panels.values() for line in lines])
+    figure = Figure(figsize=(3.8 * len(DRAWN_AXES), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(DRAWN_AXES), squeeze=False, sharey=True)[0]
+    colours = _colours(lines)
     handles: dict[str, Any] = {}
-    for row, (name, lines) in zip(grid, panels.items(), strict=True):
-        for panel, (axis, axis_words) in zip(row, axes.items(), strict=True):
-            for line in sorted(lines, key=lambda line: line.label in colours):  # grey ones below the others
-                handles |= _draw(panel, line, axis, colours)
-            if name in targets:
-                handles[TARGET] = panel.axhline(targets[name], color="black", ls="--", lw=0.8)
-            panel.set_xlabel(axis_words)
-            panel.set_xlim(left=0)
-            panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
-        row[0].set_ylabel("\n".join(filter(None, (_safe(name), _safe(caption)))))
-    if title:
-        figure.suptitle(_safe(title))
-    _legend(figure, handles, colours, len(axes))
+    for panel, (axis, caption) in zip(panels, DRAWN_AXES.items(), strict=True):
+        for line in sorted(lines, key=lambda line: line.label in colours):  # grey ones below the others
+            handles |= _draw(panel, line, axis, colours)
+        if target is not None:
+            handles[TARGET] = panel.axhline(target, color="black", ls="--", lw=0.8)
+        panel.set_xlabel(caption)
+        panel.set_xlim(left=0)
+        panel.xaxis.set_major_formatter(lambda value, _: short(value).replace(".0", ""))
+    panels[0].set_ylabel(_safe(f"held-out {spoken(metric)}"))
+    _legend(figure, handles, colours)
     return figure
 
 
@@ -167,7 +156,7 @@ def _draw(panel: Axes, line: ArmLine, axis: str, colours: Mapping[str, tuple[str
     return named
 
 
-def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, Any], columns: int) -> None:
+def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, Any]) -> None:
     named = {label: handles[label] for label in (*colours, TARGET, NOT_AVERAGED) if label in handles}
     grey = [label for label in handles if label not in named]
     if grey:
@@ -175,7 +164,7 @@ def _legend(figure: Figure, handles: Mapping[str, Any], colours: Mapping[str, An
     if named:
         labels = [_broken(label) for label in named]
         widest = max(len(line) for label in labels for line in label.split("\n"))
-        fitting = max(1, min(len(named), columns * 60 // (widest + 8)))
+        fitting = max(1, min(len(named), 60 * len(DRAWN_AXES) // (widest + 8)))
         figure.legend(list(named.values()), labels, loc="outside lower center", ncols=fitting, fontsize=8)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_cli.report import plots
-from grpo_cli.report.show import print_first_fitting
+from grpo_cli.report.show import print_table
 from grpo_cli.report.tables import Table
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, write_atomically
@@ -78,7 +78,7 @@ def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Co
     where matplotlib is installed, as a picture."""
     console = console or terminal.console()
     rows = [profile_row(name, read_profile(job / layout.PROFILE)) for name, job in jobs]
-    print_first_fitting(console, [profile_table(rows)])
+    print_table(console, profile_table(rows))
     written = {layout.COMPARISON: f"{json_line([asdict(row) for row in rows], indent=2)}\n".encode()}
     if plots.can_draw():
         written[layout.COMPARISON_PICTURE] = profile_picture({row.name or "as configured": row for row in rows})

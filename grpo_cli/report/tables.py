@@ -117,18 +117,6 @@ def settings_table(comparison: Comparison) -> Table:
     return Table(("arm", *comparison.columns), tuple(rows))
 
 
-def settings_lines(comparison: Comparison) -> list[str]:
-    """The same in words: the settings that most arms have, then for each arm in what it is another."""
-    rows = settings_table(comparison).rows
-    usual = [Counter(column).most_common(1)[0][0] for column in zip(*rows, strict=True)][1:]
-    lines = [f"usual: {' '.join(f'{key}={value}' for key, value in zip(comparison.columns, usual, strict=True))}"]
-    for number, *values in rows:
-        told = zip(comparison.columns, values, usual, strict=True)
-        other = [f"{key}={value}" for key, value, common in told if value != common]
-        lines.append(f"arm {number}: {' '.join(other) or 'as usual'}")
-    return lines
-
-
 def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[str]:
     return [shown(settings[column]) if column in settings else NOTHING for column in columns]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import engine_of, settings_of
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.instantiate import make
@@ -28,15 +28,14 @@ from grpo_cli.types import Prompt, Request
 WARM_UP_TOKENS = 16
 
 
-def _config(kind: type[PreTrainedConfig], vocabulary: int, sizes: Sequence[int], **more: Any) -> PreTrainedConfig:
+def _qwen2(vocabulary: int, *sizes: int) -> PreTrainedConfig:
     """`sizes`: hidden, intermediate, layers, heads, key-value heads, context."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    words = dict(zip((*names, "max_position_embeddings"), sizes, strict=True)) | more
-    return kind(vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=None, **words)
-
-
-def _rope(theta: float) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": theta}
+    words = dict(zip((*names, "max_position_embeddings"), sizes, strict=True))
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    return Qwen2Config(
+        vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=None, rope_parameters=rope, **words
+    )
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,12 @@ class Shape:
     repeats: int
 
 
-_50M = _config(Qwen2Config, 32_768, (512, 1536, 12, 8, 2, 2048), rope_parameters=_rope(1e4))
-_WIDE = _config(Qwen2Config, 256, (256, 256, 2, 8, 8, 1 << 16), rope_parameters=_rope(1e4))
-_QWEN3 = _config(Qwen3Config, 151_936, (2048, 6144, 28, 16, 8, 40_960), head_dim=128, rope_parameters=_rope(1e6))
+_50M = _qwen2(32_768, 512, 1536, 12, 8, 2, 2048)
+_WIDE = _qwen2(256, 256, 256, 2, 8, 8, 1 << 16)
 SHAPES = {
     "tiny": Shape(None, (0, 0), n=64, max_new_tokens=128, repeats=15),
     "50m": Shape(_50M, (16, 48), n=32, max_new_tokens=128, repeats=1),
     "wide": Shape(_WIDE, (16, 16), n=16, max_new_tokens=128, repeats=1),  # as many key-value heads as heads
-    "qwen3-1.7b": Shape(_QWEN3, (64, 192), n=32, max_new_tokens=1024, repeats=1),
 }
 
 

@@ -193,6 +193,21 @@ def told(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [{k: v for k, v in asdict(c).items() if v not in (inf, -inf)} | {"holds": c.holds} for c in checks]
 
 
+# Metrics that are no function of the run: times, and what is measured of the machine.
+MEASURED = ("time/", "memory/", "speed/", "clock/")
+
+
+def lasting(folder: Path, not_the_same: tuple[str, ...] = MEASURED) -> dict[str, Any]:
+    """What two runs of the same settings agree in: the metrics of each step, and hashes of the last weights by file."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = max((folder / "checkpoints").iterdir(), key=lambda checkpoint: checkpoint.name)
+    files = {str(file.relative_to(last)): file for file in sorted(last.rglob("*.safetensors"))}
+    return {
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(not_the_same)} for row in rows],
+        "weights": {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
+    }
+
+
 def document(args: argparse.Namespace, *packages: str) -> dict[str, Any]:
     """What figures depend on: the settings they were asked with, and the environment. Of files and folders the name:
     where they lie concerns one machine."""

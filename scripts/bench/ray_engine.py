@@ -3,7 +3,6 @@
     python scripts/bench/ray_engine.py rate --model models/smollm2 --json out.json
     python scripts/bench/ray_engine.py weights --model models/smollm2
     python scripts/bench/ray_engine.py lost --model models/smollm2
-    python scripts/bench/ray_engine.py dealing
     python scripts/bench/ray_engine.py kills --kills 50
 
 rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
@@ -12,7 +11,6 @@ rate     rollouts of a model with a thread for each process: in this process, by
 weights  putting a model's weights into Ray's store, as an update does, and until a worker has them, over one copy of
          the same bytes in memory.
 lost     what rollouts by three workers take when one of them is killed half-way, and how long until it is replaced.
-dealing  what it costs the trainer to cut requests into portions for 64 workers.
 kills    `grpo train` with three workers, of which a random one is killed at random moments until enough were; records
          and rollouts are compared with those of engine=torch, which nobody disturbs.
 
@@ -27,7 +25,6 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +36,7 @@ from typing import Any
 import psutil
 import torch
 from common import (
+    MEASURED,
     ROOT,
     Check,
     Figures,
@@ -46,6 +44,7 @@ from common import (
     finish,
     in_a_process,
     in_turns,
+    lasting,
     medians,
     over,
     parsed,
@@ -57,10 +56,7 @@ from common import (
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
 from grpo_cli.config.prepare import prepare
-from grpo_cli.engine.ray.pool import portions
 from grpo_cli.experiment import set_up
-from grpo_cli.settings import Sampling
-from grpo_cli.types import Prompt, Request
 
 ARMS = {
     "in this process": ("engine=torch",),
@@ -71,25 +67,7 @@ THREE = ("engine=ray", "engine.workers=3", "engine.threads=1")
 MODEL = ("model=smollm2_135m", "model.autocast=none", "task=word_problems", "device=cpu", "logger=jsonl")
 KILLED = ("n=16", "m=4", "train.prompts=8", "logger=jsonl", "eval.every=1000", "eval.problems=4", "eval.k=1")
 # Metrics that tell of time, memory and who did what; all others must agree.
-OF_THE_WAY = ("engine/", "time/", "clock/", "memory/", "speed/")
-
-
-def dealing(args: argparse.Namespace) -> int:
-    sampling = Sampling.plain(512)
-    prompts = [Prompt(f"p{number}", (1,) * 64, "") for number in range(args.requests // 16)]
-    requests = [Request(prompt, sample, sample, sampling) for prompt in prompts for sample in range(16)]
-    lengths = [float(10 + index * 37 % 500) for index in range(len(requests))]
-
-    def once() -> float:
-        start = time.process_time()
-        dealt = portions(requests, lengths, 64, at_once=False)
-        assert sum(map(len, dealt)) == len(requests), "everything is dealt"
-        return (time.process_time() - start) / len(requests) * 1e6
-
-    found = {"microseconds_per_request": statistics.median(once() for _ in range(args.rounds))}
-    print(f"{len(requests)} requests, 64 workers: {found['microseconds_per_request']:.1f} us of processor time each")
-    checks = [] if args.quick else [Check("us a request", found["microseconds_per_request"], most=50)]
-    return finish(args, found, checks, "ray")
+OF_THE_WAY = ("engine/", *MEASURED)
 
 
 def bench_of(args: argparse.Namespace, *words: str) -> Any:
@@ -251,10 +229,10 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
         raise SystemExit((folder / "killed.txt").read_text()[-2000:])
     left = _train(folder, "left", args.steps)
     assert left.wait() == 0, "the run that nobody disturbs ends well"
-    rows = {name: _told(folder / name) for name in ("killed", "left")}
-    texts = {name: (folder / name / "rollouts.jsonl").read_bytes() for name in rows}
+    found = [lasting(folder / name, OF_THE_WAY) for name in ("killed", "left")]
+    texts = [(folder / name / "rollouts.jsonl").read_bytes() for name in ("killed", "left")]
     again = sum(row.get("engine/requests_again", 0.0) for row in _rows(folder / "killed"))
-    same = float(rows["killed"] == rows["left"] and texts["killed"] == texts["left"])
+    same = float(found[0] == found[1] and texts[0] == texts[1])
     print(f"{done} kills in {args.steps} steps; {again:.0f} requests were dealt again")
     checks = [Check("kills", done, least=args.kills), Check("records and rollouts are equal", same, least=1)]
     return finish(args, {"kills": done, "requests_again": again, "equal": bool(same)}, checks, "ray")
@@ -267,26 +245,21 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _told(run: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith(OF_THE_WAY)} for row in _rows(run)]
-
-
 def main(words: Sequence[str] | None = None) -> int:
     made = bench_parser(__doc__, rounds=3, threads=1)
-    made.add_argument("what", choices=("rate", "weights", "lost", "dealing", "kills"))
+    made.add_argument("what", choices=("rate", "weights", "lost", "kills"))
     made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2", help="made by scripts/get_smollm2.sh")
     made.add_argument("--tokens", type=positive, default=64, help="of a reply, at most")
     made.add_argument("--prompts", type=positive, default=8)
     made.add_argument("--n", type=positive, default=16)
     made.add_argument("--sampler", default="infinite")
     made.add_argument("--slots", type=positive, default=32, help="of each worker")
-    made.add_argument("--requests", type=positive, default=8192, help="of dealing")
     made.add_argument("--kills", type=positive, default=50)
     made.add_argument("--steps", type=positive, default=600, help="of kills")
     made.add_argument("--pause", type=float, default=3.0, help="seconds between two kills, at most")
-    args = parsed(made, words, tokens=8, prompts=2, n=4, requests=512, kills=1, steps=6, rounds=1)
+    args = parsed(made, words, tokens=8, prompts=2, n=4, kills=1, steps=6, rounds=1)
     args.model = args.model.resolve()
-    return {"rate": rate, "weights": weights, "lost": lost, "dealing": dealing, "kills": kills}[args.what](args)
+    return {"rate": rate, "weights": weights, "lost": lost, "kills": kills}[args.what](args)
 
 
 if __name__ == "__main__":

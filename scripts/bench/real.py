@@ -3,6 +3,7 @@
     scripts/get_smollm2.sh models/smollm2
     python scripts/bench/real.py --model models/smollm2 --data train.jsonl --json scripts/baselines/bench_real.json
     python scripts/bench/real.py --parts rollout kv --precisions bfloat16 --rounds 1
+    python scripts/bench/real.py --model grpo_cli/model/tiny --parts train --precisions float32
 
 Every measurement is a process of its own; arms take turns, and ratios are of what one round measured. With one thread
 ratios are of processor seconds, which neighbours do not touch, else of the clock. Precisions: weights of float32, of
@@ -12,8 +13,9 @@ rollout   64 completions of 48 tokens, in 16 slots and in 64: ours, vLLM (--vllm
           has it) with as many, `generate` on as many rows; and 50 M random parameters in 8 slots beside vLLM
 floor     our decode step beside the product floor: every linear layer of a step alone, at as many rows as the step pads
           to, weights and input in the precision that is multiplied in
-train     rounds of 2 problems x 8 completions of up to 96 tokens, every weight trained; in float32 and autocast beside
-          TRL's (the extra `bench`), also with train.shared_prefix=true; the peaks of all processes
+train     rounds of 2 problems x 8 completions of up to 96 tokens (of the embedded model 16 x 16 of up to 128, on
+          its own task), every weight trained; in float32 and autocast beside TRL's (the extra `bench`), also with
+          train.shared_prefix=true; the peaks of all processes
 kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
           reserve the limit: ours by that budget, and in 8 slots
 """
@@ -43,6 +45,7 @@ from grpo_cli.engine.kv.padding import Padding
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import flush_denormals
 
+TINY = Path(str(files("grpo_cli.model") / "tiny")).resolve()
 PRECISIONS = {
     "float32": ("model.dtype=float32", "model.autocast=none"),
     "bfloat16": ("model.dtype=bfloat16", "model.autocast=none"),
@@ -112,8 +115,9 @@ MEASURES: Mapping[str, Callable[[Case], Figures]] = {
 
 def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
     """What each part compares, by title."""
-    task = ["task=arithmetic"] if args.quick else ["task=gsm8k", *([f"task.path={args.data}"] if args.data else [])]
-    sizes = QUICK if args.quick else SIZES
+    embedded = args.model.resolve() == TINY
+    task = ["task=arithmetic"] if embedded else ["task=gsm8k", *([f"task.path={args.data}"] if args.data else [])]
+    sizes = QUICK if args.quick else SIZES | ({"train": (16, 16, 128)} if embedded else {})
 
     def case(part: str, precision: str, **more: Any) -> Case:
         prompts, n, tokens = sizes[part]
@@ -226,8 +230,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--steps", type=int, default=3, help="of training, measured per turn, after one that is not")
     parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
-    tiny = files("grpo_cli.model") / "tiny"
-    args = parsed(parser, words, rounds=1, model=Path(str(tiny)), precisions=("float32",), rows=[4], steps=1)
+    args = parsed(parser, words, rounds=1, model=TINY, precisions=("float32",), rows=[4], steps=1)
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model} is no model's folder: scripts/get_smollm2.sh {args.model} makes one")
     with tempfile.TemporaryDirectory() as scratch:

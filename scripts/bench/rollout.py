@@ -1,10 +1,8 @@
 """Rollouts side by side on the same weights, prompts and lengths: our samplers, `transformers` and vLLM.
 
     python scripts/bench/rollout.py --prompts 16 --n 16 --slots 64 --json out.json
-    python scripts/bench/rollout.py --model qwen3-1.7b --device cuda --n 32 128 512
     python scripts/bench/rollout.py --case n512         # process peak of n=512 in 16 slots, KV peak at slots = n/4
     python scripts/bench/rollout.py --case sparsity     # decoding under eviction, with half of the keys, beside dense
-    scripts/reproduce.sh infinite_sampling              # --case infinite_sampling: the memory of fewer slots
 
 Arms: `full`, `micro`, `infinite`, on a GPU `infinite-graph`; `generate` of `transformers` (everything in one padded
 batch); `vllm` where it is installed. The last two also as `<arm>-slots`, with only `slots` rows at a time.
@@ -19,12 +17,6 @@ Steps: batched forwards that make one token per row; for `vllm` all forwards, as
 values held at most, by shapes; for `vllm` what it was given, which is what its rows need at full length. Memory: peak
 of the process (of the allocator on a GPU) after warm-up, weights and libraries included; `working` is that peak less
 what was held just before.
-
-`infinite_sampling` is the claim of arXiv 2506.22950 on random weights of the largest shape that the machine serves in
-minutes. Keys and memory are two columns, because the published saving, 21.55 to 10.64 GB for Qwen3-1.7B, is of the
-second and more than the keys of a group of 32 take: 32 x 1024 tokens of 112 KiB are 3.8 GB in bfloat16. What else grew
-with the group in that measurement is not public. Here a prompt's keys are stored once for its group and no slot saves
-them, so that slots = n/2 leaves half, and half of the prompt's share.
 """
 
 from __future__ import annotations
@@ -176,15 +168,6 @@ def memory_cases(case: Case) -> list[Comparison]:
     ]
 
 
-def fewer_slots(case: Case, shares: Sequence[int]) -> Comparison:
-    """`full`, then both ways of using fewer slots, from many to few."""
-    less = [replace(case, slots=max(1, case.n // share)) for share in shares]
-    rows = [Row("full", replace(case, slots=case.n))]
-    rows += [Row(arm, fewer) for fewer in less for arm in ("micro", "infinite")]
-    title = f"{case.model} on {case.device}: a group of {case.n}, {case.lengths} lengths of at most "
-    return Comparison(f"{title}{case.max_new_tokens}", rows)
-
-
 def show_comparison(comparison: Comparison) -> None:
     """The table, an arm's rollouts and slots with its name; below it the arms that did not run."""
     found: dict[str, Figures] = {}
@@ -222,39 +205,28 @@ def weights_folder(model: str, device: str, seed: int, scratch: Path) -> str:
     return str(folder)
 
 
-def largest_model(device: str) -> str:
-    """The largest shape that this machine serves in minutes: on a CPU that is a matter of time, not of memory."""
-    large = device == "cuda" and torch.cuda.get_device_properties(0).total_memory > 24 * 10**9
-    return "qwen3-1.7b" if large else "50m"
-
-
 # What is asked of a case when nothing else is said, besides what its model's shape says.
 CASES: Mapping[str, dict[str, Any]] = {
     "rollout": {},
     "n512": {},
     "sparsity": {"prompts": 4, "n": [16], "slots": 64, "lengths": "full", "max_new_tokens": [128, 512], "repeats": 1},
-    "infinite_sampling": {"n": [32], "lengths": "forced"},
 }
 
 
 def options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = bench_parser(__doc__, rounds=3)
     parser.add_argument("--case", choices=tuple(CASES), default="rollout")
-    parser.add_argument("--model", choices=tuple(SHAPES), help="tiny, or of infinite_sampling the largest that fits")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(DEFAULT_ARMS), help="of rollout")
     parser.add_argument("--n", nargs="+", type=int, help="rollouts per prompt; a table for each")
     parser.add_argument("--prompts", type=int, help="1, or 4 of sparsity")
     parser.add_argument("--slots", type=int, help="n/4, or 64 of sparsity")
-    parser.add_argument("--shares", nargs="+", type=int, default=[2, 4], help="of infinite_sampling: n over slots")
     parser.add_argument("--max-new-tokens", nargs="+", type=int, help="a table for each")
     parser.add_argument("--lengths", choices=("natural", "forced", "full"), help="natural for tiny, forced for others")
     parser.add_argument("--cv", type=float, default=0.9, help="coefficient of variation of forced lengths")
     parser.add_argument("--repeats", type=int, help="runs per process")
     args = parsed(parser, words, rounds=1, repeats=1, n=[8], max_new_tokens=[16], arms=["full", "micro", "infinite"])
-    if args.model is None:
-        large = args.case == "infinite_sampling" and not args.quick
-        args.model = largest_model(args.device) if large else "tiny"
     shape = SHAPES[args.model]
     natural = "natural" if shape.config is None else "forced"
     usual = {"n": [shape.n], "prompts": 1, "max_new_tokens": [shape.max_new_tokens], "repeats": shape.repeats}
@@ -273,8 +245,6 @@ def comparisons(args: argparse.Namespace, folder: str) -> list[Comparison]:
     ]
     if args.case == "n512":
         return memory_cases(cases[0])
-    if args.case == "infinite_sampling":
-        return [fewer_slots(case, args.shares) for case in cases]
     arms = POLICIES if args.case == "sparsity" else args.arms
     return [side_by_side(case, arms) for case in cases]
 

@@ -1,43 +1,26 @@
-"""One training step of ours beside TRL's `GRPOTrainer`: same model, problems, n, length limit and threads, in one run.
+"""Steps of training, of ours and of TRL's `GRPOTrainer`, which `real.py` measures side by side: same model,
+problems, n, length limit and threads.
 
-    python scripts/bench/step.py --rounds 2 --steps 4 --json scripts/baselines/bench_step.json
-
-Needs the `bench` extra. Both train the embedded model on the embedded task with AdamW at a rate too small to change how
-long the replies are, without a KL term, with one update per round of rollouts. The two take turns, each turn a process
-of its own, so that a machine that slows down slows both, and the first step of each turn is warm-up. Reported: median
-seconds per step, of the clock and of the processor, generated tokens per second of step, peak resident memory, and the
-ratios of what one round measured. TRL runs as documented for generation with `transformers`; its micro-batch is
-the whole batch, which is its fastest setting here (the same as ours, whose token budget holds the whole batch).
+Both train with AdamW at a rate too small to change how long the replies are, without a KL term, with one update per
+round of rollouts; the first step is warm-up. TRL (the extra `bench`) runs as documented for generation with
+`transformers`; its micro-batch is the whole batch, which is its fastest setting here.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from arms import Case
 from common import (
     Figures,
-    bench_parser,
     clock_of,
     clocked,
-    finish,
-    in_a_process,
-    medians,
-    over,
-    parsed,
     settings_of,
-    show,
 )
 
 from grpo_cli.config.instantiate import make
@@ -53,15 +36,6 @@ from grpo_cli.types import Finish, Request, Rollout
 
 RATE = 1e-9
 PHASES = ("rollout", "forward", "backward")
-COLUMNS = {
-    "s/step (median)": ("seconds", ".3g"),
-    "CPU-s/step": ("cpu_seconds", ".3g"),
-    **{phase: (phase, ".3g") for phase in PHASES},
-    "tokens/step": ("tokens", ".0f"),
-    "peak MiB": ("peak_mib", ",.0f"),
-    "TRL over it, s/step": ("seconds_ratio", ".2f"),
-    "CPU-s": ("cpu_seconds_ratio", ".2f"),
-}
 
 
 def training(case: Case) -> tuple[str, ...]:
@@ -74,9 +48,9 @@ def run_ours(case: Case) -> list[Figures]:
     """Rounds of `grpo train`, nothing saved or logged; phases in processor seconds where there is one thread."""
     settings = settings_of(*training(case))
     meter = WallMeter(clock=clock_of(case.threads))
-    bench = set_up(prepare(settings), settings.model, meter=meter)
-    rules = prepare(settings).rules
-    step = Step(settings, parts_of(settings, rules, bench, (), meter, print, print))
+    run = prepare(settings)
+    bench = set_up(run, settings.model, meter=meter)
+    step = Step(settings, parts_of(run, bench, (), meter, print, print))
     progress, found = Progress(), list[Figures]()
     for number in range(case.repeats + 1):
         _, figures = clocked(lambda number=number: step.run(number, progress))
@@ -144,43 +118,3 @@ def measured(way: str, case: Case) -> Figures:
     flush_denormals()
     steps = WAYS[way](case)[1:]
     return {name: statistics.median(s[name] for s in steps) for name in steps[0]} | {"peak_bytes": peak_bytes("cpu")}
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = bench_parser(__doc__, rounds=2)
-    parser.add_argument("--n", type=int, default=16)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps per turn")
-    args = parsed(parser, words, rounds=1, n=4, prompts=2, max_new_tokens=16, steps=1)
-    asked = dict(n=args.n, prompts=args.prompts, slots=0, max_new_tokens=args.max_new_tokens, threads=args.threads)
-    more = dict(model="tiny", folder=str(files("grpo_cli.model") / "tiny"), device="cpu", lengths="natural", cv=0.0)
-    whole = ("train.micro_batch_tokens=1000000",)
-    case = Case(**asked, **more, repeats=args.steps, seed=args.seed, words=whole)
-    ways = [way for way in WAYS if way != "trl" or find_spec("trl")]
-    if "trl" not in ways:
-        print("trl is not installed (pip install 'grpo-cli[bench]'): ours alone")
-    with tempfile.TemporaryDirectory() as folder:
-        turns = [{way: in_its_turn(way, case, Path(folder)) for way in ways} for _ in range(args.rounds)]
-    found = medians(turns)
-    for way, figures in found.items():
-        figures["peak_mib"] = figures["peak_bytes"] / 2**20
-        for name in ("seconds", "cpu_seconds"):
-            figures[f"{name}_ratio"] = over([t[ways[0]] for t in turns], [t[way] for t in turns], name)
-    show("one training step", found, COLUMNS)
-    return finish(args, {"results": found}, (), "trl")
-
-
-def in_its_turn(way: str, case: Case, folder: Path) -> Figures:
-    figures, reason = in_a_process(__file__, way, json.dumps(asdict(case)), threads=case.threads, folder=folder)
-    if reason:
-        raise RuntimeError(f"{way}: {reason}")
-    return figures
-
-
-def child(way: str, case: str, out: str) -> None:
-    Path(out).write_text(json.dumps(measured(way, Case(**json.loads(case)))))
-
-
-if __name__ == "__main__":
-    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else sys.exit(main())

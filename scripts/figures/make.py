@@ -14,12 +14,13 @@ and so does `learning`, of `grpo train experiment=word_problems_smollm2` (`learn
 from __future__ import annotations
 
 import argparse
-import heapq
 import io
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+from common import write
+from schedules import simulate
+
+from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
 from grpo_cli.report.plots import COLOURS, paper_style
 from grpo_cli.tracking.console import picture
@@ -57,19 +63,6 @@ def train() -> str:
     return picture(rows, recorded["steps"])
 
 
-def record(run: Path) -> None:
-    """Keep of a run what `train` shows: the rows up to SHOWN_STEP, in four digits."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [
-        {name: _rounded(value) for name, value in row.items() if name == "step" or name.startswith(SHOWN_METRICS)}
-        for row in rows
-        if row["step"] <= SHOWN_STEP
-    ]
-    steps = json.loads((run / "run.json").read_text())["config"]["train"]["steps"]
-    lines = ",\n  ".join(json.dumps(row) for row in kept)
-    RECORDED.write_text(f'{{"steps": {steps}, "rows": [\n  {lines}\n]}}\n')
-
-
 def learning() -> str:
     """A real model's accuracy on problems that it is not trained on, and the length of its replies, by minutes."""
     rows = json.loads(LEARNT.read_text())["rows"]
@@ -91,13 +84,12 @@ def _minutes(row: Mapping[str, float]) -> float:
     return row.get(SECONDS, 0.0) / 60
 
 
-def record_learning(run: Path) -> None:
-    """Keep of a run what `learning` shows, and what its README quotes."""
+def recorded(run: Path, names: tuple[str, ...], last: float = inf) -> dict[str, Any]:
+    """Of a run the rows up to a step, of each what has one of these names or begins with it, in four digits."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", GREEDY, SAMPLED, LENGTH, SECONDS, "reward/mean", "tokens/generated", "tokens/trained")
-    kept = [{name: _rounded(row[name]) for name in names if name in row} for row in rows]
-    lines = ",\n  ".join(json.dumps(row) for row in kept)
-    LEARNT.write_text(f'{{"rows": [\n  {lines}\n]}}\n')
+    kept = [{k: _rounded(v) for k, v in row.items() if k.startswith(("step", *names))} for row in rows]
+    steps = json.loads((run / "run.json").read_text())["config"]["train"]["steps"]
+    return {"steps": steps, "rows": [row for row in kept if row["step"] <= last]}
 
 
 def _rounded(value: float) -> float:
@@ -157,7 +149,7 @@ def _on_one_clock(recorded: Any) -> list[Curve]:
 def slots() -> str:
     """Which slot decodes which rollout when, in rounds and with refilling: 64 replies of a real model in 16 slots."""
     lengths, count = json.loads(SLOTS.read_text())["lengths"]["64"], 16
-    plans = {"sampler=micro": in_rounds(lengths, count), "sampler=infinite": refilled(lengths, count)}
+    plans = {"sampler=micro": planned(lengths, count, True), "sampler=infinite": planned(lengths, count, False)}
     last = max(start + length for plan in plans.values() for _, start, length in plan)
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     for panel, (name, plan) in zip(figure.subplots(2, 1, sharex=True), plans.items(), strict=True):
@@ -171,24 +163,12 @@ def slots() -> str:
     return svg(figure)
 
 
-def in_rounds(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
-    """(slot, first step, steps) of each rollout; a round begins when the longest one of the last has ended."""
-    plan, start = [], 0
-    for first in range(0, len(lengths), slots):
-        part = lengths[first : first + slots]
-        plan += [(slot, start, length) for slot, length in enumerate(part)]
-        start += max(part)
-    return plan
-
-
-def refilled(lengths: Sequence[int], slots: int) -> list[tuple[int, int, int]]:
-    """As `in_rounds`, but that a rollout enters whichever slot falls free first."""
-    plan, free = [], [(0, slot) for slot in range(slots)]
-    for length in lengths:
-        start, slot = heapq.heappop(free)
-        plan.append((slot, start, length))
-        heapq.heappush(free, (start + length, slot))
-    return plan
+def planned(lengths: Sequence[int], slots: int, rounds: bool) -> list[tuple[int, int, int]]:
+    """(slot, first step, steps) of each rollout in the order in which they were asked for; here each holds its slot for
+    as many steps as it has tokens."""
+    held = [length + 1 for length in lengths]
+    ran = simulate(held, [None] * len(held), Fifo(), slots, rounds)
+    return [(slot, start, lengths[index]) for index, slot, start in ran.admitted]
 
 
 def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]], count: int) -> None:
@@ -210,7 +190,10 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "slots": slots,
     "learning": learning,
 }
-RECORDERS: Mapping[str, Callable[[Path], None]] = {"train": record, "learning": record_learning}
+RECORDS: Mapping[str, tuple[Path, tuple[str, ...], float]] = {  # where it is kept, what of it, up to which step
+    "train": (RECORDED, SHOWN_METRICS, SHOWN_STEP),
+    "learning": (LEARNT, (GREEDY, SAMPLED, LENGTH, SECONDS, "reward/mean", "tokens/"), inf),
+}
 
 
 def main() -> None:
@@ -221,9 +204,10 @@ def main() -> None:
     if unknown := set(args.pictures) - PICTURES.keys():
         parser.error(f"no picture is called {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
     if args.record:
-        if len(args.pictures) != 1 or args.pictures[0] not in RECORDERS:
-            parser.error(f"--record is for one picture of a run: {' or '.join(RECORDERS)}")
-        RECORDERS[args.pictures[0]](args.record)
+        if len(args.pictures) != 1 or args.pictures[0] not in RECORDS:
+            parser.error(f"--record is for one picture of a run: {' or '.join(RECORDS)}")
+        file, *asked = RECORDS[args.pictures[0]]
+        write(file, recorded(args.record, *asked))
     with paper_style(), matplotlib.rc_context(SVG_STYLE):
         for name in args.pictures or PICTURES:
             (HERE / f"{name}.svg").write_text(PICTURES[name]())

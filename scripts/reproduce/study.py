@@ -65,8 +65,6 @@ QUIET = (
     "train.checkpoint_every=1000000",
     "train.keep_checkpoints=1",
 )
-CHECKPOINT = 1.65e9  # bytes: SmolLM2-135M in float32 with AdamW's two moments and the tokenizer
-GIB = 2**30
 SUMMED = ("train_seconds", "peak_memory_bytes", "generated_tokens", "trained_tokens")  # of a run's summary
 
 
@@ -167,17 +165,6 @@ def check_model(folder: Path) -> None:
 def check_data(file: Path) -> None:
     if not file.is_file():
         raise SystemExit(f"{file} is no file: give --data, GSM8K's train.jsonl (openai/grade-school-math)")
-
-
-def check_disk(out: Path, runs: int, at_once: int) -> None:
-    """Room for the last checkpoint of so many runs; one gives way to the next by lying beside it."""
-    there = next(folder for folder in (out, *out.parents) if folder.is_dir())
-    needed, free = (runs + min(runs, at_once)) * CHECKPOINT, shutil.disk_usage(there).free
-    if needed > free:
-        raise SystemExit(
-            f"the checkpoints of {runs} runs need {needed / GIB:.0f} GiB, and {there} has {free / GIB:.0f} GiB free: "
-            "give another --out, or fewer runs"
-        )
 
 
 def folder(args: argparse.Namespace) -> Path:
@@ -457,8 +444,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if name in args.parts:
             found[name] = getattr(importlib.import_module(module), name)(args, out)
     if set(args.parts) & plan.parts.keys():
-        if "model" in plan.needs:
-            check_disk(out, sum(not (out / run.name).is_dir() for run in others(args, out)), args.jobs)
         run_all("train", {run.name: run.words for run in baselines(args)}, out, args)
         if plan.profiled in args.arms:
             run_all("eval", profiles(args), out, args)

@@ -205,32 +205,25 @@ class Alternating(CountTask):
         return Reward(float(rollout.request.sample % 2))
 
 
-class Watched:
+class Watched(GroupStore):
     """A store that keeps what it was asked and has answered."""
 
     def __init__(self, **changed: Any) -> None:
-        self.inner = store(**changed)
+        super().__init__(
+            **{key: value for key, value in made.part("replay", "fifo", **changed).items() if key[0] != "_"}
+        )
         self.steps: list[tuple[list[str], list[ScoredGroup]]] = []
         self.observed: list[list[str]] = []
 
-    def fresh(self, prompts: int, version: int) -> int:
-        return self.inner.fresh(prompts, version)
-
     def draw(self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: Any) -> Sequence[ScoredGroup]:
-        groups = self.inner.draw(count, fresh, version, rng)
+        groups = super().draw(count, fresh, version, rng)
         self.steps.append((names(fresh), list(groups[len(fresh) :])))
         assert all(span.version < version for g in groups[len(fresh) :] for r in g.rollouts for span in r.spans)
         return groups
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         self.observed.append(names(groups))
-        return self.inner.observe(step, groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)
+        return super().observe(step, groups)
 
 
 def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_path: Path) -> None:
@@ -371,13 +364,6 @@ def test_a_run_goes_on_with_its_store_from_a_checkpoint(tmp_path: Path) -> None:
     resume = f"resume={tmp_path / 'cut'}"
     with pytest.raises(UserError, match="holds what replay=fifo has learnt, and this run's replay learns nothing"):
         trained(tmp_path / "cut", *words, resume, "replay=none", "train.steps=5")
-
-
-def test_a_store_is_not_taken_from_a_run_that_had_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the checkpoint holds nothing for replay=fifo; leave replay as the run had it"):
-        store().load_state_dict(None)
-    with pytest.raises(UserError, match="holds what replay=folder has learnt, but this run has replay=fifo"):
-        store().load_state_dict({"kind": "folder", "read": []})
 
 
 @pytest.mark.process
@@ -566,8 +552,6 @@ def test_a_folder_without_records_of_others_is_refused(record: list[dict[str, An
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(UserError, match="which replay.path names, cannot be read"):
         replay.load_state_dict(state)
-    with pytest.raises(UserError, match="holds what replay=fifo has learnt, but this run has replay=folder"):
-        replay.load_state_dict(store().state_dict())
 
 
 # What is refused before anything is read
@@ -576,17 +560,11 @@ def test_a_folder_without_records_of_others_is_refused(record: list[dict[str, An
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("replay=fifo replay.fresh=0", "replay.fresh=0"),
-        ("replay=fifo replay.fresh=1.5", "replay.fresh=1.5"),
-        ("replay=fifo replay.capacity=0", "replay.capacity=0"),
-        ("replay=fifo replay.max_lag=0", "replay.max_lag=0"),
         ("replay=fifo credit=fresh", "replay=fifo"),
         ("replay=fifo correction.prox=drawn sparsity=snapkv", "sparsity=snapkv"),
         ("replay=folder", "replay.path=<folder of other runs>"),
         ("replay=folder replay.path=/nowhere", "replay.path=/nowhere is not there"),
         (f"replay=folder replay.path={__file__}", "name the folder that test_replay.py is in"),
-        ("replay=folder replay.path=/tmp replay.foreign=1", "replay.foreign=1"),
-        ("replay=folder replay.path=/tmp replay.foreign=-0.1", "replay.foreign=-0.1"),
         ("replay=folder replay.path=/tmp correction.prox=drawn", "replay=folder"),
         ("replay=folder replay.path=/tmp n=9 m=8 downsample=median", "downsample=median"),
     ],

@@ -25,14 +25,14 @@ from grpo_cli.collect.equal import equal
 from grpo_cli.collect.replay import NoReplay
 from grpo_cli.config.instantiate import OwnLoss, rules_of
 from grpo_cli.history import History
-from grpo_cli.interfaces import Bench, Loss, Parts, Task
+from grpo_cli.interfaces import Bench, Loss, Parts
 from grpo_cli.learner.learner import learning_rate
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample
 from grpo_cli.rules.correction import Correct
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.runs.find import find_checkpoint
-from grpo_cli.runs.stop import SIGNALS, Stop
+from grpo_cli.runs.stop import Stop
 from grpo_cli.settings import (
     EvalSettings,
     RecordSettings,
@@ -200,49 +200,32 @@ def test_micro_batching_changes_memory_and_time_only(tmp_path: Path) -> None:
         assert [m[name] for m in metrics] == pytest.approx([metrics[0][name]] * 3, rel=1e-4, abs=1e-6)
 
 
-def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path) -> None:
-    whole = final_weights(settings_for(tmp_path / "whole"))
-    half = settings_for(tmp_path / "half", steps=2)
-    make_trainer(half).fit()
-    said: list[str] = []
-    checkpoint = find_checkpoint(tmp_path / "half").path
-    assert checkpoint is not None and checkpoint.name == "step_000002"
-    longer = replace(half, train=replace(half.train, steps=4))
-    make_trainer(longer, checkpoint=checkpoint, say=said.append).fit()
-    assert said[0].startswith("resumed at step 2, next prompt 7")
-    assert same(whole, weights(tmp_path / "half" / "checkpoints" / "step_000004"))
+@pytest.mark.parametrize("words", [{}, {"epochs": 2, "minibatches": 2}], ids=["plain", "corrected"])
+def test_k_steps_resume_k_steps_equals_2k_steps_bit_for_bit(tmp_path: Path, words: dict[str, Any]) -> None:
+    """With several updates and a correction as well."""
+    correct = made.correction(**({"importance": "token", "is_threshold": 2.0} if words else {}))
+    whole = final_weights(settings_for(tmp_path / "whole", **words), correction=correct)
+    make_trainer(settings_for(tmp_path / "half", steps=2, **words), correction=correct).fit()
+    said, checkpoint = list[str](), newest(tmp_path / "half")
+    longer = settings_for(tmp_path / "half", **words)
+    make_trainer(longer, checkpoint=checkpoint, correction=correct, say=said.append).fit()
+    assert checkpoint.name == "step_000002" and said[0].startswith("resumed at step 2, next prompt 7")
+    assert same(whole, weights(newest(tmp_path / "half")))
 
 
-def test_with_several_updates_and_corrections_resuming_is_exact_too(tmp_path: Path) -> None:
-    words: dict[str, Any] = dict(epochs=2, minibatches=2)
-    correct = made.correction(importance="token", is_threshold=2.0)
-    whole = final_weights(settings_for(tmp_path / "a", **words), correction=correct)
-    make_trainer(settings_for(tmp_path / "b", steps=2, **words), correction=correct).fit()
-    checkpoint = find_checkpoint(tmp_path / "b").path
-    make_trainer(settings_for(tmp_path / "b", **words), checkpoint=checkpoint, correction=correct).fit()
-    assert same(whole, weights(tmp_path / "b" / "checkpoints" / "step_000004"))
-
-
-def test_a_finished_run_that_goes_on_takes_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("summary", ["kept", None, "{", '{"status": "failed"}'])
+def test_a_run_with_its_last_checkpoint_takes_no_further_step(tmp_path: Path, summary: str | None) -> None:
+    """Also where it died after that checkpoint, and left no summary or half of one."""
     settings = settings_for(tmp_path, steps=2)
-    make_trainer(settings).fit()
-    before = weights(tmp_path / "checkpoints" / "step_000002")
-    summary = make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path).fit()
-    assert (summary["status"], summary["step"]) == ("completed", 2)
-    assert same(before, weights(tmp_path / "checkpoints" / "step_000002"))
-
-
-@pytest.mark.parametrize("summary", [None, "{", '{"status": "failed"}'])
-def test_a_run_that_died_after_its_last_checkpoint_is_finished(tmp_path: Path, summary: str | None) -> None:
-    settings = settings_for(tmp_path, steps=2)
-    before = make_trainer(settings).fit()
-    (tmp_path / "summary.json").unlink()
-    if summary is not None:
+    before, saved = make_trainer(settings).fit(), weights(newest(tmp_path))
+    if summary is None:
+        (tmp_path / "summary.json").unlink()
+    elif summary != "kept":
         (tmp_path / "summary.json").write_text(summary)
     recorder = Recorder()
-    after = make_trainer(settings, checkpoint=find_checkpoint(tmp_path).path, trackers=(recorder,)).fit()
+    after = make_trainer(settings, checkpoint=newest(tmp_path), trackers=(recorder,)).fit()
     assert (after["status"], after["step"], recorder.records) == ("completed", 2, [])
-    assert after["final_accuracy"] == before["final_accuracy"]
+    assert after["final_accuracy"] == before["final_accuracy"] and same(saved, weights(newest(tmp_path)))
 
 
 def test_a_checkpoint_follows_the_record_of_its_step(tmp_path: Path) -> None:
@@ -290,12 +273,6 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
     for e in record.examples:
         assert (e.advantage is not None) == e.kept
         assert e.reason == ("kept" if e.kept else "not chosen by the down-sample rule")
-
-
-def test_with_m_equal_to_n_every_rule_is_plain_grpo(tmp_path: Path) -> None:
-    plain = final_weights(settings_for(tmp_path / "plain", steps=2))
-    for rule in (pods.maxvar, pods.maxreward, pods.random, pods.percentile):
-        assert same(plain, final_weights(settings_for(tmp_path / rule.__name__, steps=2), downsample=rule))
 
 
 def with_sampler_off_by(model: Any, shift: Callable[[Rollout], float]) -> Any:
@@ -359,14 +336,6 @@ def test_a_minibatch_of_which_all_is_rejected_updates_nothing(tmp_path: Path) ->
     assert (summary["updates"], summary["skipped_steps"], summary["empty_steps"]) == (3, 0, 0)
 
 
-def test_a_correction_that_changes_nothing_changes_nothing(tmp_path: Path) -> None:
-    """In a dense run xi is 1 to rounding: the veto rejects nobody and the same is learned, to rounding."""
-    plain = final_weights(settings_for(tmp_path / "a", steps=2))
-    corrected = final_weights(settings_for(tmp_path / "b", steps=2), correction=SPARSE_RL)
-    for name, value in plain.items():
-        torch.testing.assert_close(corrected[name], value, atol=2e-3, rtol=0)
-
-
 def test_the_reference_keeps_the_policy_near(tmp_path: Path) -> None:
     """With a heavy KL term the policy moves less; the first step's KL is exactly 0."""
     recorder = Recorder()
@@ -397,21 +366,6 @@ def test_a_loss_that_is_not_finite_changes_no_weight_is_dumped_and_stops_the_run
     assert summary["status"] == "failed" and "not finite" in summary["error"] and summary["skipped_steps"] == 2
 
 
-def test_one_bad_update_is_survived(tmp_path: Path) -> None:
-    calls: list[int] = []
-
-    def hiccup(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        calls.append(1)
-        output = GRPO(logprobs, batch, totals)
-        return replace(output, loss=output.loss * float("inf")) if len(calls) == 2 else output
-
-    recorder = Recorder()
-    summary = make_trainer(settings_for(tmp_path), loss=hiccup, trackers=(recorder,)).fit()
-    assert (summary["status"], summary["skipped_steps"], summary["updates"]) == ("completed", 1, 3)
-    assert summary["empty_steps"] == 0
-    assert recorder.records[-1].metrics["optim/skipped_steps"] == 1
-
-
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     trainer = make_trainer(settings_for(tmp_path, checkpoint_every=1))
     step, calls = trainer._learner._optimizer.step, list[int]()
@@ -425,47 +379,48 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     trainer._learner._optimizer.step = diverges
     with pytest.raises(UserError, match="step 3: after the update there are weights that are not finite"):
         trainer.fit()
-    found = find_checkpoint(tmp_path).path
-    assert found is not None and found.name == "step_000002"
-    assert all(weight.isfinite().all() for weight in weights(found).values())
+    assert newest(tmp_path).name == "step_000002"
+    assert all(weight.isfinite().all() for weight in weights(newest(tmp_path)).values())
     assert "optim.lr=0.01" in json.loads((tmp_path / "summary.json").read_text())["error"]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(tmp_path: Path, name: str) -> None:
+    number = signal.Signals[name]
     recorder = Recorder(lambda record: os.kill(os.getpid(), number) if record.step == 1 else None)
     handler = signal.getsignal(number)
     summary = make_trainer(settings_for(tmp_path, steps=9), trackers=(recorder,)).fit()
-    assert (summary["status"], summary["step"]) == ("interrupted", 1)
-    assert summary["stopped_by"] == signal.Signals(number).name
-    found = find_checkpoint(tmp_path).path
-    assert found is not None and found.name == "step_000001"
-    assert signal.getsignal(number) is handler
+    assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 1, name)
+    assert newest(tmp_path).name == "step_000001" and signal.getsignal(number) is handler
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_four_signals_are_heard() -> None:
-    assert [number.name for number in SIGNALS] == ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+class After(CountTask):
+    """Does something before it judges the next rollout after so many."""
 
-
-class Presses(CountTask):
-    """Sends a signal while it judges its first rollout after so many."""
-
-    def __init__(self, number: int, after: int = 0) -> None:
-        self.number, self.left = number, after
+    def __init__(self, count: int, action: Callable[[], None]) -> None:
+        self.left, self.action = count, action
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         if self.left == 0:
-            os.kill(os.getpid(), self.number)
+            self.action()
         self.left -= 1
         return super().reward(prompt, rollout)
+
+
+def press(name: str) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signal.Signals[name])
+
+
+def fail() -> None:
+    raise ZeroDivisionError("in the judge")
 
 
 def test_what_a_signal_cut_short_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
     """Not even an evaluation is added: the next run would have it, and one left alone would not."""
     alone, cut = Recorder(), Recorder()
     whole = final_weights(settings_for(tmp_path / "alone"), trackers=(alone,))
-    task = Presses(signal.SIGTERM, after=9 + 5)  # the first evaluation judges 9: it is in step 1
+    task = After(9 + 5, press("SIGTERM"))  # the first evaluation judges 9: it is in step 1
     assert make_trainer(settings_for(tmp_path / "cut"), task=task, trackers=(cut,)).fit()["step"] == 1
     make_trainer(settings_for(tmp_path / "cut"), checkpoint=newest(tmp_path / "cut"), trackers=(cut,)).fit()
     assert same(whole, weights(newest(tmp_path / "cut")))
@@ -473,7 +428,7 @@ def test_what_a_signal_cut_short_goes_on_as_if_there_had_been_none(tmp_path: Pat
 
 
 def test_a_signal_in_the_first_evaluation_ends_the_run_after_it(tmp_path: Path) -> None:
-    recorder, said, task = Recorder(), list[str](), Presses(signal.SIGUSR1)
+    recorder, said, task = Recorder(), list[str](), After(0, press("SIGUSR1"))
     summary = make_trainer(settings_for(tmp_path), task=task, trackers=(recorder,), say=said.append).fit()
     assert (summary["status"], summary["step"], summary["stopped_by"]) == ("interrupted", 0, "SIGUSR1")
     assert [record.step for record in recorder.records] == [0] and newest(tmp_path).name == "step_000000"
@@ -553,19 +508,6 @@ def test_a_run_resumed_from_step_0_does_not_evaluate_again(tmp_path: Path) -> No
     assert same(weights(newest(tmp_path / "alone")), weights(newest(tmp_path / "cut")))
 
 
-class Dies(CountTask):
-    """Judges so many rollouts, and no more."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-        self.left -= 1
-        if self.left < 0:
-            raise ZeroDivisionError("in the judge")
-        return super().reward(prompt, rollout)
-
-
 class DiesLearning:
     """A plain collector that fails at the end of its second step, when the history has learnt of that."""
 
@@ -614,8 +556,10 @@ def test_what_is_saved_after_a_failure_is_the_last_finished_step_as_it_was_then(
     make_trainer(settings_for(tmp_path / "alone"), engine=Counts, trackers=(alone,)).fit()
     settings = settings_for(tmp_path / "cut")
     with pytest.raises(ZeroDivisionError):
-        make_trainer(settings, engine=Counts, task=Dies(judged), trackers=(cut,)).fit()
+        make_trainer(settings, engine=Counts, task=After(judged, fail), trackers=(cut,)).fit()
     assert newest(tmp_path / "cut").name == f"step_{saved:06d}"
+    told = cut.summary
+    assert told and (told["status"], told["step"]) == ("failed", saved) and "in the judge" in told["error"]
     again: dict[str, Any] = dict(checkpoint=newest(tmp_path / "cut"), engine=Counts, trackers=(cut,))
     make_trainer(settings, **again).fit()
     assert [timeless(record) for record in cut.records] == [timeless(record) for record in alone.records]
@@ -624,7 +568,7 @@ def test_what_is_saved_after_a_failure_is_the_last_finished_step_as_it_was_then(
 def test_a_step_whose_evaluation_fails_is_saved_with_its_record(tmp_path: Path) -> None:
     files = JsonlTracker(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=Dies(9 + 24 + 5), trackers=(files,)).fit()
+        make_trainer(settings_for(tmp_path), task=After(9 + 24 + 5, fail), trackers=(files,)).fit()
     assert newest(tmp_path).name == "step_000002"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2] and "eval/accuracy" not in rows[-1]
@@ -633,7 +577,7 @@ def test_a_step_whose_evaluation_fails_is_saved_with_its_record(tmp_path: Path) 
 def test_a_run_whose_first_evaluation_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     """One of step 0 would say that the evaluation is done."""
     with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=Dies(5)).fit()
+        make_trainer(settings_for(tmp_path), task=After(5, fail)).fit()
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -699,16 +643,6 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_counts_on_them(
         assert {"metrics.jsonl", "rollouts.jsonl", "ledger.npz"} <= {*events[begin:end]}
 
 
-def test_a_run_that_dies_leaves_its_last_finished_step_and_says_why(tmp_path: Path) -> None:
-    recorder = Recorder()
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(settings_for(tmp_path), task=Dies(9 + 12 + 5), trackers=(recorder,)).fit()
-    assert recorder.summary is not None and recorder.summary["status"] == "failed"
-    assert recorder.summary["error"] == "ZeroDivisionError: in the judge" and recorder.summary["step"] == 1
-    found = find_checkpoint(tmp_path).path
-    assert found is not None and found.name == "step_000001"
-
-
 def test_a_step_that_dies_half_way_through_the_weights_is_not_saved(tmp_path: Path) -> None:
     """As out of memory in the optimizer, or a second ctrl-C there: some weights are moved and others not."""
     trainer = make_trainer(settings_for(tmp_path))
@@ -724,8 +658,7 @@ def test_a_step_that_dies_half_way_through_the_weights_is_not_saved(tmp_path: Pa
     optimizer.step = dies
     with pytest.raises(MemoryError):
         trainer.fit()
-    found = find_checkpoint(tmp_path).path
-    assert found is not None and found.name == "step_000000"
+    assert newest(tmp_path).name == "step_000000"
     assert json.loads((tmp_path / "summary.json").read_text())["step"] == 1
 
 
@@ -734,8 +667,7 @@ def test_a_resumed_run_that_is_killed_does_not_go_by_its_old_summary(tmp_path: P
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     there: list[bool] = []
     recorder = Recorder(lambda record: there.append((tmp_path / "summary.json").exists()))
-    checkpoint = find_checkpoint(tmp_path).path
-    make_trainer(settings_for(tmp_path), checkpoint=checkpoint, trackers=(recorder,)).fit()
+    make_trainer(settings_for(tmp_path), checkpoint=newest(tmp_path), trackers=(recorder,)).fit()
     assert there == [False, False] and json.loads((tmp_path / "summary.json").read_text())["step"] == 4
 
 
@@ -756,27 +688,6 @@ def test_trackers_are_closed_when_the_summary_cannot_be_written(
 
     with pytest.raises(RuntimeError, match="the first thing"):
         make_trainer(settings_for(tmp_path / "b", steps=1), trackers=(Recorder(breaks),)).fit()
-
-
-def test_more_prompts_a_step_than_the_task_has_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.prompts=13 different prompts .* has 12"):
-        make_trainer(settings_for(tmp_path, prompts=13))
-
-
-def test_no_prompt_comes_twice_in_an_epoch_and_orders_differ(tmp_path: Path) -> None:
-    class Watch(CountTask):
-        seen: list[str] = []
-
-        def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
-            if rollout.request.sample == 0 and prompt.id.startswith("train"):
-                self.seen.append(prompt.id)
-            return super().reward(prompt, rollout)
-
-    task: Task = Watch()
-    make_trainer(settings_for(tmp_path, steps=8), task=task).fit()
-    first, second = Watch.seen[:12], Watch.seen[12:]
-    assert sorted(first) == sorted(second) == sorted(p.id for p in task.prompts("train"))
-    assert first != second
 
 
 def test_evaluation_is_kept_out_of_the_training_clock(tmp_path: Path) -> None:

@@ -89,11 +89,11 @@ class History:
         visits = self.visits(problem)
         return visits[-1].outcome if visits else None
 
-    def rate(self, problem: str, decay: float) -> float | None:
-        """The mean share of rollouts that solved it, a visit weighing decay^age; None if there was none."""
+    def rate(self, problem: str, decay: float) -> float:
+        """The mean share of rollouts that solved it, a visit weighing decay^age; `UNSEEN` if there was none."""
         weights = self._weights(problem, decay)
         shares = [visit.solved / visit.tried for visit in self.visits(problem)]
-        return sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(weights) if weights else None
+        return sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(weights) if weights else UNSEEN
 
     def beta(self, problem: str, decay: float, prior: float) -> tuple[float, float]:
         """Parameters of a Beta distribution of the chance to solve it: `prior` and the decayed counts of rollouts that

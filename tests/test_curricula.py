@@ -344,20 +344,6 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
     assert ids(then.pick(step, count, frozenset())) == ids(picked), "what was kept has not moved on"
 
 
-def test_beliefs_of_an_older_version_are_by_place_and_go_on() -> None:
-    rule = curriculum("dps", problems(6), per_step=2, pool=2)
-    for step in range(4):
-        picked = rule.pick(step, 2, frozenset())
-        rule.observe(step, [group_of(prompt, 2 * i + step) for i, prompt in enumerate(picked)])
-    older = {"kind": "dps", "order": rule.state_dict()["order"], **dense(rule, 6)}
-    again = curriculum("dps", problems(6), per_step=2, pool=2)
-    again.load_state_dict(older)
-    assert all((dense(again, 6)[name] == belief).all() for name, belief in dense(rule, 6).items())
-    assert ids(again.pick(4, 2, frozenset())) == ids(rule.pick(4, 2, frozenset()))
-    with pytest.raises(UserError, match="of 6 problems, but the task has 5"):
-        curriculum("dps", problems(5)).load_state_dict(older)
-
-
 # Several picks in a step, and steps that are made again
 
 

@@ -208,10 +208,8 @@ class Alternating(CountTask):
 class Watched(GroupStore):
     """A store that keeps what it was asked and has answered."""
 
-    def __init__(self, **changed: Any) -> None:
-        super().__init__(
-            **{key: value for key, value in made.part("replay", "fifo", **changed).items() if key[0] != "_"}
-        )
+    def __init__(self) -> None:
+        super().__init__(fresh=0.5, capacity=512, max_lag=None, rescue=False)
         self.steps: list[tuple[list[str], list[ScoredGroup]]] = []
         self.observed: list[list[str]] = []
 
@@ -227,7 +225,7 @@ class Watched(GroupStore):
 
 
 def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_path: Path) -> None:
-    spy, recorder, replay = Spy(), Recorder(), Watched(fresh=0.5)
+    spy, recorder, replay = Spy(), Recorder(), Watched()
     settings = quiet(settings_for(tmp_path, steps=4), record=RecordSettings(rollouts=-1, tokens=False), m=2)
     parts = {"task": Alternating(), "loss": spy, "trackers": (recorder,), "replay": replay}
     trainer = make_trainer(settings, **parts, downsample=made.downsample("maxvar"))
@@ -250,7 +248,7 @@ def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_pa
 
 
 def test_the_log_probabilities_of_a_replayed_group_are_those_that_it_was_drawn_with(tmp_path: Path) -> None:
-    spy, replay = Spy(), Watched(fresh=0.5)
+    spy, replay = Spy(), Watched()
     settings = quiet(settings_for(tmp_path, steps=3))
     make_trainer(settings, task=Alternating(), loss=spy, replay=replay).fit()
     for batch, (_, (old,)) in zip(spy.batches[1:], replay.steps[1:], strict=True):

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from grpo_cli.collect.candidates import CandidateOrder, never_revisited
+from grpo_cli.collect.candidates import CandidateOrder, require_revisits
 from grpo_cli.collect.epochs import of_kind
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import Places
 from grpo_cli.history import History, Solved, Visit
-from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -50,8 +49,7 @@ class DynamicsPredictive:
         decay: Share,
         prior: Annotated[float, Range(0, above=True)],
     ) -> None:
-        never = never_revisited("dps", len(prompts), per_step, steps, history)
-        refuse([*never])
+        require_revisits("dps", len(prompts), per_step, steps, history)
         self._prompts, self._seed, self._decay, self._prior = prompts, seed, decay, prior
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
         # Counts, before and chances as rows of one array, which is replaced and never changed; no problem's look moves
@@ -141,23 +139,8 @@ class DynamicsPredictive:
         state = of_kind(state, "curriculum", "dps")
         self._candidates.load_state_dict(state["order"])
         self._picked = dict(state.get("picked", {}))
-        if "counts" in state:
-            rows = self._rows_of_older(state)
-            places = np.flatnonzero((rows != self._unseen).any((1, 2))).tolist()
-            kept = [(place, self._prompts[place].id, rows[place]) for place in places]
-        else:
-            kept = [(*of, rows) for of, rows in zip(state["problems"], state["beliefs"].numpy().copy(), strict=True)]
-        self._beliefs = {place: (name, belief) for place, name, belief in kept}
-
-    def _rows_of_older(self, state: Mapping[str, Any]) -> Float[np.ndarray, "N 5 3"]:
-        """Of a checkpoint that holds every problem by its place alone."""
-        known = len(state["counts"])
-        if known != len(self._prompts):
-            raise UserError(
-                f"the checkpoint holds what curriculum=dps has learnt of {known} problems, but the task has "
-                f"{len(self._prompts)}; resume with the task as it was, or start a new run"
-            )
-        return np.concatenate([state["counts"], state["before"][:, None], state["chances"][:, None]], axis=1)
+        kept = zip(state["problems"], state["beliefs"].numpy().copy(), strict=True)
+        self._beliefs = {place: (name, belief) for (place, name), belief in kept}
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
         """As `interfaces.Forgets` has it. Problems may be in other places than they were."""

@@ -155,13 +155,8 @@ def by_deviation(
     if least > collection.n:
         raise UserError(f"collector.least={least} is more than n={collection.n}, the mean size of a group: lower it")
     prompts = collection.pick(collection.prompts)
-    rates = np.array([_rate(collection, prompt.id, decay) for prompt in prompts])
+    rates = np.array([collection.history.rate(prompt.id, decay) for prompt in prompts])
     shares = np.maximum(np.sqrt(rates * (1 - rates)), floor)
     counts = in_proportion(shares, collection.n * len(prompts), least, collection.rng)
     yield Round(tuple(GroupRequest(prompt, count) for prompt, count in zip(prompts, counts, strict=True)))
     return None
-
-
-def _rate(collection: Collection, problem: str, decay: float) -> float:
-    known = collection.history.rate(problem, decay)
-    return UNSEEN if known is None else known

@@ -12,7 +12,7 @@ import hydra.utils
 import pytest
 import torch
 from bank import Scripted, collection_of, group_of
-from test_train import make_trainer, newest, settings_for
+from test_train import lasting, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
@@ -239,8 +239,7 @@ def test_costs_of_rounds_are_put_together() -> None:
 
 def metrics_of(trainer: Any) -> list[dict[str, float]]:
     [recorder] = trainer._parts.trackers
-    lasting = ("time/", "memory/", "speed/", "clock/")
-    return [{k: v for k, v in record.metrics.items() if not k.startswith(lasting)} for record in recorder.records]
+    return [lasting(record.metrics) for record in recorder.records]
 
 
 def test_a_run_says_what_it_collected_and_has_seen(tmp_path: Path) -> None:

@@ -128,13 +128,3 @@ def test_a_gradient_whose_norm_is_too_small_for_a_number_is_still_one() -> None:
 
     update = make_learner(model, faint, eps=1e-38).update(make_batch(), 0)
     assert update.metrics["optim/grad_norm"] == 0.0 and update.moved and not unmoved(model, before)
-
-
-def test_a_fault_moves_nothing() -> None:
-    def broken(logprobs: torch.Tensor, batch: Batch, totals: Totals) -> LossOutput:
-        return LossOutput(logprobs.sum() * float("nan"), {})
-
-    model = small_model()
-    before = weights_of(model)
-    update = make_learner(model, broken).update(make_batch(), 0)
-    assert not update.moved and update.fault == "loss/total is nan" and unmoved(model, before)

@@ -488,7 +488,7 @@ def test_only_groups_of_this_task_that_teach_and_fit_are_taken(record: list[dict
     others = [as_step(2, prompt="1+1="), as_step(3, prompt_id="train-x"), as_step(4, answer="-1"), as_step(5, reward=1)]
     put(tmp_path, [*record, *(row for rows in others for row in rows)])
     assert len(every(opened(tmp_path))) == 1
-    for left_out, why in ((others[0], "1 of them of other problems"), (others[3], "1 of equal rewards")):
+    for left_out, why in ((others[0], "1 of other problems"), (others[3], "1 of equal rewards")):
         put(tmp_path, left_out)
         with pytest.raises(UserError, match=f"holds nothing to train on: 1 groups.*{why}"):
             opened(tmp_path)

@@ -27,7 +27,7 @@ from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.engine.vllm.engine import VllmEngine
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
-from grpo_cli.types import EngineStats, Prompt, Request, Rollout
+from grpo_cli.types import Batch, EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 VOCABULARY, EOS = 24, 1
 
@@ -120,6 +120,34 @@ def one_and_the_rest(cases: Sequence[Any], one: Any) -> list[Any]:
     """Parameters of which only `one` is not marked as `matrix`."""
     assert one in cases
     return [case if case == one else pytest.param(case, marks=pytest.mark.matrix) for case in cases]
+
+
+def scored(
+    *rewards: float | Reward,
+    name: str = "p",
+    prompt: tuple[int, ...] = (1,),
+    replies: Sequence[tuple[int, ...]] = (),
+    logprobs: Sequence[tuple[float, ...]] = (),
+) -> ScoredGroup:
+    """A group with a rollout for each reward: of one token, unless its tokens or their log-probabilities are given."""
+    asked, sampling = Prompt(name, prompt, ""), Sampling.plain(128)
+    replies = replies or [(1,) * len(said) for said in logprobs] or [(1,)] * len(rewards)
+    logprobs = logprobs or [(-1.0,) * len(reply) for reply in replies]
+    rollouts = tuple(
+        Rollout(Request(asked, sample, sample, sampling), reply, said, Finish.EOS, 0)
+        for sample, (reply, said) in enumerate(zip(replies, logprobs, strict=True))
+    )
+    return ScoredGroup(asked, rollouts, tuple(r if isinstance(r, Reward) else Reward(float(r)) for r in rewards))
+
+
+def plain_batch(mask: Any, **fields: Any) -> Batch:
+    """A batch with responses where `mask` is true, all of them trained on; what is not given is 0, advantages are 1."""
+    response = torch.as_tensor(mask).bool()
+    zeros, (rows, width) = torch.zeros(response.shape), response.shape
+    masks = {"response_mask": response, "loss_mask": response, "weights": response.float()}
+    others = {"policy_logprobs": None, "ref_logprobs": None, "advantages": torch.ones(rows)}
+    sizes = {"input_ids": zeros.long(), "sampler_logprobs": zeros, "lengths": torch.full((rows,), width)}
+    return Batch(**{**masks, **others, **sizes, **fields})
 
 
 class FakeEngine:

@@ -79,7 +79,7 @@ def test_the_reference_is_the_model_with_its_adapters_off(packed: bool) -> None:
         expected = token_logprobs(plain, ids(), mask, 1.0, 64)
     model = moved(with_adapters(small_model(), settings()))
     reference = AdapterOff(model)
-    way = PaddingFree(1000, 64, 1.0, True)
+    way = PaddingFree(1000, 64, 1.0, share=True)
     if packed:
         zeros = torch.zeros(2, 12)
         batch = Batch(ids(), mask, mask, zeros, zeros, None, None, torch.ones(2), torch.tensor([12, 12]))

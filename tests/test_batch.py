@@ -8,29 +8,17 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import scored
 
 from grpo_cli.learner.batch import collate, corrected, micro_batch_rows, micro_batches, minibatches, rows_of, totals
 from grpo_cli.settings import Sampling
 from grpo_cli.types import GIVEN, Batch, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span, Verdict
 
 
-def group(name: str, prompt: tuple[int, ...], replies: list[tuple[int, ...]]) -> ScoredGroup:
-    made = Prompt(name, prompt, "")
-    rollouts = tuple(
-        Rollout(
-            Request(made, i, i, Sampling.plain(128)),
-            ids,
-            tuple(-0.5 * token for token in ids),
-            Finish.EOS,
-            len(ids) - 1,
-        )
-        for i, ids in enumerate(replies)
-    )
-    return ScoredGroup(made, rollouts, tuple(Reward(0.0) for _ in replies))
-
-
 def two_groups() -> Batch:
-    groups = [group("a", (5, 6), [(7, 1), (8, 9, 1)]), group("b", (4,), [(1,)])]
+    said = [(-3.5, -0.5), (-4.0, -4.5, -0.5)]
+    one = scored(0, 0, name="a", prompt=(5, 6), replies=[(7, 1), (8, 9, 1)], logprobs=said)
+    groups = [one, scored(0, name="b", prompt=(4,), logprobs=[(-0.5,)])]
     return replace(collate(groups, pad_token_id=0), advantages=torch.tensor([1.0, -1.0, 0.25]))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import pytest
 import torch
-from bank import Scripted, collection_of
-from test_train import GRPO, make_trainer, newest, settings_for
+from bank import Scripted, collection_of, group_of
+from test_train import lasting, make_trainer, newest, settings_for
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
@@ -20,14 +21,15 @@ from grpo_cli.collect.epochs import Epochs, of_kind
 from grpo_cli.collect.equal import equal
 from grpo_cli.collect.rehearsal import CollectionSize, rehearsed
 from grpo_cli.collect.requests import requests_for
+from grpo_cli.config.choices import choices, shipped
 from grpo_cli.engine.costs import together
-from grpo_cli.history import History, Solved
+from grpo_cli.history import History
 from grpo_cli.interfaces import Collection, Collector, Rounds
 from grpo_cli.methods import pods
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, GroupRequest, Prompt, Request, Reward, Rollout, Round, ScoredGroup
+from grpo_cli.types import EngineStats, GroupRequest, Prompt, Round, ScoredGroup
 
 PROBLEMS = [Prompt(f"q{i}", (i, 1), "") for i in range(10)]
 
@@ -119,36 +121,20 @@ def test_more_problems_than_there_are_cannot_be_picked() -> None:
 # What a collector of one's own may do wrong
 
 
-def no_rounds(collection: Collection) -> Rounds:
-    if collection.n < 0:
-        yield Round(())
-    return None
+def yielding(*rounds: Callable[[Collection], Any], returns: Any = None) -> Any:
+    """A collector of these rounds."""
+
+    def collector(collection: Collection) -> Any:
+        for make in rounds:
+            yield make(collection)
+        return returns
+
+    return collector
 
 
-def empty_round(collection: Collection) -> Rounds:
-    yield Round(())
-    return None
-
-
-def zero_times(collection: Collection) -> Rounds:
-    yield Round(tuple(GroupRequest(prompt, 0) for prompt in collection.pick(1)))
-    return None
-
-
-def unknown_problem(collection: Collection) -> Rounds:
-    yield from equal(collection)
-    yield Round((GroupRequest(Prompt("mine", (1,), ""), 1),))
-    return None
-
-
-def another_of_the_same_name(collection: Collection) -> Rounds:
-    [prompt] = collection.pick(1)
-    yield Round((GroupRequest(replace(prompt, token_ids=(9, 9)), 1),))
-    return None
-
-
-def a_list(collection: Collection) -> Any:
-    yield [GroupRequest(prompt, 1) for prompt in collection.pick(1)]
+def asking(count: int, **changed: Any) -> Callable[[Collection], Round]:
+    """A round of so many rollouts of a new problem, or of another by its name."""
+    return lambda collection: Round((GroupRequest(replace(collection.pick(1)[0], **changed), count),))
 
 
 def endless(collection: Collection) -> Rounds:
@@ -157,44 +143,25 @@ def endless(collection: Collection) -> Rounds:
         yield Round((GroupRequest(prompt, 1),))
 
 
-def returns_a_stranger(collection: Collection) -> Rounds:
-    yield from equal(collection)
-    return ["mine"]
-
-
-def returns_nobody(collection: Collection) -> Rounds:
-    yield from equal(collection)
-    return []
-
-
-def no_generator(collection: Collection) -> Any:
-    return [Round(())]
-
-
-def broken(collection: Collection) -> Rounds:
-    yield from equal(collection)
-    raise ZeroDivisionError("of one's own")
-
-
-WRONG: Mapping[Any, str] = {
-    no_rounds: "the collector ended without a round: it has to yield at least one",
-    empty_round: "round 1 of the collector is empty",
-    zero_times: "round 1 of the collector asks for 0 rollouts of problem 'rehearsal-0': 1 is the least",
-    unknown_problem: "round 2 of the collector names problem 'mine', which this step has not picked",
-    another_of_the_same_name: "names problem 'rehearsal-0', which this step has not picked",
-    a_list: "round 1 of the collector is a list: yield Round",
-    endless: "the collector has no end: it asked for more than 1000 rounds in one step",
-    returns_a_stranger: "the collector returned problem 'mine', of which it has requested nothing",
-    returns_nobody: "the collector returned no problem",
-    no_generator: "the collector is no generator, but a list: yield its rounds",
-    broken: r"collector raised ZeroDivisionError: of one's own \(.*test_collection.py, line \d+\)",
+WRONG: Mapping[str, Any] = {
+    "ended without a round: it has to yield at least one": yielding(),
+    "round 1 of the collector is empty": yielding(lambda collection: Round(())),
+    "round 1 .* asks for 0 rollouts of problem 'rehearsal-0': 1 is the least": yielding(asking(0)),
+    "round 2 .* names problem 'mine', which this step has not picked": yielding(asking(1), asking(1, id="mine")),
+    "names problem 'rehearsal-0', which this step has not picked": yielding(asking(1, token_ids=(9, 9))),
+    "round 1 of the collector is a list: yield Round": yielding(lambda collection: [*collection.pick(1)]),
+    "has no end: it asked for more than 1000 rounds in one step": endless,
+    "returned problem 'mine', of which it has requested nothing": yielding(asking(1), returns=["mine"]),
+    "returned no problem": yielding(asking(1), returns=[]),
+    "is no generator, but a list: yield its rounds": lambda collection: [Round(())],
+    r"raised ZeroDivisionError: .*test_collection.py, line \d+": yielding(lambda collection: collection.n // 0),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda rule: rule.__name__)
-def test_what_cannot_be_collected_is_found_in_the_rehearsal(wrong: Any) -> None:
-    with pytest.raises(UserError, match=WRONG[wrong]):
-        rehearsed(wrong, n=4, prompts=3)
+@pytest.mark.parametrize("said", WRONG)
+def test_what_cannot_be_collected_is_found_in_the_rehearsal(said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        rehearsed(WRONG[said], n=4, prompts=3)
 
 
 # Rehearsal
@@ -272,8 +239,7 @@ def test_costs_of_rounds_are_put_together() -> None:
 
 def metrics_of(trainer: Any) -> list[dict[str, float]]:
     [recorder] = trainer._parts.trackers
-    lasting = ("time/", "memory/", "speed/", "clock/")
-    return [{k: v for k, v in record.metrics.items() if not k.startswith(lasting)} for record in recorder.records]
+    return [lasting(record.metrics) for record in recorder.records]
 
 
 def test_a_run_says_what_it_collected_and_has_seen(tmp_path: Path) -> None:
@@ -325,25 +291,6 @@ def test_a_group_that_is_larger_than_n_is_trained_on_whole_unless_m_is_less(tmp_
     assert metrics_of(trainer)[1]["rollouts/trained"] == (12 + 4 + 4 if m == 4 else 3 * 3)
 
 
-def test_each_problem_counts_the_same_if_that_is_asked_for(tmp_path: Path) -> None:
-    """Rows of a group of 12 beside two of 4: 20 rows, 20/3 of each problem on average."""
-    seen: list[torch.Tensor] = []
-
-    class Watched:
-        needs_reference = False
-
-        def __call__(self, logprobs: Any, batch: Any, totals: Any) -> Any:
-            seen.append(batch.weights.sum(dim=1) / batch.response_mask.sum(dim=1))
-            return GRPO(logprobs, batch, totals)
-
-    for count_by, expected in {"rollout": {1.0}, "prompt": {round(20 / 36, 4), round(20 / 12, 4)}}.items():
-        seen.clear()
-        settings = settings_for(tmp_path / count_by, steps=1, count_by=count_by)
-        make_trainer(settings, collector=longer, loss=Watched()).fit()
-        assert {round(float(weight), 4) for weights in seen for weight in weights} == expected
-        assert float(torch.cat(seen).mean()) == pytest.approx(1.0)
-
-
 def test_a_run_ends_once_it_has_generated_enough(tmp_path: Path) -> None:
     whole = make_trainer(settings_for(tmp_path / "whole"))
     whole.fit()
@@ -372,22 +319,6 @@ def test_what_rules_have_learnt_goes_on_from_a_checkpoint(tmp_path: Path) -> Non
     assert load_state(newest(tmp_path / "parts"))["rules"] == load_state(newest(tmp_path / "whole"))["rules"]
 
 
-def test_a_checkpoint_from_before_there_was_a_history_goes_on(tmp_path: Path) -> None:
-    """The plain curriculum was a function of the step alone."""
-    whole = make_trainer(settings_for(tmp_path / "whole", steps=4))
-    whole.fit()
-    make_trainer(settings_for(tmp_path / "parts", steps=2)).fit()
-    folder = newest(tmp_path / "parts")
-    state = load_state(folder)
-    del state["rules"]
-    torch.save(state, folder / "trainer_state.pt")
-    rest = make_trainer(settings_for(tmp_path / "parts", steps=4), checkpoint=folder)
-    rest.fit()
-    forgotten = {"prompts/distinct"}
-    pairs = zip(metrics_of(rest), metrics_of(whole)[3:], strict=True)
-    assert all({k for k in new if new[k] != old[k]} <= forgotten for new, old in pairs)
-
-
 def test_rules_that_learn_are_not_exchanged_on_the_way(tmp_path: Path) -> None:
     make_trainer(settings_for(tmp_path / "plain", steps=2)).fit()
     with pytest.raises(UserError, match="the checkpoint holds nothing for collector=counting"):
@@ -395,6 +326,24 @@ def test_rules_that_learn_are_not_exchanged_on_the_way(tmp_path: Path) -> None:
     make_trainer(settings_for(tmp_path / "counting", steps=2), collector=Counting()).fit()
     with pytest.raises(UserError, match="holds what collector=counting has learnt, and this run's collector learns no"):
         make_trainer(settings_for(tmp_path / "counting"), checkpoint=newest(tmp_path / "counting"))
+
+
+LEARNING = [
+    (group, choice)
+    for group in ("curriculum", "collector", "replay", "credit")
+    for choice in choices(group)
+    if hasattr(hydra.utils.get_object(shipped(group, choice)["_target_"]), "load_state_dict")
+]
+
+
+@pytest.mark.parametrize(("group", "choice"), LEARNING)
+def test_what_a_rule_has_learned_is_given_to_no_other(group: str, choice: str) -> None:
+    rule = object.__new__(hydra.utils.get_object(shipped(group, choice)["_target_"]))
+    with pytest.raises(UserError, match=f"{group}=mine has .*resume with {group}=mine"):
+        rule.load_state_dict({"kind": "mine"})
+    if choice != "epochs":  # which goes on by the step alone
+        with pytest.raises(UserError, match=f"nothing for {group}={choice}; leave {group}"):
+            rule.load_state_dict(None)
 
 
 MINE = """
@@ -438,34 +387,11 @@ def test_a_rule_of_one_s_own_is_rehearsed_run_resumed_and_profiled(
     assert profiled.exit_code == 0, profiled.output
 
 
-def test_a_history_keeps_the_last_eight_visits_and_weighs_them() -> None:
-    history = History()
-    for step in range(10):
-        history.observe(step, [group_of("q", solved=step % 3, tried=4), *([group_of("r", 4, 4)] if step == 5 else [])])
-    assert [visit.step for visit in history.visits("q")] == list(range(2, 10))
-    assert len(history) == 2 and history.visits("s") == () and history.rate("s", 0.5) is None
-    assert history.outcome("q") is Solved.NONE and history.outcome("r") is Solved.ALL and history.outcome("s") is None
-    shares = [step % 3 / 4 for step in range(2, 10)]
-    weights = [0.5 ** (9 - step) for step in range(2, 10)]
-    mean = sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
-    assert history.rate("q", 0.5) == pytest.approx(mean)
-    a, b = history.beta("q", 0.5, 1.0)
-    assert a == pytest.approx(1 + 4 * mean * sum(weights)) and a + b == pytest.approx(2 + 4 * sum(weights))
-    assert history.rate("q", 0.0) == 0.0, "without memory the last visit alone counts"
-
-
 def test_a_step_that_is_made_again_takes_the_place_of_what_it_was() -> None:
     history = History()
-    history.observe(3, [group_of("q", 1, 4)])
-    history.observe(3, [group_of("q", 2, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q")] == [(3, 2)]
-    history.observe(4, [group_of("q", 3, 4)])
-    history.observe(2, [group_of("q", 0, 4)])
-    assert [(visit.step, visit.solved) for visit in history.visits("q")] == [(2, 0)], "and of what came after it"
-
-
-def group_of(name: str, solved: int, tried: int) -> ScoredGroup:
-    prompt = Prompt(name, (1,), "")
-    requests = [Request(prompt, i, i, Sampling.plain(8)) for i in range(tried)]
-    rollouts = tuple(Rollout(request, (1,), (0.0,), Finish.EOS, 0) for request in requests)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(float(i < solved)) for i in range(tried)))
+    history.observe(3, [group_of(PROBLEMS[0], 1, 4)])
+    history.observe(3, [group_of(PROBLEMS[0], 2, 4)])
+    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(3, 2)]
+    history.observe(4, [group_of(PROBLEMS[0], 3, 4)])
+    history.observe(2, [group_of(PROBLEMS[0], 0, 4)])
+    assert [(visit.step, visit.solved) for visit in history.visits("q0")] == [(2, 0)], "and of what came after it"

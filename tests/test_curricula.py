@@ -344,31 +344,6 @@ def test_what_is_put_back_picks_the_same(choice: str, course: Any, pool: int, co
     assert ids(then.pick(step, count, frozenset())) == ids(picked), "what was kept has not moved on"
 
 
-def test_a_checkpoint_of_another_rule_or_task_is_refused() -> None:
-    prompts = problems(6)
-    dps = curriculum("dps", prompts).state_dict()
-    with pytest.raises(UserError, match="holds what curriculum=dps has learnt, but this run has curriculum=target"):
-        curriculum("target", prompts).load_state_dict(dps)
-    with pytest.raises(UserError, match="holds nothing for curriculum=dps"):
-        curriculum("dps", prompts).load_state_dict(None)
-    with pytest.raises(UserError, match="holds what curriculum=epochs has learnt, but this run has curriculum=dps"):
-        curriculum("dps", prompts).load_state_dict(curriculum("epochs", prompts).state_dict())
-
-
-def test_beliefs_of_an_older_version_are_by_place_and_go_on() -> None:
-    rule = curriculum("dps", problems(6), per_step=2, pool=2)
-    for step in range(4):
-        picked = rule.pick(step, 2, frozenset())
-        rule.observe(step, [group_of(prompt, 2 * i + step) for i, prompt in enumerate(picked)])
-    older = {"kind": "dps", "order": rule.state_dict()["order"], **dense(rule, 6)}
-    again = curriculum("dps", problems(6), per_step=2, pool=2)
-    again.load_state_dict(older)
-    assert all((dense(again, 6)[name] == belief).all() for name, belief in dense(rule, 6).items())
-    assert ids(again.pick(4, 2, frozenset())) == ids(rule.pick(4, 2, frozenset()))
-    with pytest.raises(UserError, match="of 6 problems, but the task has 5"):
-        curriculum("dps", problems(5)).load_state_dict(older)
-
-
 # Several picks in a step, and steps that are made again
 
 
@@ -454,33 +429,15 @@ def test_a_task_that_is_never_revisited_is_refused(choice: str) -> None:
     build(steps=24, history=History({f"q{i}": [Visit(PROFILED, 1, 8)] for i in range(4)}))
 
 
-RANGES = [
-    ("dps", "pool", 0, "at least 1"),
-    ("dps", "decay", 1.5, "from 0 to 1"),
-    ("dps", "decay", -0.1, "from 0 to 1"),
-    ("dps", "prior", 0.0, "more than 0"),
-    ("target", "pool", 0, "at least 1"),
-    ("target", "decay", 1.5, "from 0 to 1"),
-    ("target", "temperature", 0.0, "more than 0"),
-    ("target", "target", 1.1, "from 0 to 1"),
-]
-
-
-@pytest.mark.parametrize(("choice", "key", "value", "limit"), RANGES)
-def test_a_setting_out_of_range_is_refused(choice: str, key: str, value: Any, limit: str) -> None:
-    with pytest.raises(UserError, match=f"curriculum.{key}={value} must be {limit}$"):
-        curriculum(choice, problems(5), **{key: value})
-
-
-def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded() -> None:
-    parts = made.settings().parts
-    words = {"decay": 1.5, "prior": 0.0}
-    for changed, said in (
-        (words, "curriculum.decay=1.5 must be from 0 to 1"),
-        (words, "curriculum.prior=0.0 must be more than 0"),
-        ({"pol": 3}, "curriculum.pol: grpo_cli.methods.dps.DynamicsPredictive takes no pol; did you mean pool?"),
-        ({"pool": 2.5}, "curriculum.pool=2.5 must be a whole number"),
-    ):
-        with pytest.raises(UserError) as told:
-            check(made.settings(parts={**parts, "curriculum": made.part("curriculum", "dps", **changed)}))
-        assert said in str(told.value)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"prior": 0.0}, "curriculum.prior=0.0"),
+        ({"pol": 3}, "did you mean pool"),
+        ({"pool": 2.5}, "curriculum.pool=2.5"),
+    ],
+)
+def test_what_is_wrong_with_a_curriculum_is_said_before_a_model_is_loaded(changed: dict[str, Any], said: str) -> None:
+    parts = made.settings().parts | {"curriculum": made.part("curriculum", "dps", **changed)}
+    with pytest.raises(UserError, match=said):
+        check(made.settings(parts=parts))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from small import VOCABULARY, small_model
+from small import VOCABULARY, plain_batch, small_model
 
 from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.learner.learner import Learner, Update
@@ -38,18 +38,9 @@ def some_batch(seed: int = 0) -> Batch:
     places = torch.arange(12)
     mask = (places >= prompts[:, None]) & (places < (prompts + replies)[:, None])
     weights = torch.rand(ids.shape, generator=g) * (torch.rand(ids.shape, generator=g) < 0.67) * mask
+    ids = ids * (places < (prompts + replies)[:, None])
     numbers = torch.randn(5, generator=g)
-    return Batch(
-        ids * (places < (prompts + replies)[:, None]),
-        mask,
-        mask,
-        weights,
-        0 * weights,
-        None,
-        None,
-        numbers,
-        prompts + replies,
-    )
+    return plain_batch(mask, input_ids=ids, weights=weights, advantages=numbers, lengths=prompts + replies)
 
 
 @torch.no_grad()

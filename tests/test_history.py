@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +10,7 @@ import torch
 from bank import group_of, problems
 from hypothesis import given
 
-from grpo_cli.history import KEPT, PROFILED, History, Marked, Solved, Visit
+from grpo_cli.history import KEPT, PROFILED, UNSEEN, History, Solved, Visit
 
 COUNTS = st.lists(
     st.integers(1, 9).flatmap(lambda tried: st.tuples(st.integers(0, tried), st.just(tried))), max_size=12
@@ -33,10 +32,9 @@ def test_figures_are_those_of_the_last_visits(counts: list[tuple[int, int]], dec
     assert a == pytest.approx(prior + sum(w * solved for w, (solved, _) in zip(weights, last, strict=True)))
     assert a + b == pytest.approx(2 * prior + sum(w * tried for w, (_, tried) in zip(weights, last, strict=True)))
     rate = history.rate("q0", decay)
-    assert (rate is None) == (history.outcome("q0") is None) == (not counts) == (len(history) == 0)
-    if rate is not None:
-        mean = sum(w * solved / tried for w, (solved, tried) in zip(weights, last, strict=True)) / sum(weights)
-        assert rate == pytest.approx(mean) and -1e-9 <= rate <= 1 + 1e-9
+    assert (history.outcome("q0") is None) == (not counts) == (len(history) == 0)
+    shares = [w * solved / tried for w, (solved, tried) in zip(weights, last, strict=True)]
+    assert rate == pytest.approx(sum(shares) / sum(weights) if shares else UNSEEN) and -1e-9 <= rate <= 1 + 1e-9
 
 
 @given(counts=COUNTS, profile=st.none() | st.just((3, 8)), more=COUNTS)
@@ -61,30 +59,6 @@ def test_what_is_put_back_is_what_was_and_goes_on_alike(
 )
 def test_an_outcome_is_of_the_last_visit(solved: int, outcome: Solved) -> None:
     assert visited([(2, 4), (solved, 4)]).outcome("q0") is outcome
-
-
-CHANGES = st.lists(st.tuples(st.sampled_from(["set", "remove", "mark"]), st.integers(0, 4), st.integers(0, 9)))
-
-
-@given(begun=st.dictionaries(st.integers(0, 4), st.integers(0, 9)), changes=CHANGES)
-def test_a_marked_mapping_is_told_as_it_was_whatever_has_changed(begun: dict[int, int], changes: list[Any]) -> None:
-    marked = Marked(begun)
-    told, expected = marked.mark(), dict(begun)
-    for change, key, value in changes:
-        if change == "set":
-            marked[key] = value
-        elif change == "remove" and key in marked:
-            del marked[key]
-        elif change == "mark":
-            told, expected = marked.mark(), dict(marked)
-        assert told() == expected
-
-
-def test_a_mark_tells_a_history_as_it_was() -> None:
-    history = visited([(2, 4)])
-    told, state = history.mark(), history.state_dict()
-    history.observe(1, [group_of(prompt, 1, 4) for prompt in problems(2)])
-    assert told() == state != history.state_dict() and len(history) == 2
 
 
 def test_a_profile_is_a_visit_and_stays_known_when_it_is_no_longer_one_of_the_last() -> None:

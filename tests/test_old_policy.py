@@ -14,7 +14,7 @@ import torch
 from small import one_and_the_rest, small_model
 from test_off_policy import aged, given_then_old
 from test_seams import Counted, Spy, close, quiet, said_by
-from test_train import Recorder, make_trainer, settings_for
+from test_train import Recorder, lasting, make_trainer, settings_for
 
 from grpo_cli.learner.old_policy import AveragedPolicy, average_bytes, pass_before
 from grpo_cli.runs.checkpoint import load_state
@@ -260,9 +260,8 @@ def test_a_run_that_goes_on_has_the_average_that_it_would_have_had_to_the_bit(
     assert all(torch.equal(one, other) for one, other in zip(alone["average"], cut["average"], strict=True))
 
     def told(recorder: Recorder, step: int) -> dict[str, float]:
-        moving = ("time/", "clock/", "speed/", "memory/")
         (record,) = (record for record in recorder.records if record.step == step)
-        return {name: value for name, value in record.metrics.items() if not name.startswith(moving)}
+        return lasting(record.metrics)
 
     for step in (3, 4):
         assert told(records["again"], step) == told(records["alone"], step)

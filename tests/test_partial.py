@@ -446,45 +446,34 @@ def test_what_is_carried_on_is_told() -> None:
 # What collectors may not do with partial rollouts
 
 
-def stopped_and_returned(collection: Collection) -> Rounds:
-    yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
-    return None
+def in_two_rounds(second: Callable[[Sequence[Group]], Round | None], enough: int | None = 1) -> Collector:
+    """A collector whose second round, if any, is made of the groups of the first."""
+
+    def collector(collection: Collection) -> Rounds:
+        groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=enough)
+        if (then := second(groups)) is not None:
+            yield then
+        return None
+
+    return collector
 
 
-def resumes_nothing(collection: Collection) -> Rounds:
-    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(1)))
-    yield Round(resumed=tuple(groups))
-    return None
+def stopped(groups: Sequence[Group]) -> tuple[Group, ...]:
+    return tuple(group for group in groups if not group.whole)
 
 
-def resumes_twice(collection: Collection) -> Rounds:
-    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
-    partial = next(group for group in groups if not group.whole)
-    yield Round(resumed=(partial, partial))
-    return None
+WRONG: dict[str, Collector] = {
+    "returned problem 'rehearsal-1', .* partial: resume them": in_two_rounds(lambda groups: None),
+    "'rehearsal-0', of which no rollout is partial": in_two_rounds(lambda groups: Round(resumed=tuple(groups)), None),
+    "resumes a group twice": in_two_rounds(lambda groups: Round(resumed=stopped(groups)[:1] * 2)),
+    "ends at enough=1 whole groups": in_two_rounds(lambda groups: Round(resumed=stopped(groups), enough=1)),
+}
 
 
-def has_enough_already(collection: Collection) -> Rounds:
-    groups = yield Round(tuple(GroupRequest(prompt, 2) for prompt in collection.pick(3)), enough=1)
-    yield Round(resumed=tuple(group for group in groups if not group.whole), enough=1)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("collector", "said"),
-    [
-        (
-            stopped_and_returned,
-            "returned problem 'rehearsal-1', of which some rollouts are partial: resume them",
-        ),
-        (resumes_nothing, "resumes problem 'rehearsal-0', of which no rollout is partial: leave it out"),
-        (resumes_twice, "round 2 of the collector resumes a group twice: name it once"),
-        (has_enough_already, "ends at enough=1 whole groups, and there are 1 before it: ask for more, or leave the"),
-    ],
-)
-def test_what_cannot_be_resumed_is_found_in_the_rehearsal(collector: Collector, said: str) -> None:
+@pytest.mark.parametrize("said", WRONG)
+def test_what_cannot_be_resumed_is_found_in_the_rehearsal(said: str) -> None:
     with pytest.raises(UserError, match=said):
-        rehearsed(collector, n=4, prompts=3)
+        rehearsed(WRONG[said], n=4, prompts=3)
 
 
 def later(collection: Collection) -> Rounds:
@@ -530,32 +519,6 @@ def test_a_rollout_goes_on_with_the_sampling_that_it_was_begun_with() -> None:
     said = "begun with sampling.max_new_tokens=40, and this run has sampling.max_new_tokens=2: resume with what they"
     with pytest.raises(UserError, match=said):
         step_of(engine, 1, tokens=2).run(rule, engine)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"surplus": -0.5}, "collector.surplus=-0.5 must be at least 0"),
-        ({"surplus": float("inf")}, "collector.surplus=inf must be finite"),
-        ({"surplus": float("nan")}, "collector.surplus=nan must be finite"),
-        ({"max_lag": 0}, "collector.max_lag=0 must be at least 1"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        ready("collector", "partial", **changed)
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (None, "the checkpoint holds nothing for collector=partial; leave collector as the run had it"),
-        ({"kind": "mine"}, "the checkpoint holds what collector=mine has learnt, but this run has collector=partial"),
-    ],
-)
-def test_what_another_collector_has_kept_is_not_taken_up(state: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Partial(surplus=1.0, max_lag=4).load_state_dict(state)
 
 
 # A profile's forced lengths
@@ -606,14 +569,6 @@ def test_a_run_goes_on_with_its_partial_rollouts_from_a_checkpoint(tmp_path: Pat
     assert "partial" not in {json.loads(line)["finish"] for line in rollouts.splitlines()}
     with pytest.raises(UserError, match="the checkpoint holds what collector=partial has learnt, and this run's"):
         trained(tmp_path / "cut", *words, f"resume={tmp_path / 'cut'}", "collector=equal", "train.steps=5")
-
-
-def test_a_run_that_may_halve_its_slots_is_told_what_depends_on_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained(tmp_path, "collector=partial", "sampler.on_oom=halve", "train.steps=1")
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert "which groups collector=partial trains on in which step: a run may not repeat itself" in said
 
 
 def test_workers_that_tell_of_whole_rollouts_only_are_asked_for_nothing_else() -> None:

@@ -73,7 +73,7 @@ def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool
     model, batch = small_model(family), make_batch(UNEVEN)
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share), model, batch)
+        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
 
@@ -130,7 +130,7 @@ def test_a_kernel_over_the_whole_run_gives_the_same(family: str, share: bool, mo
     monkeypatch.setattr(packed, "_KERNEL", kernel)
     for tokens in (10_000, 30, 1):
         kernel.calls = 0
-        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share), model, batch)
+        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
         if tokens == 10_000:  # two calls a layer, forward and backward, whatever the run is made of; one without trunks
@@ -152,16 +152,16 @@ def test_rows_of_a_group_may_lie_anywhere() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
     order = torch.tensor([4, 0, 9, 7, 2, 8, 5, 1, 3, 6])
     plain, _ = computed(Padded(10_000, 64, 0.7), model, batch)
-    values, _ = computed(PaddingFree(10_000, 64, 0.7, True), model, rows_of(batch, order))
+    values, _ = computed(PaddingFree(10_000, 64, 0.7, share=True), model, rows_of(batch, order))
     torch.testing.assert_close(values, plain[order], atol=1e-5, rtol=0)
 
 
 def test_gradient_checkpointing_goes_with_it() -> None:
     model, batch = small_model(), make_batch(UNEVEN)
-    _, plain = computed(PaddingFree(10_000, 64, 0.7, True), model, batch)
+    _, plain = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
-    _, recomputed = computed(PaddingFree(10_000, 64, 0.7, True), model, batch)
+    _, recomputed = computed(PaddingFree(10_000, 64, 0.7, share=True), model, batch)
     torch.testing.assert_close(recomputed, plain)
 
 
@@ -184,7 +184,7 @@ def test_a_shared_prompt_stands_in_the_run_once() -> None:
 )
 def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, tokens: int, share: bool) -> None:
     batch = make_batch(groups)
-    parts = PaddingFree(tokens, 64, 0.7, share).micro_batches(batch)
+    parts = PaddingFree(tokens, 64, 0.7, share=share).micro_batches(batch)
     assert sorted(row for rows in parts for row in rows.tolist()) == list(range(len(batch)))
     for rows in parts:
         cost = sum(len(tree) for tree in pack(rows_of(batch, rows), share).trees)
@@ -198,7 +198,7 @@ def test_micro_batches_take_each_row_once_and_keep_to_the_budget(groups: Any, to
     st.sampled_from(["padded", "padding_free", "shared_prefix"]),
 )
 def test_lengths_alone_tell_how_a_batch_is_cut_and_how_large_the_parts_are(groups: Any, tokens: int, kind: str) -> None:
-    way = Padded(tokens, 64, 0.7) if kind == "padded" else PaddingFree(tokens, 64, 0.7, kind == "shared_prefix")
+    way = Padded(tokens, 64, 0.7) if kind == "padded" else PaddingFree(tokens, 64, 0.7, share=kind == "shared_prefix")
     batch = make_batch(groups)
     # Prompts that are alike by chance are one group to a batch.
     prompts = [tuple(ids[: int(n)].tolist()) for ids, n in zip(batch.input_ids, _prompt_lengths(batch), strict=True)]

@@ -159,7 +159,7 @@ def test_offloaded_inputs_of_layers_take_nothing_between_the_passes():
         assert kept[ACTIVATIONS] - gone[ACTIVATIONS] == pytest.approx(2 * 400 * 32 * 4, rel=0.001)
 
 
-WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, False), PaddingFree(10_000, 32, 1.0, True)]
+WAYS = [Padded(10_000, 32, 1.0), PaddingFree(10_000, 32, 1.0, share=False), PaddingFree(10_000, 32, 1.0, share=True)]
 
 
 SEVERAL, LONG = [(30, [25, 10, 40, 40]), (12, [20])], [(100, [300, 200, 300])]
@@ -260,7 +260,7 @@ def test_the_largest_micro_batch_counts_and_the_first_alone_has_no_gradients_bes
     requests = some_requests(prompts=1, n=6)
     work = work_of(requests, 6, 30, (5, 5, 30, 20, 10, 5))
     way = PaddingFree(
-        len(requests[0].prompt.token_ids) + 30, 64, 1.0, False
+        len(requests[0].prompt.token_ids) + 30, 64, 1.0, share=False
     )  # two rows at most, or the longest by itself
     given = replace(plan(requests, 6, 6), rollouts=work, forward=way)
     rows = [RowShape(len(requests[0].prompt.token_ids), length, 0) for length in work.lengths]

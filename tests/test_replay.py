@@ -205,36 +205,27 @@ class Alternating(CountTask):
         return Reward(float(rollout.request.sample % 2))
 
 
-class Watched:
+class Watched(GroupStore):
     """A store that keeps what it was asked and has answered."""
 
-    def __init__(self, **changed: Any) -> None:
-        self.inner = store(**changed)
+    def __init__(self) -> None:
+        super().__init__(fresh=0.5, capacity=512, max_lag=None, rescue=False)
         self.steps: list[tuple[list[str], list[ScoredGroup]]] = []
         self.observed: list[list[str]] = []
 
-    def fresh(self, prompts: int, version: int) -> int:
-        return self.inner.fresh(prompts, version)
-
     def draw(self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: Any) -> Sequence[ScoredGroup]:
-        groups = self.inner.draw(count, fresh, version, rng)
+        groups = super().draw(count, fresh, version, rng)
         self.steps.append((names(fresh), list(groups[len(fresh) :])))
         assert all(span.version < version for g in groups[len(fresh) :] for r in g.rollouts for span in r.spans)
         return groups
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         self.observed.append(names(groups))
-        return self.inner.observe(step, groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.inner.load_state_dict(state)
+        return super().observe(step, groups)
 
 
 def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_path: Path) -> None:
-    spy, recorder, replay = Spy(), Recorder(), Watched(fresh=0.5)
+    spy, recorder, replay = Spy(), Recorder(), Watched()
     settings = quiet(settings_for(tmp_path, steps=4), record=RecordSettings(rollouts=-1, tokens=False), m=2)
     parts = {"task": Alternating(), "loss": spy, "trackers": (recorder,), "replay": replay}
     trainer = make_trainer(settings, **parts, downsample=made.downsample("maxvar"))
@@ -257,7 +248,7 @@ def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_pa
 
 
 def test_the_log_probabilities_of_a_replayed_group_are_those_that_it_was_drawn_with(tmp_path: Path) -> None:
-    spy, replay = Spy(), Watched(fresh=0.5)
+    spy, replay = Spy(), Watched()
     settings = quiet(settings_for(tmp_path, steps=3))
     make_trainer(settings, task=Alternating(), loss=spy, replay=replay).fit()
     for batch, (_, (old,)) in zip(spy.batches[1:], replay.steps[1:], strict=True):
@@ -371,13 +362,6 @@ def test_a_run_goes_on_with_its_store_from_a_checkpoint(tmp_path: Path) -> None:
     resume = f"resume={tmp_path / 'cut'}"
     with pytest.raises(UserError, match="holds what replay=fifo has learnt, and this run's replay learns nothing"):
         trained(tmp_path / "cut", *words, resume, "replay=none", "train.steps=5")
-
-
-def test_a_store_is_not_taken_from_a_run_that_had_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the checkpoint holds nothing for replay=fifo; leave replay as the run had it"):
-        store().load_state_dict(None)
-    with pytest.raises(UserError, match="holds what replay=folder has learnt, but this run has replay=fifo"):
-        store().load_state_dict({"kind": "folder", "read": []})
 
 
 @pytest.mark.process
@@ -504,7 +488,7 @@ def test_only_groups_of_this_task_that_teach_and_fit_are_taken(record: list[dict
     others = [as_step(2, prompt="1+1="), as_step(3, prompt_id="train-x"), as_step(4, answer="-1"), as_step(5, reward=1)]
     put(tmp_path, [*record, *(row for rows in others for row in rows)])
     assert len(every(opened(tmp_path))) == 1
-    for left_out, why in ((others[0], "1 of them of other problems"), (others[3], "1 of equal rewards")):
+    for left_out, why in ((others[0], "1 of other problems"), (others[3], "1 of equal rewards")):
         put(tmp_path, left_out)
         with pytest.raises(UserError, match=f"holds nothing to train on: 1 groups.*{why}"):
             opened(tmp_path)
@@ -566,8 +550,6 @@ def test_a_folder_without_records_of_others_is_refused(record: list[dict[str, An
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(UserError, match="which replay.path names, cannot be read"):
         replay.load_state_dict(state)
-    with pytest.raises(UserError, match="holds what replay=fifo has learnt, but this run has replay=folder"):
-        replay.load_state_dict(store().state_dict())
 
 
 # What is refused before anything is read
@@ -576,17 +558,11 @@ def test_a_folder_without_records_of_others_is_refused(record: list[dict[str, An
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("replay=fifo replay.fresh=0", "replay.fresh=0"),
-        ("replay=fifo replay.fresh=1.5", "replay.fresh=1.5"),
-        ("replay=fifo replay.capacity=0", "replay.capacity=0"),
-        ("replay=fifo replay.max_lag=0", "replay.max_lag=0"),
         ("replay=fifo credit=fresh", "replay=fifo"),
         ("replay=fifo correction.prox=drawn sparsity=snapkv", "sparsity=snapkv"),
         ("replay=folder", "replay.path=<folder of other runs>"),
         ("replay=folder replay.path=/nowhere", "replay.path=/nowhere is not there"),
         (f"replay=folder replay.path={__file__}", "name the folder that test_replay.py is in"),
-        ("replay=folder replay.path=/tmp replay.foreign=1", "replay.foreign=1"),
-        ("replay=folder replay.path=/tmp replay.foreign=-0.1", "replay.foreign=-0.1"),
         ("replay=folder replay.path=/tmp correction.prox=drawn", "replay=folder"),
         ("replay=folder replay.path=/tmp n=9 m=8 downsample=median", "downsample=median"),
     ],

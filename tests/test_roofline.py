@@ -70,7 +70,7 @@ def test_more_passes_read_the_weights_again_and_shared_prompts_go_through_once()
     twice = floors(replace(STEP, minibatches=2), NUMBERS, 3)
     assert twice["forward"] == Floor(6000, 3 * found["forward"].operations)
     assert twice["optimizer"].nbytes == 6 * found["optimizer"].nbytes
-    shared = floors(replace(STEP, forward=PaddingFree(400, 64, 1.0, True)), NUMBERS, 1)
+    shared = floors(replace(STEP, forward=PaddingFree(400, 64, 1.0, share=True)), NUMBERS, 1)
     assert shared["forward"].operations == found["forward"].operations - 2 * 5 * 100 - 2 * 3 * 5 * 6
     passes = Passes(policy_over_all=True, policy_over_kept=False, reference=True)
     quiet = floors(replace(STEP, m=1, passes=passes), NUMBERS, 1)

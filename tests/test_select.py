@@ -9,22 +9,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from small import scored as group
 from torch import Tensor
 
 from grpo_cli.methods import dr_grpo, lightning_rl, pods
 from grpo_cli.select import NOT_CHOSEN, Selection, batch_rows, select
-from grpo_cli.settings import Sampling
 from grpo_cli.tracking.examples import examples
-from grpo_cli.types import AdvantageInputs, Finish, Prompt, Request, Reward, Rollout, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Prompt, Reward, Rollout
 
 GRPO = partial(dr_grpo.dr_grpo, stats_over="kept")
-
-
-def group(*rewards: float) -> ScoredGroup:
-    prompt = Prompt("p", (1,), "")
-    requests = [Request(prompt, i, i, Sampling.plain(128)) for i in range(len(rewards))]
-    rollouts = tuple(Rollout(request, (1,), (0.0,), Finish.EOS, 0) for request in requests)
-    return ScoredGroup(prompt, rollouts, tuple(Reward(r) for r in rewards))
 
 
 def chosen(rewards: tuple[float, ...], rejected: tuple[int, ...], keep: int, count_rejected: bool = True) -> Selection:
@@ -62,9 +55,9 @@ def test_the_group_s_statistics_follow_the_switch(count_rejected: bool) -> None:
 def test_so_do_those_of_each_part_of_the_reward(count_rejected: bool, expected: list[float]) -> None:
     """Of 0 1 2 and the rejected 9 the mean is 3 and the deviation sqrt(50 / 3); without the 9 both are 1."""
     parts = partial(lightning_rl.per_part, weights={}, stats_over="group", eps=0.0)
-    scored, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
-    scored = replace(scored, rewards=tuple(Reward(r.total, {"a": r.total}, weights={"a": 1.0}) for r in scored.rewards))
-    selection = select(scored, why, 2, pods.maxvar, parts, np.random.default_rng(0), count_rejected)
+    four, why = group(0.0, 1.0, 2.0, 9.0), ["", "", "", "veto"]
+    four = replace(four, rewards=tuple(Reward(r.total, {"a": r.total}, weights={"a": 1.0}) for r in four.rewards))
+    selection = select(four, why, 2, pods.maxvar, parts, np.random.default_rng(0), count_rejected)
     assert selection.indices == (0, 2) and selection.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 

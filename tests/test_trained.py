@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small import small_model
-from test_metrics import group
+from small import plain_batch, scored, small_model
 from test_off_policy import aged
 from test_seams import Spy, quiet
 from test_train import SPARSE_RL, CountTask, Recorder, make_trainer, settings_for, with_sampler_off_by
@@ -23,7 +22,7 @@ from grpo_cli.methods import pods
 from grpo_cli.methods.april import fresh
 from grpo_cli.select import NOT_CHOSEN, Selection, settled
 from grpo_cli.settings import RecordSettings
-from grpo_cli.types import Batch, Prompt, Record, Reward, Rollout, Span
+from grpo_cli.types import Prompt, Record, Reward, Rollout, Span
 
 WITHOUT = made.correction("none")
 GATE = made.correction("ftis", gate=0.5)  # one token with a xi of exp(-20) has a KL of 1
@@ -115,11 +114,13 @@ def test_a_rollout_has_a_reason_if_and_only_if_no_token_of_it_is_in_the_loss(row
     """Rows of a batch: the loss mask, weights that are not 0, whether it was chosen, and what a correction said."""
     chosen = tuple(i for i, row in enumerate(rows) if row[2])
     selection = Selection(
-        group(*[0.0] * len(rows)), chosen, torch.zeros(len(chosen)), tuple("" if row[2] else NOT_CHOSEN for row in rows)
+        scored(*[0.0] * len(rows)),
+        chosen,
+        torch.zeros(len(chosen)),
+        tuple("" if row[2] else NOT_CHOSEN for row in rows),
     )
     mask, weights = (torch.tensor([rows[i][kind] for i in chosen]).reshape(-1, 3) for kind in (0, 1))
-    ids, numbers = torch.ones(mask.shape, dtype=torch.long), torch.zeros(len(chosen))
-    some = Batch(ids, ids > 0, mask.bool(), weights.float(), ids.float(), None, None, numbers, numbers.long())
+    some = plain_batch(torch.ones(mask.shape), loss_mask=mask.bool(), weights=weights.float())
     (after,) = settled([selection], some, [rows[i][3] for i in chosen])
     for (in_mask, weighted, is_in, said), why in zip(rows, after.reasons, strict=True):
         trains = is_in and bool(np.logical_and(in_mask, weighted).any())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from grpo_cli.collect.epochs import Epochs
 from grpo_cli.history import History
+from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt
 
 
@@ -32,12 +33,12 @@ class CandidateOrder:
         self._order.load_state_dict(state)
 
 
-def never_revisited(name: str, prompts: int, per_step: int, steps: int, history: History) -> Iterator[str]:
-    """What is wrong with a task whose problems come less than once on average. What a profile knows has come."""
+def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
+    """Raise UserError for a task whose problems come less than once on average. What a profile knows has come."""
     visits = steps * per_step
     if visits + len(history.profile) < prompts:
         fitting = max(per_step, visits // 4)
-        yield (
+        raise UserError(
             f"curriculum={name} learns from earlier visits of a problem, but train.steps={steps} of "
             f"train.prompts={per_step} visit the task's {prompts} problems {visits} times in all: give the task fewer "
             f"(such as task.train_problems={fitting}), raise train.steps, or take curriculum=epochs"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_cli.settings import Sampling
@@ -71,6 +72,15 @@ def _rollout(
     request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
     spans = tuple(Span(*span) for span in fate["spans"])
     return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
+
+
+def drawn(
+    stored: Sequence[Mapping[str, Any]], count: int, fresh: Sequence[ScoredGroup], rng: np.random.Generator
+) -> list[ScoredGroup]:
+    """`count` of the groups, each at most once, those of problems that are `fresh` after all others."""
+    anew = {group.prompt.id for group in fresh}
+    order = sorted(rng.permutation(len(stored)).tolist(), key=lambda place: stored[place]["prompt"][0] in anew)
+    return [from_plain(stored[place]) for place in order[:count]]
 
 
 def version_of(state: Mapping[str, Any]) -> int:

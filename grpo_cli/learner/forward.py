@@ -5,9 +5,10 @@ Both give the same log-probabilities and gradients to rounding; they differ in t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,46 +32,49 @@ class RowShape(NamedTuple):
     group: Hashable = None
 
 
-@runtime_checkable
-class Forward(Protocol):
-    """Cuts a batch into micro-batches, and computes one of them at the temperature that it was sampled at."""
+@dataclass(frozen=True)
+class Forward(ABC):
+    """Cuts a batch into micro-batches, and computes one of them at the temperature that it was sampled at.
 
+    A micro-batch has at most `tokens` tokens, unless a single row has more; `chunk` positions reach the head at a time.
+    """
+
+    tokens: int
+    chunk: int
+    temperature: float
+    by_row: ByRow = PLAIN
+
+    @abstractmethod
     def prepare(self, model: Any) -> None:
         """Called before a model is computed with for the first time."""
 
+    @abstractmethod
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         """The rows of each micro-batch."""
 
-    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is. Going back through them
-        measures `entropy`."""
-
-
-@runtime_checkable
-class ShapeOnly(Forward, Protocol):
-    """What a forward would take, from lengths alone. It is a value, so that it is computed once."""
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def tokens(self) -> int:
-        """The most that a micro-batch may have, unless a single row has more."""
-
+    @abstractmethod
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         """As `micro_batches`, for rows of these lengths."""
 
+    @abstractmethod
     def size(self, rows: Sequence[RowShape]) -> int:
         """Tokens that go through the model for these rows, padding included."""
 
+    @abstractmethod
     def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
         """The computation of a micro-batch of these lengths, all of whose tokens are token 0."""
 
+    @abstractmethod
+    def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
+        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is. The backward pass measures
+        `entropy`."""
 
-def make_forward(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded | PaddingFree:
+
+def make_forward(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Forward:
     """What `train` asks for. UserError if it leaves open how much goes through at once."""
     plain = make_padded(train, temperature, by_row)
     if train.shared_prefix or train.padding_free:
-        return PaddingFree(plain.tokens, plain.chunk, temperature, train.shared_prefix, by_row)
+        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=train.shared_prefix)
     return plain
 
 
@@ -85,13 +89,8 @@ def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN)
 
 
 @dataclass(frozen=True)
-class Padded:
-    """Rows of about equal length, padded on the right to the longest; `tokens` bounds them, padding included."""
-
-    tokens: int
-    chunk: int
-    temperature: float
-    by_row: ByRow = PLAIN
+class Padded(Forward):
+    """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding."""
 
     def prepare(self, model: Any) -> None:
         """On a GPU transformers would look whether positions are those of packed rows, and wait for what it sees."""
@@ -118,16 +117,12 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class PaddingFree:
+class PaddingFree(Forward):
     """Rows packed one after the other. With `share`, rows with the same prompt are one tree: the prompt goes through
     the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m.
     """
 
-    tokens: int
-    chunk: int
-    temperature: float
-    share: bool
-    by_row: ByRow = PLAIN
+    share: bool = field(kw_only=True)
 
     def prepare(self, model: Any) -> None:
         allow_packing(model)

@@ -7,9 +7,10 @@ learner / old policy, which the loss clips. `now` puts the border at the start o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -24,29 +25,37 @@ ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is t
 _GROUP = "correction.prox"
 
 
-@runtime_checkable
-class OldPolicy(Protocol):
-    """Whose log-probabilities are the old ones."""
+class OldPolicy(ABC):
+    """Whose log-probabilities are the old ones. As it stands here it keeps nothing from step to step."""
+
+    kind: ClassVar[str]
 
     @property
+    @abstractmethod
     def apart(self) -> bool:
         """Whether it is another than the learner at the start of the step, and so has to be known before an update."""
 
+    @abstractmethod
     def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
         """Of the batch's response tokens, on the CPU, without gradient. Asked before the step's first update."""
 
     def follow(self) -> None:
         """The optimizer has stepped."""
+        return None
 
     def settle(self, active: float) -> Mapping[str, float]:
         """A step in which the weights moved is over; `active` is the share of its tokens that were neither masked nor
-        clipped. Metrics by their full names."""
+        clipped. Returns metrics by their full names."""
+        return {}
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Plain values and tensors, which change with the next update; None: nothing to keep."""
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Put back what `state_dict` gave. UserError if the checkpoint is that of another kind."""
+        if state is not None:
+            of_kind(state, _GROUP, self.kind)
 
 
 def old_policy(prox: str, window: float | int, model: Any, learner: Learner) -> OldPolicy:
@@ -66,10 +75,10 @@ def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
     return sum(4 * weight.numel() for weight in weights) if prox == "ewma" else 0
 
 
-class StepPolicy:
+class StepPolicy(OldPolicy):
     """The learner as it is at the start of the step."""
 
-    apart = False
+    kind, apart = "now", False
 
     def __init__(self, model: Any, learner: Learner) -> None:
         self._model, self._learner = model, learner
@@ -77,24 +86,12 @@ class StepPolicy:
     def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
         return self._learner.logprobs(self._model, batch)
 
-    def follow(self) -> None: ...
 
-    def settle(self, active: float) -> Mapping[str, float]:
-        return {}
-
-    def state_dict(self) -> None:
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            of_kind(state, _GROUP, "now")
-
-
-class SamplerPolicy:
+class SamplerPolicy(OldPolicy):
     """The sampler itself, where it is the policy as it was when it drew: no pass is made, and the clip measures from
     where each token was drawn. The ratio that a correction sees is then 1 everywhere."""
 
-    apart = True
+    kind, apart = "drawn", True
 
     def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
         given = 0 if batch.lags is None else int((batch.lags == GIVEN).sum())
@@ -105,20 +102,11 @@ class SamplerPolicy:
             )
         return batch.sampler_logprobs
 
-    def follow(self) -> None: ...
-
     def settle(self, active: float) -> Mapping[str, float]:
         return {"off/active": active}
 
-    def state_dict(self) -> None:
-        return None
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None:
-            of_kind(state, _GROUP, "drawn")
-
-
-class AveragedPolicy:
+class AveragedPolicy(OldPolicy):
     """An average of the trained weights over updates, of which one counts beta = window / (window + 2) of the next.
 
     It is free of the bias of its beginning: after t updates since the start (or since a reset) it is
@@ -126,6 +114,8 @@ class AveragedPolicy:
     itself. It is kept in float32, whatever the weights are in, since what an update adds would round away in bfloat16,
     and where they are; its pass takes the weights' place for as long as it lasts. Frozen weights are not copied.
     """
+
+    kind = "ewma"
 
     def __init__(self, model: Any, learner: Learner, window: float | int) -> None:
         self._model, self._learner = model, learner
@@ -172,10 +162,10 @@ class AveragedPolicy:
         return {"off/active": active, "off/prox_resets": float(self._resets)}
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"kind": "ewma", "count": self._count, "resets": self._resets, "average": list(self._average)}
+        return {"kind": self.kind, "count": self._count, "resets": self._resets, "average": list(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        state = of_kind(state, _GROUP, "ewma")
+        state = of_kind(state, _GROUP, self.kind)
         shapes = [average.shape for average in state["average"]]
         if shapes and shapes != [weight.shape for weight in self._weights]:
             raise UserError(

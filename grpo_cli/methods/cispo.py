@@ -1,5 +1,7 @@
 """CISPO: the clip bounds the weight of a token and never drops it (MiniMax-M1, arXiv 2506.13585).
 
+    -sg(clip(rho, 1 - clip_low, 1 + clip_high)) * A * log pi, per token
+
 Not measured on its own.
 """
 

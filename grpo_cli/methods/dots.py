@@ -15,12 +15,11 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from grpo_cli.collect.candidates import CandidateOrder, never_revisited
+from grpo_cli.collect.candidates import CandidateOrder, require_revisits
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.collect.stored import from_plain, prompt_of, to_plain, version_of
-from grpo_cli.history import UNSEEN, History, digest_of, of_kind
+from grpo_cli.collect.stored import drawn, from_plain, prompt_of, to_plain, version_of
+from grpo_cli.history import History, digest_of, of_kind
 from grpo_cli.interfaces import facts
-from grpo_cli.support.errors import refuse
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -42,8 +41,7 @@ class TargetRate:
         pool: Count,
         decay: Share,
     ) -> None:
-        never = never_revisited("target", len(prompts), per_step, steps, history)
-        refuse([*never])
+        require_revisits("target", len(prompts), per_step, steps, history)
         self._prompts, self._seed, self._history = prompts, seed, history
         self._target, self._temperature, self._decay = target, temperature, decay
         self._candidates = CandidateOrder(prompts, per_step, seed, pool)
@@ -55,17 +53,13 @@ class TargetRate:
             self._step = step
             self._predicted = {name: rate for name, rate in self._predicted.items() if name in without}
         prompts = [self._prompts[place] for place in self._candidates.places(step, count, without)]
-        rates = np.array([self._rate(prompt) for prompt in prompts])
+        rates = np.array([self._history.rate(prompt.id, self._decay) for prompt in prompts])
         rng = np.random.default_rng(seed_of(self._seed, step, "target", len(without)))
         # The largest of log-weights with Gumbel noise are a draw without replacement.
         keys = -np.abs(rates - self._target) / self._temperature + rng.gumbel(size=len(prompts))
         chosen = np.argsort(-keys, kind="stable")[:count]
         self._predicted |= {prompts[place].id: float(rates[place]) for place in chosen}
         return [prompts[place] for place in chosen]
-
-    def _rate(self, prompt: Prompt) -> float:
-        rate = self._history.rate(prompt.id, self._decay)
-        return UNSEEN if rate is None else rate
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         predicted = [self._predicted.pop(group.prompt.id) for group in groups if group.prompt.id in self._predicted]
@@ -120,10 +114,7 @@ class GroupStore:
     ) -> Sequence[ScoredGroup]:
         rescued = [self._with_success(group, rng) for group in fresh] if self._rescue else [*fresh]
         self._rescued = sum(new is not old for new, old in zip(rescued, fresh, strict=True))
-        anew = {group.prompt.id for group in fresh}
-        names = [*self._stored]
-        order = sorted(rng.permutation(len(names)).tolist(), key=lambda place: names[place] in anew)
-        return [*rescued, *(from_plain(self._stored[names[place]]) for place in order[:count])]
+        return [*rescued, *drawn([*self._stored.values()], count, fresh, rng)]
 
     def _with_success(self, group: ScoredGroup, rng: np.random.Generator) -> ScoredGroup:
         """The group, or with a stored success of its problem if it has none of its own and there is one."""

@@ -1,5 +1,7 @@
 """Dr. GRPO: rewards minus their mean, undivided (arXiv 2503.20783).
 
+    A = r - mean(r)
+
 Not measured on its own; it is the advantage of the `dars` arms of scripts/reproduce/frontier_a.md.
 """
 

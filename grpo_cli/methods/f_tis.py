@@ -1,6 +1,8 @@
 """F-TIS: truncated importance sampling that leaves out rollouts far from the policy and no better than the others
 (arXiv 2605.22537).
 
+    weight = 0 if A <= 0 and sum over tokens of (xi log xi - xi + 1) >= gate, else min(xi, is_threshold)
+
 Not measured.
 """
 

@@ -1,5 +1,7 @@
 """GSPO: one policy ratio per completion, the geometric mean over its tokens (arXiv 2507.18071).
 
+    rho = exp(mean over the tokens of log(pi / pi_old)), one per completion, clipped as in PPO
+
 Not measured on its own.
 """
 

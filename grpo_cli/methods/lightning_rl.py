@@ -1,5 +1,7 @@
 """LightningRL: each part of a reward is normalised for itself, then weighed, so that no part counts by its scale.
 
+    A = sum over parts of weight * (x - mean(x)) / (std(x) + eps)
+
 Not measured.
 """
 

@@ -4,6 +4,8 @@ Useful", arXiv 2504.13818), and the rules that the paper compares it with.
 Rules read rewards and nothing else. Rollouts of equal reward are exchangeable: which of them is kept is drawn from the
 group's own random stream, so that early samples are never favoured.
 
+    kept = the m of n rewards with the largest variance: the k largest and the m - k smallest, for the best k
+
 Measured: scripts/reproduce/pods.md (embedded model), scripts/reproduce/pods_real.md (135 M).
 """
 

@@ -1,5 +1,7 @@
 """RLOO: REINFORCE with the mean of the other rollouts as baseline (arXiv 2402.14740).
 
+    A_i = r_i - mean of r_j over all j other than i = N / (N - 1) * (r_i - mean(r))
+
 Not measured on its own.
 """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from grpo_cli.collect.same import Places
-from grpo_cli.collect.stored import from_plain, to_plain
+from grpo_cli.collect.stored import drawn, to_plain
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Task, facts
 from grpo_cli.runs.layout import ROLLOUTS
@@ -37,16 +38,11 @@ _LARGEST_LOGPROB = 1e-3  # rounding may bring one above 0
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """A line of a record, known to hold what is needed. `token_ids` is None where it has none, and a log-probability
-    NaN where the token was given."""
+    """A line of a record, known to hold what is needed. `said` is what stands there; `token_ids` is None where it has
+    none, and a log-probability NaN where the token was given."""
 
     place: str
-    step: int
-    sample: int
-    prompt_id: str
-    prompt: str
-    reply: str
-    answer: str
+    said: Mapping[str, Any]
     finish: Finish
     reward: Reward
     token_ids: tuple[int, ...] | None
@@ -61,23 +57,6 @@ class Source:
     size: int
     crc: int
     cut: bool
-
-
-@dataclass
-class Unused:
-    """How many groups were read, why some are not used, and how many have tokens without a known sampler."""
-
-    read: int = 0
-    other: int = 0  # of problems that the task has not
-    equal: int = 0
-    long: int = 0
-    given: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.read} groups, {self.other} of them of other problems, {self.long} with more tokens than "
-            f"sampling.max_new_tokens, {self.equal} of equal rewards"
-        )
 
 
 @facts(replays=True, foreign=True)
@@ -112,7 +91,7 @@ class RunFolder:
         self._sampling, self._run_dir, self._path, self._reencode = sampling, run_dir, Path(path).expanduser(), reencode
         self._share = 1 - Fraction(str(foreign))
         self._sources, self._groups = list[Source](), list[Mapping[str, Any]]()
-        if given := self._read(None).given:
+        if given := self._read(None):
             warn(
                 f"replay.path={path}: {given} of the {len(self._groups)} groups have no log-probabilities of this "
                 "tokenizer, so that no correction can tell how far they are from the policy; let runs record with "
@@ -134,10 +113,7 @@ class RunFolder:
     def draw(
         self, count: int, fresh: Sequence[ScoredGroup], version: int, rng: np.random.Generator
     ) -> Sequence[ScoredGroup]:
-        anew = {group.prompt.id for group in fresh}
-        order = rng.permutation(len(self._groups)).tolist()
-        order.sort(key=lambda place: self._groups[place]["prompt"][0] in anew)
-        return [*fresh, *(from_plain(self._groups[place]) for place in order[:count])]
+        return [*fresh, *drawn(self._groups, count, fresh, rng)]
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         return {}
@@ -149,40 +125,39 @@ class RunFolder:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         self._read([Source(*source) for source in of_kind(state, "replay", "folder")["read"]])
 
-    def _read(self, before: Sequence[Source] | None) -> Unused:
-        """All that the files hold, or what they held `before`. UserError if there is nothing to be used."""
+    def _read(self, before: Sequence[Source] | None) -> int:
+        """All that the files hold, or what they held `before`; in how many groups a token's sampler is not known.
+        UserError if there is nothing to be used."""
         rows = list[list[ForeignRow]]()
-        self._sources = []
+        self._sources, self._groups = [], []
         for name in self._files() if before is None else [source.name for source in before]:
             known = next((source for source in before or () if source.name == name), None)
             data, source = self._data(name, known)
             self._sources.append(source)
             rows += _grouped([*self._rows(name, data)], source.cut)
-        problems, left = self._problems({group[0].prompt_id for group in rows}), Unused(read=len(rows))
-        self._groups = []
+        problems, given, left = self._problems({group[0].said["prompt_id"] for group in rows}), 0, Counter[str]()
         for group in rows:
-            prompt = problems.get(group[0].prompt_id)
-            if prompt is None or self._said(prompt) != {(row.prompt, row.answer) for row in group}:
-                left.other += 1
+            prompt = problems.get(group[0].said["prompt_id"])
+            text = None if prompt is None else self._task.text(prompt.token_ids)
+            if prompt is None or {(row.said["prompt"], row.said["answer"]) for row in group} != {(text, prompt.answer)}:
+                left["of other problems"] += 1
             elif len({row.reward.total for row in group}) == 1:
-                left.equal += 1
+                left["of equal rewards"] += 1
             else:
-                self._add([self._rollout(prompt, row) for row in group], group, left)
+                rollouts = tuple(self._rollout(prompt, row) for row in group)
+                if max(map(len, rollouts)) > self._sampling.max_new_tokens:
+                    left["with more tokens than sampling.max_new_tokens"] += 1
+                    continue
+                given += any(span.version == GIVEN for rollout in rollouts for span in rollout.spans)
+                self._groups.append(to_plain(ScoredGroup(prompt, rollouts, tuple(row.reward for row in group))))
         if not self._groups:
+            found = "".join(f", {count} {why}" for why, count in left.items())
             raise UserError(
-                f"replay.path={self._path} holds nothing to train on: {left}. It takes groups of this task's problems "
-                f"(the same ids, prompts and answers, so also the same seed where it makes them up), recorded with "
-                f"{WRITE_IT}"
+                f"replay.path={self._path} holds nothing to train on: {len(rows)} groups{found}. It takes groups of "
+                "this task's problems (the same ids, prompts and answers, so also the same seed where it makes them "
+                f"up), recorded with {WRITE_IT}"
             )
-        return left
-
-    def _add(self, rollouts: Sequence[Rollout], rows: Sequence[ForeignRow], left: Unused) -> None:
-        if max(map(len, rollouts)) > self._sampling.max_new_tokens:
-            left.long += 1
-            return
-        left.given += any(span.version == GIVEN for rollout in rollouts for span in rollout.spans)
-        prompt = rollouts[0].request.prompt
-        self._groups.append(to_plain(ScoredGroup(prompt, tuple(rollouts), tuple(row.reward for row in rows))))
+        return given
 
     def _files(self) -> list[str]:
         """The records below the folder, without those of this run."""
@@ -228,23 +203,20 @@ class RunFolder:
         places = Places(prompts)
         return {name: prompts[place] for name in wanted if (place := places.of(name)) is not None}
 
-    def _said(self, prompt: Prompt) -> set[tuple[str, str]]:
-        return {(self._task.text(prompt.token_ids), prompt.answer)}
-
     def _rollout(self, prompt: Prompt, row: ForeignRow) -> Rollout:
         token_ids, logprobs = self._tokens(row), row.logprobs
         if row.token_ids is None:
             logprobs = (math.nan,) * len(token_ids)
         drawn = [GIVEN if math.isnan(logprob) else FOREIGN for logprob in logprobs]
         spans = tuple(Span(version, len([*some])) for version, some in groupby(drawn))
-        request = Request(prompt, row.sample, 0, self._sampling)
+        request = Request(prompt, row.said["sample"], 0, self._sampling)
         return Rollout(request, token_ids, logprobs, row.finish, 0, spans)
 
     def _tokens(self, row: ForeignRow) -> tuple[int, ...]:
         """The reply's tokens. UserError for ids that are not this tokenizer's."""
         if row.token_ids is None:
             try:
-                encoded = self._tokenizer.encode(row.reply, add_special_tokens=False)
+                encoded = self._tokenizer.encode(row.said["reply"], add_special_tokens=False)
             except (UnicodeError, TypeError) as error:
                 raise UserError(f"{row.place}: its reply is no text that this tokenizer can read: {error}") from error
             return (*encoded, *self._eos[:1]) if row.finish is Finish.EOS else tuple(encoded)
@@ -255,7 +227,7 @@ class RunFolder:
                 "was written with another tokenizer; replay.reencode=true reads the replies as text"
             )
         ends = row.finish is not Finish.EOS or row.token_ids[-1:] in [(token,) for token in self._eos]
-        if not ends or self._task.text(row.token_ids) != row.reply:
+        if not ends or self._task.text(row.token_ids) != row.said["reply"]:
             raise UserError(
                 f"{row.place}: its token ids do not read as its reply here: it was written with another tokenizer; "
                 "replay.reencode=true reads the replies as text"
@@ -265,14 +237,15 @@ class RunFolder:
 
 def _grouped(rows: Sequence[ForeignRow], cut: bool) -> list[list[ForeignRow]]:
     """The rollouts of each problem and step; `cut`: the last group may lack some. UserError for a part of a group."""
-    groups = [[*some] for _, some in groupby(rows, lambda row: (row.step, row.prompt_id))]
+    groups = [[*some] for _, some in groupby(rows, lambda row: (row.said["step"], row.said["prompt_id"]))]
     groups = groups[: len(groups) - cut]
     for group in groups:
-        if len(group) < 2 or [row.sample for row in group] != [*range(len(group))]:
+        samples, of = [row.said["sample"] for row in group], group[0].said
+        if len(group) < 2 or samples != [*range(len(group))]:
             raise UserError(
-                f"{group[0].place}: of problem {group[0].prompt_id!r} step {group[0].step} holds the samples "
-                f"{', '.join(str(row.sample) for row in group)} alone, and groups are trained on whole; let runs "
-                f"record with {WRITE_IT}"
+                f"{group[0].place}: of problem {of['prompt_id']!r} step {of['step']} holds the samples "
+                f"{', '.join(map(str, samples))} alone, and groups are trained on whole; let runs record with "
+                f"{WRITE_IT}"
             )
     return groups
 
@@ -291,17 +264,7 @@ def _row(row: Any, place: str, reencode: bool) -> ForeignRow:
         raise UserError(f"{place}: the parts of its reward are no finite numbers")
     reward = Reward(float(row["reward"]), {part: float(value) for part, value in parts.items()})
     token_ids, logprobs = (None, ()) if reencode or "token_ids" not in row else _drawn(row, place)
-    texts = {key: row[key] for key in _TEXTS if key != "finish"}
-    return ForeignRow(
-        place,
-        row["step"],
-        row["sample"],
-        **texts,
-        finish=Finish(row["finish"]),
-        reward=reward,
-        token_ids=token_ids,
-        logprobs=logprobs,
-    )
+    return ForeignRow(place, row, Finish(row["finish"]), reward, token_ids, logprobs)
 
 
 def _drawn(row: Mapping[str, Any], place: str) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -1,6 +1,8 @@
 """TRACE, no difference from equal groups seen here: rollouts where right and wrong answers to a problem are likely to
 come together (arXiv 2606.11119).
 
+    gain of the k-th next rollout = E[v^k (1 - v)] + E[(1 - v)^k v], v ~ Beta(solved, failed)
+
 Measured: scripts/reproduce/frontier_a.md.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_cli.engine.batching import DEFAULT_SLOTS
-from grpo_cli.learner.forward import RowShape, ShapeOnly
+from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, LOGITS
 from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload
 from grpo_cli.support.memory import storage_bytes
@@ -38,7 +38,7 @@ class StepShape:
     m: int
     engine: EngineShape | None
     evaluation: Workload | None
-    forward: ShapeOnly
+    forward: Forward
     minibatches: int
     passes: Passes
 
@@ -55,7 +55,7 @@ def most_tokens(step: StepShape) -> int:
 
 def with_tokens(step: StepShape, count: int) -> StepShape:
     """The same with so many tokens in one forward and backward pass, or one row."""
-    return replace(step, forward=replace(step.forward, tokens=count))  # type: ignore[type-var]
+    return replace(step, forward=replace(step.forward, tokens=count))
 
 
 def total(sizes: Sizes) -> int:
@@ -221,5 +221,5 @@ def rows_of(work: Workload, take: int) -> list[RowShape]:
     ]
 
 
-def parts_of(forward: ShapeOnly, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
+def parts_of(forward: Forward, rows: Sequence[RowShape]) -> list[tuple[RowShape, ...]]:
     return [tuple(rows[i] for i in part) for part in forward.cut(rows)]

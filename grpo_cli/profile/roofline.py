@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_cli.engine.batching import DEFAULT_SLOTS, LEAST_AT_ONCE, Sampler
-from grpo_cli.learner.forward import RowShape, ShapeOnly
+from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.profile.estimate import StepShape, parts_of, rows_of
 from grpo_cli.profile.operations import Operations, operations_of
@@ -214,7 +214,7 @@ class _Pass:
     pairs: int
 
     @classmethod
-    def over(cls, rows: Sequence[RowShape], way: ShapeOnly, minibatches: int) -> _Pass:
+    def over(cls, rows: Sequence[RowShape], way: Forward, minibatches: int) -> _Pass:
         size = -(-len(rows) // minibatches)
         parts = [part for start in range(0, len(rows), size) for part in parts_of(way, rows[start : start + size])]
         tokens = [min(way.size(part), sum(row.prompt + row.completion for row in part)) for part in parts]

@@ -26,7 +26,7 @@ from grpo_cli.engine.torch.peak import fullest_moments, parked_bytes
 from grpo_cli.engine.torch.sizes import Sizes as EngineSizes
 from grpo_cli.engine.torch.stop import NeverStop
 from grpo_cli.engine.torch.workspace import Workspace
-from grpo_cli.learner.forward import RowShape, ShapeOnly
+from grpo_cli.learner.forward import Forward, RowShape
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -188,7 +188,7 @@ class ShapeModel:
         """As the learner computes forward and in rollouts. What it casts weights to is kept until its end."""
         return nullcontext() if self._autocast == "none" else torch.autocast("cpu", getattr(torch, self._autocast))
 
-    def _train_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
+    def _train_pass(self, forward: Forward, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
         """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
         forward.prepare(self.model)
         with self.watched(training=True) as allocations:
@@ -203,7 +203,7 @@ class ShapeModel:
             values.sum().backward()
             return without_backward, allocations.take_peak()
 
-    def _quiet_pass(self, forward: ShapeOnly, rows: tuple[RowShape, ...]) -> Sizes:
+    def _quiet_pass(self, forward: Forward, rows: tuple[RowShape, ...]) -> Sizes:
         """The same pass forward without gradients."""
         forward.prepare(self.model)
         with self.watched(training=False) as allocations, self.precision():

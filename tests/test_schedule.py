@@ -19,7 +19,6 @@ from grpo_cli.engine.order.makespan import (
     lower_bound,
     lpt,
     makespan,
-    multifit,
     proven_lower_bound,
     resplit,
     trimmed_programme,
@@ -95,21 +94,15 @@ def test_the_plan_gets_out_of_them():
     assert assign([5, 4, 3, 3, 3], 2, epsilon=0.1, max_states=1000).makespan == 9
 
 
-def test_the_dynamic_programme_improves_on_all_else_and_says_so_when_it_is_given_up():
+def test_the_dynamic_programme_improves_on_all_else_and_guarantees_nothing_when_it_is_given_up():
     lengths = [862, 715, 646, 558, 508, 466, 426, 384, 303, 273, 271, 262]
     plan = assign(lengths, 3, epsilon=0.01, max_states=20_000)
-    without = assign(lengths, 3, epsilon=0.01, max_states=100)
     assert (plan.algorithm, plan.capped) == ("fptas", False)
     assert plan.guarantee == plan.makespan / plan.proven_bound > 1  # here better than the 1.01 it runs for
-    assert without.algorithm != "fptas" and without.capped
-    assert plan.makespan < without.makespan
     assert plan.makespan <= 1.01 * optimum(lengths, 3)
-
-
-def test_a_programme_that_was_given_up_guarantees_nothing():
-    lengths = [862, 715, 646, 558, 508, 466, 426, 384, 303, 273, 271, 262]
-    plan = assign(lengths, 3, epsilon=1e-6, max_states=100)
-    assert plan.capped and plan.guarantee == plan.makespan / plan.proven_bound > 1 + 1e-6
+    without = assign(lengths, 3, epsilon=1e-6, max_states=100)
+    assert without.algorithm != "fptas" and without.capped and plan.makespan < without.makespan
+    assert without.guarantee == without.makespan / without.proven_bound > 1 + 1e-6
 
 
 def test_three_equal_jobs_on_two_slots_are_proven_to_take_two_turns():
@@ -131,27 +124,18 @@ def test_bounds_lie_below_the_optimum(instance):
 
 @instances
 @given(small_instances)
-def test_lpt_and_multifit_keep_their_guarantees(instance):
+def test_lpt_keeps_its_guarantee(instance):
     lengths, slots = instance
-    best = optimum(lengths, slots)
-    assert makespan(lpt(lengths, slots), lengths) <= (4 / 3 - 1 / (3 * slots)) * best
-    assert makespan(multifit(lengths, slots), lengths) <= (13 / 11 + 2**-10) * best
+    assert makespan(lpt(lengths, slots), lengths) <= (4 / 3 - 1 / (3 * slots)) * optimum(lengths, slots)
 
 
 @instances
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.sampled_from([0.02, 0.1, 0.5]))
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.sampled_from([1e-9, 0.02, 0.1, 0.5]))
 def test_the_trimmed_programme_is_within_epsilon_of_the_optimum(lengths, slots, epsilon):
     lists, _, capped = trimmed_programme(lengths, slots, epsilon, below=sum(lengths) + 1, max_states=10**6)
     assert lists is not None and not capped
     assert sorted(job for jobs in lists for job in jobs) == list(range(len(lengths)))
     assert makespan(lists, lengths) <= (1 + epsilon) * optimum(lengths, slots)
-
-
-@instances
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 3))
-def test_the_untrimmed_programme_is_exact(lengths, slots):
-    lists, _, _ = trimmed_programme(lengths, slots, 1e-9, below=sum(lengths) + 1, max_states=10**6)
-    assert lists is not None and makespan(lists, lengths) == optimum(lengths, slots)
 
 
 @instances
@@ -223,7 +207,7 @@ def _loads(lists: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[
 
 
 @pytest.mark.parametrize("kind", ["lognormal", "uniform"])
-@pytest.mark.parametrize(("n", "slots"), [(32, 2), (32, 3), (32, 8), (64, 4), (64, 16), (128, 8), (128, 16), (128, 32)])
+@pytest.mark.parametrize(("n", "slots"), [(32, 2), (32, 3), (32, 8), (64, 16), (128, 8), (128, 32)])
 def test_plans_of_true_lengths_are_within_two_percent_of_the_lower_bound(kind, n, slots):
     for seed in range(3):
         lengths = [row.length for row in synthetic_trace(kind, 1, 1, n, 250.0, 0.7, 1024, seed)]

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 Lists = list[list[int]]  # the jobs of each slot, by their place in the list of lengths
 
-ALGORITHMS = ("lpt", "multifit", "lpt_resplit", "multifit_resplit", "shaken_resplit", "exact", "fptas")
+ALGORITHMS = ("lpt", "resplit", "exact", "fptas")
 
 DYNAMIC_SLOTS = 3
 """The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1)."""
@@ -26,10 +26,6 @@ EXACT_WORK = 1 << 18
 
 WORTHWHILE = 0.001
 """A share of the makespan too small to start the dynamic programme for: any predicted length is further off."""
-
-SHAKES = 8
-SHAKE_ABOVE = 0.005
-"""How often to start afresh from other lists, and the distance from the bound above which it is tried."""
 
 
 @dataclass(frozen=True)
@@ -97,40 +93,6 @@ def lpt(lengths: Sequence[int], slots: int) -> Lists:
         load, slot = loads[0]
         lists[slot].append(job)
         heapq.heapreplace(loads, (load + lengths[job], slot))
-    return lists
-
-
-def multifit(lengths: Sequence[int], slots: int, rounds: int = 10) -> Lists:
-    """Bisect the capacity at which first-fit decreasing needs no more than `slots` bins (Coffman, Garey, Johnson).
-
-    At most 13/11 + 2 ** -rounds of the optimum.
-    """
-    order = longest_first(lengths)
-    low = lower_bound(lengths, slots)
-    high = max(max(lengths), 2 * -(-sum(lengths) // slots))  # first-fit decreasing cannot fail here
-    best = _first_fit(lengths, order, slots, high)
-    assert best is not None, "first-fit decreasing must fit into twice the mean load"
-    for _ in range(rounds):
-        if low > high:
-            break
-        capacity = (low + high) // 2
-        packed = _first_fit(lengths, order, slots, capacity)
-        if packed is None:
-            low = capacity + 1
-        else:
-            best, high = packed, capacity - 1
-    return best
-
-
-def _first_fit(lengths: Sequence[int], order: Sequence[int], slots: int, capacity: int) -> Lists | None:
-    room = [capacity] * slots
-    lists: Lists = [[] for _ in range(slots)]
-    for job in order:
-        slot = next((slot for slot in range(slots) if room[slot] >= lengths[job]), None)
-        if slot is None:
-            return None
-        room[slot] -= lengths[job]
-        lists[slot].append(job)
     return lists
 
 
@@ -242,7 +204,7 @@ def _retrace(
 
 
 def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) -> Assignment:
-    """The best of LPT, MULTIFIT, both after `resplit`, and the trimmed dynamic programme for up to three slots.
+    """LPT's lists, improved by `resplit`, or by the trimmed dynamic programme for up to three slots.
 
     Each is tried only while the ones before it leave something to gain over the proven lower bound (for the programme:
     more than `WORTHWHILE`); two slots are divided exactly. The guarantee is (1 + epsilon) where the programme ran to
@@ -250,9 +212,13 @@ def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) 
     """
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     bound = proven_lower_bound(lengths, slots)
-    algorithm, best, guarantee = _best_heuristic(lengths, slots, bound)
-    states, capped = 0, False
-    below = makespan(best, lengths)
+    algorithm, best, guarantee = "lpt", lpt(lengths, slots), 4 / 3 - 1 / (3 * slots)
+    if makespan(best, lengths) > bound:
+        if slots == 2 and sum(lengths) <= EXACT_WORK:
+            algorithm, best, guarantee = "exact", list(even_split(longest_first(lengths), lengths)), 1.0
+        else:
+            algorithm, best = "resplit", resplit(best, lengths, bound)
+    states, capped, below = 0, False, makespan(best, lengths)
     if below / bound - 1 > min(epsilon, WORTHWHILE) and guarantee > 1 and slots <= DYNAMIC_SLOTS:
         found, states, capped = trimmed_programme(lengths, slots, epsilon, below, max_states)
         if found is not None:
@@ -270,40 +236,3 @@ def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) 
         states=states,
         capped=capped,
     )
-
-
-def _best_heuristic(lengths: Sequence[int], slots: int, bound: int) -> tuple[str, Lists, float]:
-    """The name, the lists and the guarantee of the best that is had without the programme."""
-    best = lpt(lengths, slots)
-    if makespan(best, lengths) == bound:
-        return "lpt", best, 1.0
-    if slots == 2 and sum(lengths) <= EXACT_WORK:
-        return "exact", list(even_split(longest_first(lengths), lengths)), 1.0
-    packed = multifit(lengths, slots)
-    candidates = {
-        "lpt": best,
-        "multifit": packed,
-        "lpt_resplit": resplit(best, lengths, bound),
-        "multifit_resplit": resplit(packed, lengths, bound),
-    }
-    if min(makespan(lists, lengths) for lists in candidates.values()) / bound - 1 > SHAKE_ABOVE:
-        candidates["shaken_resplit"] = _shaken(lengths, slots, bound)
-    name = min(candidates, key=lambda name: makespan(candidates[name], lengths))
-    return name, candidates[name], 4 / 3 - 1 / (3 * slots)
-
-
-def _shaken(lengths: Sequence[int], slots: int, bound: int) -> Lists:
-    """The best of a few `resplit` of LPT lists for lengths that are off by some 15 %.
-
-    With two to four jobs a slot, `resplit` can be stuck a percent or two above the optimum; another start often is not.
-    """
-    order = longest_first(lengths)
-    rng = np.random.default_rng(0)
-    tried: list[Lists] = []
-    for _ in range(SHAKES):
-        factors = np.maximum(1 + 0.15 * rng.standard_normal(len(order)), 0.1)
-        shaken = [0] * len(order)
-        for job, factor in zip(order, factors, strict=True):  # by rank, so that reordered jobs are shaken alike
-            shaken[job] = max(1, round(1000 * lengths[job] * float(factor)))
-        tried.append(resplit(lpt(shaken, slots), lengths, bound))
-    return min(tried, key=lambda lists: makespan(lists, lengths))

@@ -32,7 +32,6 @@ from grpo_cli.model.checks import (
     check_config,
     check_device,
     check_files,
-    check_supported,
     check_weights,
 )
 from grpo_cli.model.packed import allow_packing
@@ -59,9 +58,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
     what `device` cannot do.
     """
     check_device(settings, device)
-    dtype = DTYPES.get(settings.dtype)
-    if dtype is None:
-        raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
+    dtype = DTYPES[settings.dtype]
     if settings.random_init:
         config = model_config(settings)
         config.attention_dropout = 0.0
@@ -72,7 +69,6 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         config = _read_config(source, settings)
         config.attention_dropout = 0.0
         model = _read_weights(source, config, dtype, settings, device)
-    check_supported(model)
     if device.type == "cuda":
         allow_packing(model)  # its attention in float32 is another there
     if settings.gradient_checkpointing:
@@ -210,23 +206,22 @@ def _source(path: str) -> Path | str:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if has_adapters(folder) and not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, and as "
+                f"model.path what they were trained on: {base_of(folder)}"
+            )
         if not (folder / "config.json").is_file():
-            if has_adapters(folder):
-                raise UserError(
-                    f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, "
-                    f"and as model.path what they were trained on: {base_of(folder)}"
-                )
             raise UserError(
                 f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
             )
         return folder
-    if path in MADE_BY:
-        raise UserError(f"model.path={path} is no folder here: {MADE_BY[path]} makes it, or say where it is")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
-    if looks_local:
+    if looks_local or path in MADE_BY:
+        way_out = f"{MADE_BY[path]} makes it" if path in MADE_BY else "give a folder saved by transformers"
         raise UserError(
-            f"model.path={path} is no folder; give a folder saved by transformers, a hub id such as "
-            f"Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
+            f"model.path={path} is no folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
+            f"{TINY}"
         )
     return path
 

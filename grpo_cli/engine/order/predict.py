@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.order.lengths import Decay, LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.order.lengths import Decay, LengthMeans, kendall_tau, read_trace
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range
@@ -117,25 +117,16 @@ class MeanLength:
         self._means.load_state(state)
 
 
-class Told:
-    """Repeats given lengths: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
-    predictor, which learns. `told` is by `key_of`."""
-
-    prefix_tokens = 0
+class Told(NoPredictor):
+    """Repeats given lengths: in a worker of `engine=ray` they come with the orders, from the trainer's own predictor,
+    which learns. `told` is by `key_of`."""
 
     def __init__(self, told: Mapping[tuple[str, int, int], float]) -> None:
         self._told = told
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        known = [self._told.get(key_of(request)) for request in requests]
-        lengths = [length for length in known if length is not None]
-        return lengths if len(lengths) == len(known) else None
-
-    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        return {}
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
+        lengths = [self._told[key_of(request)] for request in requests if key_of(request) in self._told]
+        return lengths if len(lengths) == len(requests) else None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """There is nothing to put back."""
@@ -146,23 +137,17 @@ class Oracle:
     """Replays known lengths: what the best possible predictor would say. For studies.
 
     `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
-    (`record.rollouts=-1`), or a mapping from (prompt id, sample). A prompt that comes for the k-th time gets the
-    lengths of its k-th recorded step; those of a mapping hold for every time. Held-out requests, and such of which no
-    prompt was recorded, get no prediction. Raises UserError if only some of the requests were recorded.
+    (`record.rollouts=-1`). A prompt that comes for the k-th time gets the lengths of its k-th recorded step. Held-out
+    requests, and requests none of whose prompts were recorded, get no prediction. Raises UserError if only some of the
+    requests were recorded.
     """
 
     prefix_tokens = 0
 
-    def __init__(self, lengths: Mapping[tuple[str, int], int] | str | Path) -> None:
-        self._source = "the given lengths" if isinstance(lengths, Mapping) else str(lengths)
-        self._forever = isinstance(lengths, Mapping)
-        rows = (
-            [TraceRow(0, prompt_id, sample, length) for (prompt_id, sample), length in lengths.items()]
-            if isinstance(lengths, Mapping)
-            else read_trace(lengths)
-        )
+    def __init__(self, lengths: str | Path) -> None:
+        self._source = str(lengths)
         by_step: dict[str, dict[int, dict[int, int]]] = {}
-        for row in rows:
+        for row in read_trace(lengths):
             by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
         self._replayed: Counter[str] = Counter()
@@ -176,14 +161,13 @@ class Oracle:
         return answers
 
     def _length(self, request: Request) -> int:
-        name = request.prompt.id
-        times = 0 if self._forever else self._replayed[name]
+        name, times = request.prompt.id, self._replayed[request.prompt.id]
         recorded = self._recorded.get(name, [])
         if times >= len(recorded) or request.sample not in recorded[times]:
             raise UserError(
-                f"predictor.lengths: {self._source} does not say how long sample {request.sample} of prompt {name} was "
-                f"the {times + 1}. time that it came (recorded: {len(recorded)} times). Record an earlier run of the "
-                "same seed, n and steps with record.rollouts=-1, or choose another predictor"
+                f"predictor.lengths: {self._source} has no length of sample {request.sample} of prompt {name} for time "
+                f"{times + 1} (recorded: {len(recorded)} times). Record an earlier run of the same seed, n and steps "
+                "with record.rollouts=-1, or choose another predictor"
             )
         return recorded[times][request.sample]
 

@@ -141,7 +141,7 @@ class RayEngine:
         blueprint = Blueprint(
             hollow(self._model), fixed, self._build, device, self._needs.cpus, self._timeout, dict(self._learnt)
         )
-        options = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
+        options: dict[str, Any] = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
         options["runtime_env"] = {"env_vars": environment_of(self._needs.cpus)}
         return WorkerPool(self._workers, options, blueprint, self._warn, self._check_place, self._meter)
 

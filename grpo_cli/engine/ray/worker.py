@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -178,7 +177,7 @@ class _Watchdog:
 
     def _arm(self, seconds: float) -> None:
         self._again = 0.0
-        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__, exit=True)
+        faulthandler.dump_traceback_later(seconds, file=2, exit=True)
 
     def take(self) -> Mapping[str, float]:
         return {}

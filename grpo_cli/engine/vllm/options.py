@@ -13,17 +13,11 @@ _OURS = (
     "model dtype seed max_num_seqs kv_cache_memory_bytes gpu_memory_utilization enforce_eager enable_prefix_caching "
     "enable_sleep_mode load_format skip_tokenizer_init max_model_len block_size"
 ).split()
-_BIASING = {
-    "logprobs_mode": "log-probabilities must be those of the distribution that was drawn from (processed)",
-    "logits_processors": "the policy would not be what was sampled from",
-    "generation_config": "a model's own penalties and truncation would change what is sampled from",
-    "override_generation_config": "penalties and truncation would change what is sampled from",
-    "kv_cache_dtype": "a rounded KV cache would make another sampler than the policy",
-    "quantization": "rounded weights would make another sampler than the policy",
-    "speculative_config": "its acceptance rule has not been tested to keep the policy's distribution",
-    "watermark_config": "marked text is drawn from another distribution than the policy's",
-    "hf_overrides": "the model in training would not be the one that is sampled from",
-}
+# What would make the sampler another distribution than the policy, or its log-probabilities those of another.
+_BIASING = (
+    "logprobs_mode logits_processors generation_config override_generation_config kv_cache_dtype quantization "
+    "speculative_config watermark_config hf_overrides"
+).split()
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -32,7 +26,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         if word in _OURS:
             raise UserError(f"engine.options.{word} is set by this engine itself; see conf/engine/vllm.yaml")
         if word in _BIASING:
-            raise UserError(f"engine.options.{word}={value} would bias the importance ratio: {_BIASING[word]}")
+            raise UserError(
+                f"engine.options.{word}={value} would bias the importance ratio: tokens must be drawn from the policy "
+                "itself, and their log-probabilities be those of what was drawn from; leave it out"
+            )
     if not options:
         return
     with guest():

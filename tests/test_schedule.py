@@ -76,22 +76,15 @@ def run_with_true_lengths(steps: Sequence[int], scheduler, slots: int, rounds: b
     return simulate(lengths, [float(length) for length in lengths], scheduler, slots, rounds)
 
 
-def test_branch_and_bound_finds_known_optima():
-    assert optimum([5, 5, 4, 4, 3, 3, 3], 3) == 9
-    assert optimum([5, 4, 3, 3, 3], 2) == 9
-    assert optimum([7], 3) == 7
-
-
-def test_lpt_falls_into_its_known_traps():
+def test_lpt_falls_into_its_known_traps_and_the_plan_gets_out_of_them():
     # 5 | 5 | 4, then 4 3 3 3 to the least load: 5+3+3 | 5+3 | 4+4. The optimum is 5+4 | 5+4 | 3+3+3.
     assert makespan(lpt([5, 5, 4, 4, 3, 3, 3], 3), [5, 5, 4, 4, 3, 3, 3]) == 11
     assert makespan(lpt([5, 4, 3, 3, 3], 2), [5, 4, 3, 3, 3]) == 10
-
-
-def test_the_plan_gets_out_of_them():
-    plan = assign([5, 5, 4, 4, 3, 3, 3], 3, epsilon=0.1, max_states=1000)
-    assert (plan.makespan, plan.bound_ratio, plan.guarantee) == (9, 1.0, 1.0)
     assert assign([5, 4, 3, 3, 3], 2, epsilon=0.1, max_states=1000).makespan == 9
+    scheduler = fptas()
+    run_with_true_lengths([5, 5, 4, 4, 3, 3, 3], scheduler, 3)
+    figures = [scheduler.details[f"engine/plan_{name}"] for name in ("makespan", "lower_bound", "guarantee")]
+    assert figures == [9.0, 9.0, 1.0] and scheduler.plan([], [], []).details == scheduler.details
 
 
 def test_the_dynamic_programme_improves_on_all_else_and_guarantees_nothing_when_it_is_given_up():
@@ -253,12 +246,6 @@ def test_refilling_is_never_slower_than_rounds_in_the_same_order(steps, slots, s
     assert continuous.decode_steps <= run_with_true_lengths(steps, scheduler(), slots, rounds=True).decode_steps
 
 
-@pytest.mark.parametrize("make", SCHEDULERS)
-def test_with_a_slot_for_each_the_longest_request_is_all_that_counts(make):
-    assert run_with_true_lengths([3, 9, 1, 4], make(), slots=4).decode_steps == 9
-    assert run_with_true_lengths([3, 9, 1, 4], make(), slots=7).decode_steps == 9
-
-
 @instances
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 4))
 def test_longest_first_makes_the_best_rounds(steps, slots):
@@ -358,19 +345,6 @@ def test_steps_are_one_less_than_tokens_and_within_the_limit():
         Waiting(3, "p", 100, None),
     ]
     assert planned_steps(views) == {0: 19, 1: 99, 2: 1, 3: 99}  # the mean of the known is 173, above the limit
-
-
-def test_a_plan_states_its_maker_and_its_bound():
-    scheduler = fptas()
-    run_with_true_lengths([5, 5, 4, 4, 3, 3, 3], scheduler, 3)
-    assert scheduler.details["engine/plan_makespan"] == 9.0
-    assert scheduler.details["engine/plan_lower_bound"] == 9.0
-    assert scheduler.details["engine/plan_bound_ratio"] == 1.0
-    assert scheduler.plan([], [], []).details == scheduler.details
-
-
-def test_only_fifo_needs_no_lengths():
-    assert [make().needs_lengths for make in SCHEDULERS] == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("wrong", [{"epsilon": 0.0}, {"epsilon": float("nan")}, {"max_states": 0}, {"refill": "fifo"}])

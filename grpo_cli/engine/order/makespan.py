@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
 
 Lists = list[list[int]]  # the jobs of each slot, by their place in the list of lengths
-
-ALGORITHMS = ("lpt", "resplit", "exact", "fptas")
 
 DYNAMIC_SLOTS = 3
 """The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1)."""
@@ -32,21 +29,14 @@ WORTHWHILE = 0.001
 class Assignment:
     """Which slot does which jobs.
 
-    `lists[slot]` holds places in the list of lengths, longest first. `lower_bound` is what `lower_bound` says;
-    `proven_bound` is the best bound that was proven, so `makespan == proven_bound` means that nothing better exists.
-    `algorithm`, one of `ALGORITHMS`, made the lists; `guarantee` is a proven bound on makespan / optimum. `states`
-    counts those of the dynamic programme (0 if there was no need for it); `capped` says that it was given up as too
-    large.
+    `lists[slot]` holds places in the list of lengths, longest first. `guarantee` is a proven bound on makespan /
+    optimum: 1 means that nothing better exists.
     """
 
     lists: tuple[tuple[int, ...], ...]
     makespan: int
     lower_bound: int
-    proven_bound: int
-    algorithm: str
     guarantee: float
-    states: int
-    capped: bool
 
     @property
     def bound_ratio(self) -> float:
@@ -146,61 +136,31 @@ def even_split(jobs: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 
 def trimmed_programme(
     lengths: Sequence[int], slots: int, epsilon: float, below: int, max_states: int
-) -> tuple[Lists | None, int, bool]:
+) -> tuple[Lists | None, bool]:
     """The trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
 
-    A state is the sorted loads after the first i jobs. States whose loads fall into the same cells of width
-    `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less than a
-    cell, the result is below (1 + epsilon) times the optimum. States that reach `below`, a makespan already in hand,
-    are dropped: if that loses the merged optimum, what is in hand is within the same factor.
+    A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
+    width `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less
+    than a cell, the result is below (1 + epsilon) times the optimum. States that reach `below`, a makespan already in
+    hand, are dropped: if that loses the merged optimum, what is in hand is within the same factor.
 
-    Returns the lists (None if none is better than `below`), the number of states, and whether a layer grew beyond
-    `max_states`, in which case the programme was given up and proves nothing.
+    Returns the lists (None if none is better than `below`), and whether it ran to its end: it is given up, and proves
+    nothing, when it has more than `max_states` states after a job.
     """
     order = longest_first(lengths)
-    cell = epsilon * lower_bound(lengths, slots) / len(lengths)
-    loads = np.zeros((1, slots), dtype=np.int64)
-    steps: list[tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]] = []
-    states = 0
+    # Loads are whole: a smaller cell would merge nothing.
+    cell = max(1.0, epsilon * lower_bound(lengths, slots) / len(lengths))
+    loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
     for job in order:
-        grown = np.sort(loads[:, None, :] + lengths[job] * np.eye(slots, dtype=np.int64), axis=-1).reshape(-1, slots)
-        alive = np.flatnonzero(grown[:, -1] < below)
-        kept = alive[_first_of_each_cell(grown[alive], cell)]
-        states += len(kept)
+        grown = (loads[:, None] + lengths[job] * np.eye(slots, dtype=np.int64)).reshape(-1, slots)
+        alive = np.flatnonzero(grown.max(axis=1) < below)
+        _, first = np.unique(np.sort(grown[alive] // cell, axis=1), axis=0, return_index=True)
+        kept = alive[first]
         if len(kept) == 0 or len(kept) > max_states:
-            return None, states, len(kept) > max_states
-        loads = grown[kept]
-        steps.append((kept // slots, kept % slots))
-    return _retrace(order, lengths, slots, steps, int(loads[:, -1].argmin())), states, False
-
-
-def _first_of_each_cell(loads: Int[np.ndarray, "S M"], cell: float) -> Int[np.ndarray, "K"]:
-    cells = np.floor(loads / max(cell, 1.0)).astype(np.int64)  # loads are whole: a smaller cell would merge nothing
-    order = np.lexsort(cells.T)
-    sorted_cells = cells[order]
-    is_first = np.ones(len(loads), dtype=bool)
-    is_first[1:] = (sorted_cells[1:] != sorted_cells[:-1]).any(axis=1)
-    return order[is_first]
-
-
-def _retrace(
-    order: Sequence[int],
-    lengths: Sequence[int],
-    slots: int,
-    steps: Sequence[tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]],
-    state: int,
-) -> Lists:
-    """Follow the parents back, then play the choices forward on lists kept sorted by load as the states were."""
-    choices: list[int] = []
-    for parents, slots_chosen in reversed(steps):
-        choices.append(int(slots_chosen[state]))
-        state = int(parents[state])
-    ranked: list[tuple[int, list[int]]] = [(0, []) for _ in range(slots)]
-    for job, choice in zip(order, reversed(choices), strict=True):
-        load, jobs = ranked[choice]
-        ranked[choice] = (load + lengths[job], [*jobs, job])
-        ranked.sort(key=lambda entry: entry[0])
-    return [jobs for _, jobs in ranked]
+            return None, len(kept) == 0
+        loads, choices = grown[kept], np.hstack([choices[kept // slots], kept[:, None] % slots])
+    best = choices[loads.max(axis=1).argmin()]
+    return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)], True
 
 
 def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) -> Assignment:
@@ -212,27 +172,21 @@ def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) 
     """
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     bound = proven_lower_bound(lengths, slots)
-    algorithm, best, guarantee = "lpt", lpt(lengths, slots), 4 / 3 - 1 / (3 * slots)
+    best, guarantee = lpt(lengths, slots), 4 / 3 - 1 / (3 * slots)
     if makespan(best, lengths) > bound:
         if slots == 2 and sum(lengths) <= EXACT_WORK:
-            algorithm, best, guarantee = "exact", list(even_split(longest_first(lengths), lengths)), 1.0
+            best, guarantee = list(even_split(longest_first(lengths), lengths)), 1.0
         else:
-            algorithm, best = "resplit", resplit(best, lengths, bound)
-    states, capped, below = 0, False, makespan(best, lengths)
-    if below / bound - 1 > min(epsilon, WORTHWHILE) and guarantee > 1 and slots <= DYNAMIC_SLOTS:
-        found, states, capped = trimmed_programme(lengths, slots, epsilon, below, max_states)
-        if found is not None:
-            algorithm, best = "fptas", found
-        if not capped:
-            guarantee = min(guarantee, 1 + epsilon)
+            best = resplit(best, lengths, bound)
+    in_hand = makespan(best, lengths)
+    if in_hand / bound - 1 > min(epsilon, WORTHWHILE) and guarantee > 1 and slots <= DYNAMIC_SLOTS:
+        found, complete = trimmed_programme(lengths, slots, epsilon, in_hand, max_states)
+        best = found or best
+        guarantee = min(guarantee, 1 + epsilon) if complete else guarantee
     longest = makespan(best, lengths)
     return Assignment(
         lists=tuple(tuple(sorted(jobs, key=lambda job: (-lengths[job], job))) for jobs in best),
         makespan=longest,
         lower_bound=lower_bound(lengths, slots),
-        proven_bound=bound,
-        algorithm=algorithm,
         guarantee=min(guarantee, longest / bound),
-        states=states,
-        capped=capped,
     )

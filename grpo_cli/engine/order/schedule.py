@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.order.makespan import ALGORITHMS, Assignment, assign
+from grpo_cli.engine.order.makespan import Assignment, assign
 from grpo_cli.support.ranges import OneOf, Range
 
 
@@ -111,7 +111,7 @@ class Fptas:
 
     `assignment` is the plan that is followed, None when there was no prediction and the order is first come, first
     served. `details` are its figures, also carried by every `Plan`: makespan and lower bound in decode steps, their
-    ratio, a proven bound on makespan / optimum, states of the programme, and the place in `ALGORITHMS` of what made it.
+    ratio, and a proven bound on makespan / optimum.
     """
 
     def __init__(
@@ -161,8 +161,6 @@ class Fptas:
             "engine/plan_lower_bound": float(plan.lower_bound),
             "engine/plan_bound_ratio": plan.bound_ratio,
             "engine/plan_guarantee": plan.guarantee,
-            "engine/plan_states": float(plan.states),
-            "engine/plan_algorithm": float(ALGORITHMS.index(plan.algorithm)),
         }
 
     def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:

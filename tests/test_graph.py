@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from captured import Again
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, contents, make_engine, make_generation, small_model, some_requests
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns, TurnOutput
+from grpo_cli.engine.gpu.graph import WORTH_CAPTURING, FixedTurns
 from grpo_cli.engine.kv.cache import KvArena, KvLayout, Region
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.kv.rows import Rows
@@ -91,42 +89,6 @@ def test_a_model_that_asks_the_host_is_not_recorded(words: dict[str, Any], said:
         setattr(model if name.startswith("is_") else model.model.rotary_emb, name, value)
     with pytest.raises(UserError, match=said):
         make_engine(model, cuda_graph=True)
-
-
-class Asked(TorchDispatchMode):
-    """Notes the operations for which a GPU's results, or tensors made on the host, must cross over: a wait each."""
-
-    CROSSING = ("nonzero", "_local_scalar_dense", "masked_select", "lift_fresh", "unique", "equal", "bincount")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        by_mask = name in ("index", "index_put_") and any(i is not None and i.dtype is torch.bool for i in args[1])
-        if by_mask or any(name.startswith(word) for word in self.CROSSING):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_what_is_captured_asks_nothing_of_the_host(family: str) -> None:
-    asked = Asked()
-
-    def capture(run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
-        def watched() -> TurnOutput:
-            # In inference mode `item` goes by without being dispatched.
-            with torch.inference_mode(False), torch.no_grad(), asked:
-                return run()
-
-        return watched
-
-    served(infinite(slots=3), capture, some_requests(prompts=3, n=4, tokens=40), model=small_model(family))
-    assert asked.names == []
-    with asked:
-        torch.ones(3)[torch.ones(3) > 0].sum().item()
-    assert "_local_scalar_dense" in asked.names and "index" in asked.names, "it would have been noticed"
 
 
 def test_a_block_of_another_size_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:

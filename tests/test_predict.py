@@ -157,19 +157,13 @@ def test_the_oracle_counts_how_often_a_prompt_came_and_not_its_samples(tmp_path)
 def test_the_oracle_is_silent_about_evaluations_and_refuses_gaps(tmp_path):
     predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
     assert predictor.predict([request("eval-1"), request("eval-2")], None) is None
+    held_out = replace(request("a"), held_out=True)  # whatever it is called
+    assert predictor.predict([held_out, replace(request("a", 1), held_out=True)], None) is None
     with pytest.raises(UserError, match="sample 1 of prompt a.*record.rollouts=-1"):
         predictor.predict([request("a", 0), request("a", 1)], None)
     predictor.learn([rollout(request("a"), 10)], None)
     with pytest.raises(UserError, match="for time 2"):
         predictor.predict([request("a", 0)], None)
-
-
-def test_the_oracle_says_nothing_of_held_out_requests_whatever_they_are_called(tmp_path):
-    predictor = Oracle(trace_file(tmp_path, [(0, "a", 0, 10)]))
-    held_out = replace(request("a"), held_out=True)
-    assert predictor.predict([held_out, replace(request("a", 1), held_out=True)], None) is None
-    assert predictor.learn([], None) == {}  # after an evaluation
-    assert predictor.predict([request("a")], None) == [10.0]
 
 
 def test_what_was_said_of_an_evaluation_is_judged_never():

@@ -84,7 +84,7 @@ def test_lpt_falls_into_its_known_traps_and_the_plan_gets_out_of_them():
     scheduler = fptas()
     run_with_true_lengths([5, 5, 4, 4, 3, 3, 3], scheduler, 3)
     figures = [scheduler.details[f"engine/plan_{name}"] for name in ("makespan", "lower_bound", "guarantee")]
-    assert figures == [9.0, 9.0, 1.0] and scheduler.plan([], [], []).details == scheduler.details
+    assert figures == [9.0, 9.0, 1.0]
 
 
 def test_the_dynamic_programme_improves_on_all_else_and_guarantees_nothing_when_it_is_given_up():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -40,7 +40,6 @@ class Plan:
     """Which waiting requests enter which free slots now: pairs (request index, slot), each slot and request once."""
 
     admit: tuple[tuple[int, int], ...]
-    details: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

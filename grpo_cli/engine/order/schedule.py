@@ -110,7 +110,7 @@ class Fptas:
     lengths, the engine works in rounds (`micro`), and the longest requests form the next one.
 
     `assignment` is the plan that is followed, None when there was no prediction and the order is first come, first
-    served. `details` are its figures, also carried by every `Plan`: makespan and lower bound in decode steps, their
+    served. `details` are its figures: makespan and lower bound in decode steps, their
     ratio, and a proven bound on makespan / optimum.
     """
 
@@ -171,7 +171,7 @@ class Fptas:
         else:
             indices = self._follow_lists({view.index for view in running}, min(len(free_slots), len(waiting)))
         self._round_was_uneven = not running and len({self._steps[index] for index in indices}) > 1
-        return Plan(tuple(zip(indices, free_slots, strict=False)), self.details)
+        return Plan(tuple(zip(indices, free_slots, strict=False)))
 
     def _follow_lists(self, running: set[int], count: int) -> list[int]:
         """The next requests of the lists that have none running. Slots are anonymous: an engine may move its rows."""

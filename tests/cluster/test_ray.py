@@ -42,7 +42,7 @@ def _one_ray() -> Iterator[None]:
     monkeypatch = pytest.MonkeyPatch()
     opened = session.open
     # As large as any test needs, so that all ask for the same.
-    monkeypatch.setattr(session, "open", lambda address, workers, needs: opened(address, WORKERS, needs))
+    monkeypatch.setattr(session, "open", lambda address, workers, *of_each: opened(address, WORKERS, *of_each))
     yield
     monkeypatch.undo()
     session.close()
@@ -169,24 +169,12 @@ def test_lengths_that_are_predicted_here_are_told(model, ray_engine):
 
 
 @pytest.mark.cluster
-def test_what_workers_learn_of_lengths_is_theirs_and_goes_on(model, ray_engine):
-    """A predictor that reads hidden states learns where they are: in the worker that has the model."""
+def test_a_predictor_that_reads_hidden_states_learns_where_they_are(model, ray_engine):
     require_bits(model)
-    head = partial(made.prefix_head, {"seed": 0}, prefix_tokens=2)
-    words: dict[str, Any] = dict(built={"scheduler": "lpt", "prefix": True})
-    first = ray_engine(1, predictor=head(), **words)
-    for _ in range(2):
-        assert contents(first.generate(REQUESTS)) == here(model)
-    learnt = first.state_dict()
-    assert learnt["workers"]["0"]["predictor"]["kind"] == "prefix"
-    later = ray_engine(1, predictor=head(), **words)
-    later.load_state_dict(learnt)
-    both = [contents(engine.generate(REQUESTS)) for engine in (first, later)]
-    assert both == [here(model)] * 2
-    before, *same = [state["workers"]["0"]["predictor"] for state in (learnt, first.state_dict(), later.state_dict())]
-    tensors = [name for name, value in before.items() if isinstance(value, torch.Tensor)]
-    assert tensors and all(torch.equal(same[0][name], same[1][name]) for name in tensors), "it went on from there"
-    assert any(not torch.equal(before[name], same[0][name]) for name in tensors), "and learnt more"
+    head = made.prefix_head({"seed": 0}, prefix_tokens=2)
+    engine = ray_engine(1, predictor=head, built={"scheduler": "lpt", "prefix": True})
+    assert contents(engine.generate(REQUESTS)) == here(model)
+    assert engine.stats().details["engine/probe_steps"] > 0
 
 
 @pytest.mark.cluster

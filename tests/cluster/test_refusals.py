@@ -19,9 +19,8 @@ from small import small_model
 
 from grpo_cli.config.choices import shipped
 from grpo_cli.config.instantiate import engine_parts, inner_engine
-from grpo_cli.engine.ray.engine import RayEngine, _threads
+from grpo_cli.engine.ray.engine import RayEngine
 from grpo_cli.engine.ray.session import (
-    Needs,
     check_address,
     check_public,
     check_room,
@@ -124,16 +123,16 @@ def nodes(*resources: dict[str, float]) -> list[dict[str, Any]]:
 def test_more_workers_than_have_room():
     two = nodes({"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0})
     free = {"CPU": 12.0, "GPU": 2.0}
-    check_room(2, Needs(4, 1.0), two, free)
-    for workers, needs, nodes_there, free_there, words in [
-        (3, Needs(4, 1.0), two, free, "engine.workers=3 .*engine.threads.*engine.gpus.* room for 2;.*engine.address"),
-        (1, Needs(8, 0.0), two, free, "room for 0"),  # eight CPUs there are, but on no node
-        (4, Needs(1, 0.0), two, {"CPU": 3.0}, "room for 3"),
-        (1, Needs(1, 0.0), [{"Alive": False, "Resources": {"CPU": 64.0}}], free, "room for 0"),
-        (3, Needs(1, 0.5), nodes({"CPU": 8.0, "GPU": 1.0}), free, "room for 2"),
+    check_room(2, 4, 1.0, two, free)
+    for workers, cpus, gpus, nodes_there, free_there, words in [
+        (3, 4, 1.0, two, free, "engine.workers=3 .*engine.threads.*engine.gpus.* room for 2;.*engine.address"),
+        (1, 8, 0.0, two, free, "room for 0"),  # eight CPUs there are, but on no node
+        (4, 1, 0.0, two, {"CPU": 3.0}, "room for 3"),
+        (1, 1, 0.0, [{"Alive": False, "Resources": {"CPU": 64.0}}], free, "room for 0"),
+        (3, 1, 0.5, nodes({"CPU": 8.0, "GPU": 1.0}), free, "room for 2"),
     ]:
         with pytest.raises(UserError, match=words):
-            check_room(workers, needs, nodes_there, free_there)
+            check_room(workers, cpus, gpus, nodes_there, free_there)
 
 
 def test_quantised_weights():
@@ -179,13 +178,6 @@ def test_workers_that_may_round_otherwise_are_said_once():
     assert "to rounding only" in said and "another" in said
     [said] = checked(threads=threads)
     assert f"OMP_NUM_THREADS={threads}" in said and f"engine.threads={threads - 1}" in said
-
-
-def test_threads_of_workers():
-    mine = torch.get_num_threads()
-    assert _threads(3, 2, here=True) == 3
-    assert _threads(None, 1, here=True) == _threads(None, 8, here=False) == mine
-    assert _threads(None, 2 * mine, here=True) == 1
 
 
 def test_reasons_are_a_line():

@@ -19,7 +19,7 @@ from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.ray.pool import WorkerPool, portions
-from grpo_cli.engine.ray.session import Needs, environment_of, require_ray, session
+from grpo_cli.engine.ray.session import environment_of, require_ray, session
 from grpo_cli.engine.ray.weights import hollow, numbers
 from grpo_cli.engine.ray.worker import Blueprint, Done, Order, Place, place
 from grpo_cli.interfaces import Engine, Meter, facts
@@ -27,11 +27,6 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count, OneOf, Range
 from grpo_cli.types import EngineStats, Request, Rollout
-
-NO_ENOUGH = (
-    "engine=ray cannot stop rollouts before their end, as its workers report a rollout only once it has ended: use "
-    "engine=torch or engine=vllm, or collector=equal"
-)
 
 
 @facts(stops_early=False)
@@ -64,18 +59,19 @@ class RayEngine:
         self._model, self._sampler, self._predictor, self._warn = model, sampler, predictor, warn
         self._meter = meter or NullMeter()
         self._workers, self._timeout = workers, timeout
-        self._needs = Needs(_threads(threads, workers, address is None), gpus)
+        # The trainer waits while workers work; where all are on this machine each gets a share of its threads.
+        self._cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
+        self._gpus = gpus
         self._place = place("trainer", next(model.parameters()).device)
         # Without a prefix to read, lengths are predicted here and told to the workers.
         self._tells_lengths = predictor.prefix_tokens == 0
         self._build = partial(
             build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths
         )
-        session.open(address, workers, self._needs)
+        session.open(address, workers, self._cpus, gpus)
         self._weights: Any = None  # a reference to them in the store
         self._version = 0
         self._pool: WorkerPool | None = None
-        self._learnt: dict[int, Mapping[str, Any]] = {}
         self._facts: Mapping[str, Any] = {}
         self._stats = EngineStats()
         self._said_bits = False
@@ -97,7 +93,10 @@ class RayEngine:
         """One rollout per request, in order of coming in. UserError with `enough`. Whoever stops asking ends the
         workers, and the next call starts others."""
         if enough is not None:
-            raise UserError(NO_ENOUGH)
+            raise UserError(
+                "engine=ray cannot stop rollouts before their end, as its workers report a rollout only once it has "
+                "ended: use engine=torch or engine=vllm, or collector=equal"
+            )
         self._stats = EngineStats()
         if not requests:
             return
@@ -110,7 +109,8 @@ class RayEngine:
             pool = self._pool = self._pool or self._new_pool()
         put_seconds = time.perf_counter() - start
         lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
-        autocast = self._autocast()
+        kind = next(self._model.parameters()).device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
         def order_of(portion: Sequence[int]) -> Order:
             told = tuple(lengths[index] for index in portion) if lengths else None
@@ -128,8 +128,7 @@ class RayEngine:
             if self._tells_lengths:
                 details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
         finally:
-            for number, end in pool.ends:
-                self._learnt[number], self._facts = end.learnt, end.facts
+            self._facts = pool.ends[-1][1].facts if pool.ends else self._facts
             self._stats = _account(pool, sum(map(len, finished)), put_seconds, details)
             if len(finished) < len(requests):
                 self.close()
@@ -137,17 +136,11 @@ class RayEngine:
     def _new_pool(self) -> WorkerPool:
         import ray
 
-        fixed, device = ray.put(numbers(self._model, trained=False)), "cuda" if self._needs.gpus else "cpu"
-        blueprint = Blueprint(
-            hollow(self._model), fixed, self._build, device, self._needs.cpus, self._timeout, dict(self._learnt)
-        )
-        options: dict[str, Any] = {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
-        options["runtime_env"] = {"env_vars": environment_of(self._needs.cpus)}
+        fixed, device = ray.put(numbers(self._model, trained=False)), "cuda" if self._gpus else "cpu"
+        blueprint = Blueprint(hollow(self._model), fixed, self._build, device, self._cpus, self._timeout)
+        options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus}
+        options["runtime_env"] = {"env_vars": environment_of(self._cpus)}
         return WorkerPool(self._workers, options, blueprint, self._warn, self._check_place, self._meter)
-
-    def _autocast(self) -> torch.dtype | None:
-        kind = next(self._model.parameters()).device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _check_place(self, there: Place) -> None:
         """UserError for a worker with other software; a warning, once, where only its roundings may differ."""
@@ -186,25 +179,17 @@ class RayEngine:
         self._weights = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep: what was learnt here, and by the engine of each worker."""
-        return {"predictor": self._predictor.state(), "workers": {str(n): dict(s) for n, s in self._learnt.items()}}
+        """What was learned of lengths here; what a worker's own predictor has learned ends with it."""
+        return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, before any worker is started."""
-        assert self._pool is None, "workers are built with what they had learnt"
         self._predictor.load_state(state["predictor"])
-        self._learnt = {int(number): learnt for number, learnt in state.get("workers", {}).items()}
 
     def close(self) -> None:
         """End the workers. Ray, if it was started here, ends with the process."""
         if self._pool:
             self._pool.close()
         self._pool = None
-
-
-def _threads(asked: int | None, workers: int, here: bool) -> int:
-    """Of a worker: as the trainer has, which waits while they work; where all are on this machine a share of that."""
-    return asked or max(1, torch.get_num_threads() // (workers if here else 1))
 
 
 def _account(pool: WorkerPool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:

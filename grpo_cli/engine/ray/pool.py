@@ -169,7 +169,7 @@ class WorkerPool:
         """Ask for its place, which comes as soon as Ray has started it, perhaps once there is room on some node."""
         worker = self._workers[number]
         worker.place, worker.missing = None, ()
-        worker.coming = worker.actor.start.options(max_task_retries=-1).remote(self._blueprint, number)
+        worker.coming = worker.actor.start.options(max_task_retries=-1).remote(self._blueprint)
 
     def _lose(self, number: int, reason: str) -> None:
         import ray

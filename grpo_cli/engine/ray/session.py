@@ -21,7 +21,6 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -38,14 +37,6 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # These decide bits when a process starts (`processor.settle`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Of one worker."""
-
-    cpus: int
-    gpus: float
 
 
 def require_ray() -> None:
@@ -85,18 +76,20 @@ def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
-def check_room(workers: int, needs: Needs, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> None:
+def check_room(
+    workers: int, cpus: int, gpus: float, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]
+) -> None:
     """UserError unless so many workers find room, each on one node: Ray would let them wait for ever."""
 
     def room(resources: Mapping[str, float]) -> int:
-        by_gpus = resources.get("GPU", 0) // needs.gpus if needs.gpus else math.inf
-        return int(min(resources.get("CPU", 0) // needs.cpus, by_gpus))
+        by_gpus = resources.get("GPU", 0) // gpus if gpus else math.inf
+        return int(min(resources.get("CPU", 0) // cpus, by_gpus))
 
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     fitting = min(sum(map(room, alive)), room(free))
     if fitting < workers:
         raise UserError(
-            f"engine.workers={workers} of {needs.cpus} CPUs (engine.threads) and {needs.gpus:g} GPUs (engine.gpus) "
+            f"engine.workers={workers} of {cpus} CPUs (engine.threads) and {gpus:g} GPUs (engine.gpus) "
             f"each do not fit: {len(alive)} nodes, with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs "
             f"free, have room for {fitting}; lower them, or join a larger cluster (engine.address)"
         )
@@ -110,14 +103,14 @@ class Session:
         self._own: list[psutil.Process] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def open(self, address: str | None, workers: int, needs: Needs) -> None:
-        """`address` None: Ray is started here."""
-        asked = (address, workers, needs)
+    def open(self, address: str | None, workers: int, cpus: int, gpus: float) -> None:
+        """For workers of so many CPUs and GPUs each. `address` None: Ray is started here."""
+        asked = (address, workers, cpus, gpus)
         if self._asked == asked:
             return
         self.close()
         os.environ |= {name: os.environ.get(name, value) for name, value in _QUIET.items()}
-        how = {"address": address} if address else self._of_its_own(workers * needs.cpus)
+        how = {"address": address} if address else self._of_its_own(workers * cpus)
         if address is not None:
             check_address(address)
         before = {process.pid for process in psutil.Process().children()}
@@ -133,7 +126,7 @@ class Session:
             self._check_alone(nodes[0]["NodeManagerAddress"])
         for node in nodes:
             check_public(node["NodeManagerAddress"])
-        check_room(workers, needs, nodes, ray.available_resources())
+        check_room(workers, cpus, gpus, nodes, ray.available_resources())
 
     def _of_its_own(self, cpus: int) -> dict[str, Any]:
         """How Ray is started here: on the loopback interface, with a token, and with its files in a folder that goes

@@ -34,8 +34,7 @@ START = 300.0
 @dataclass(frozen=True)
 class Blueprint:
     """What a worker is built from: a hollow model, a reference to its frozen numbers, and `build`, which makes an
-    engine of the model and also takes `told`, `meter` and `warn`. `learnt` is each worker's part of a checkpoint;
-    `timeout` is in seconds."""
+    engine of the model and also takes `told`, `meter` and `warn`. `timeout` is in seconds."""
 
     model: Any
     fixed: Any
@@ -43,7 +42,6 @@ class Blueprint:
     device: str
     threads: int
     timeout: float
-    learnt: Mapping[int, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Done:
     stats: EngineStats
     warnings: tuple[str, ...]
     facts: Mapping[str, Any]
-    learnt: Mapping[str, Any]
     seconds: float
     weights_seconds: float
 
@@ -91,12 +88,11 @@ class RolloutWorker:
     """Serves one portion at a time. `start` comes first, and again after Ray has restarted the process: a restartable
     actor's constructor cannot take references to Ray's object store."""
 
-    def start(self, blueprint: Blueprint, number: int) -> Place:
+    def start(self, blueprint: Blueprint) -> Place:
         """Take over everything a portion needs; may be called twice."""
         import ray
 
         self._blueprint, self._model = blueprint, blueprint.model
-        self._learnt = blueprint.learnt.get(number)
         self._device = torch.device(blueprint.device)
         self._engine: Engine | None = None
         self._version = 0  # no weights yet
@@ -125,7 +121,7 @@ class RolloutWorker:
                     yield indices[id(rollout.request)], rollout
         warnings, self._warnings[:] = tuple(self._warnings), []
         seconds = time.perf_counter() - start
-        yield Done(engine.stats(), warnings, dict(engine.facts()), dict(engine.state_dict()), seconds, weights_seconds)
+        yield Done(engine.stats(), warnings, dict(engine.facts()), seconds, weights_seconds)
 
     def _take_up(self, order: Order) -> float:
         """Copy the order's weights unless they are here already; returns the seconds that it took."""
@@ -146,8 +142,6 @@ class RolloutWorker:
             self._engine = self._blueprint.build(
                 self._model, told=self._told, meter=self._watchdog, warn=self._warnings.append
             )
-            if self._learnt is not None:
-                self._engine.load_state_dict(self._learnt)
         return self._engine
 
 

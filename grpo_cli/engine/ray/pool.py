@@ -45,17 +45,19 @@ def portions(
     bundles = [piece for indices in of_prompt.values() for piece in cut(indices, -int(-weight(indices) // share))]
     if lengths:
         bundles.sort(key=lambda bundle: -max(lengths[index] for index in bundle))
-    left, dealt = deque(bundles), list[tuple[int, ...]]()
+    left, dealt = deque((bundle, weight(bundle)) for bundle in bundles), list[tuple[int, ...]]()
     part, later = (1.0, 1.0) if at_once or workers == 1 else (FIRST, LATER)
     while left:
-        wanted = sum(map(weight, left)) / workers * part
+        wanted = sum(load for _, load in left) / workers * part
         for _ in range(min(workers, len(left))):
-            taken = left.popleft() if left else ()
-            while left and weight(taken) + weight(left[0]) / 2 <= wanted:
-                taken += left.popleft()
-            dealt.append(taken)
+            if left:
+                taken, load = left.popleft()
+                while left and load + left[0][1] / 2 <= wanted:
+                    bundle, more = left.popleft()
+                    taken, load = taken + bundle, load + more
+                dealt.append(taken)
         part = later
-    return [portion for portion in dealt if portion]
+    return dealt
 
 
 def cut(indices: Sequence[int], pieces: int) -> list[tuple[int, ...]]:

@@ -179,7 +179,7 @@ def test_what_was_said_of_an_evaluation_is_judged_never():
     [
         ("", "has no rollouts"),
         ("{}\n", "line 1 needs"),
-        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is no JSON"),
+        ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 5}\n{"step', "line 2 is not JSON"),
         ('{"step": 0, "prompt_id": "a", "sample": 0, "length": 0}\n', "line 1 needs"),
         ('{"step": 0, "prompt_id": 3, "sample": 0, "length": 5}\n', "prompt_id=3"),
         ("[1, 2]\n", "line 1 needs"),

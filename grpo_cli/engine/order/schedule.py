@@ -28,11 +28,11 @@ from grpo_cli.support.ranges import OneOf, Range
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
-    """The decode steps each request is planned with, by its index; at least 1.
+    """The decode steps that each request is planned with, by its index; at least 1.
 
-    One less than the predicted tokens, and never more than its limit allows: the first token of a request comes from
-    the prompt's logits and needs no step. A request without a prediction counts as the mean of the others; when none
-    has one all count the same, which leaves every order to the ties: by index.
+    One less than the predicted tokens, and within its limit: a request's first token comes from the prompt's logits and
+    needs no step. A request without a prediction counts as the mean of the others; when none has one, all count the
+    same and the order is by index.
     """
     known = [request.predicted for request in waiting if request.predicted is not None]
     mean = sum(known) / len(known) if known else 1.0
@@ -44,7 +44,7 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
 
 
 class InOrder(ABC):
-    """Takes the waiting requests in one order, fixed at the start. Which slot they get makes no difference."""
+    """Admits the waiting requests in an order that is fixed at the start, whichever slot they get."""
 
     details: Mapping[str, float] = {}
 
@@ -57,7 +57,7 @@ class InOrder(ABC):
 
     @abstractmethod
     def rank(self, steps: int) -> int:
-        """What to sort by, given the planned steps: the smallest rank goes first, ties by request index."""
+        """The sort key, given the planned steps: the smallest goes first, ties by request index."""
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         assert slots >= 1, "an engine without a slot has nothing to schedule"
@@ -71,7 +71,7 @@ class InOrder(ABC):
 
 
 class Fifo(InOrder):
-    """First come, first served, by request index. Needs no lengths."""
+    """First come, first served, by request index."""
 
     @property
     def needs_lengths(self) -> bool:
@@ -110,8 +110,8 @@ class Fptas:
     lengths, the engine works in rounds (`micro`), and the longest requests form the next one.
 
     `assignment` is the plan that is followed, None when there was no prediction and the order is first come, first
-    served. `details` are its figures: makespan and lower bound in decode steps, their
-    ratio, and a proven bound on makespan / optimum.
+    served. `details` are its makespan and lower bound in decode steps, their ratio, and a proven bound on makespan /
+    optimum.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Fptas:
         return indices
 
     def _take(self, *queues: deque[int]) -> int:
-        """The first request of the first queue that has one; what went by another queue is passed over."""
+        """The first waiting request of the first queue that has one."""
         for queue in queues:
             while queue:
                 index = queue.popleft()

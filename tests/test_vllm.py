@@ -287,7 +287,7 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     [
         ({"logprobs_mode": "raw_logprobs"}, "bias the importance ratio"),
         ({"seed": 3}, "set by this engine"),
-        ({"swap_spaces": 3}, "is no word of vLLM's LLM"),
+        ({"swap_spaces": 3}, "is no argument of vLLM's LLM"),
     ],
 )
 def test_words_for_vllm_are_checked(model: PreTrainedModel, options: dict[str, Any], said: str):

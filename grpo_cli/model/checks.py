@@ -1,4 +1,4 @@
-"""What a model can be refused for: its files, shape, weights, vocabulary and device, each by name and what to do."""
+"""What a model can be refused for: its files, shape, weights, vocabulary and device."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def check_weights(model: Any, settings: ModelSettings) -> None:
-    """Raises UserError for weights that nothing can be computed with. Each is read once, quantised ones are not."""
+    """Raises UserError for weights that are not finite. Quantised ones are not read."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
         return
@@ -110,8 +110,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that are
-    to be moved to where they are."""
+    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that would
+    be offloaded from a CPU."""
     if settings.offload_activations and device.type == "cpu":
         raise UserError(
             "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "

@@ -49,10 +49,8 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
     """The model of `model.path` on `device`, in eval mode, its attention without dropout in either mode.
 
     With `random_init` only the config is read and the weights come from torch's global generator. With
-    `gradient_checkpointing` layers recompute their activations, in train mode only: the learner turns
-    that on for as long.
-
-    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
+    `gradient_checkpointing` layers recompute their activations in train mode. With `lora` or `adapter` the model comes
+    in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
 
     Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
     what `device` cannot do.
@@ -93,11 +91,8 @@ def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
 
 
 def model_config(settings: ModelSettings) -> PreTrainedConfig:
-    """The shape of the model, no weights: from `model.architecture` where it is given and `model.path` is no folder
-    here, so that nothing has to come from the hub; else from config.json.
-
-    Raises UserError for numbers that make no config, and as `load_model` does.
-    """
+    """The model's config: from `model.architecture` where it is given and `model.path` is no local folder, so that
+    nothing is fetched from the hub; else from config.json. Raises UserError for an invalid one, and as `load_model`."""
     if settings.architecture is None or _is_here(settings.path):
         return _read_config(_source(settings.path), settings)
     kwargs = dict(settings.architecture)
@@ -115,11 +110,8 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with the weights; for random weights of a preset's shape, which have none, that of the
-    embedded model (a token per byte).
-
-    Raises UserError when there is none.
-    """
+    """The tokenizer saved with the weights; for random weights of a preset's shape that of the embedded model (a token
+    per byte). Raises UserError when there is none."""
     folder = Path(settings.path).expanduser()
     if has_adapters(folder):  # which is no model, but has a tokenizer
         source: Path | str = folder
@@ -159,15 +151,15 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequen
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> int:
-    """What fills the unused places of a batch: the tokenizer's own token, else an end-of-sequence token."""
+    """The tokenizer's padding token, else an end-of-sequence token."""
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
 def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
     """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
 
-    Of a model with adapters only these are written, as PEFT does; `with_base` adds the weights below them, for a base
-    that is nowhere else.
+    Of a model with adapters only these are written, as PEFT does; `with_base` also saves the weights below them, for a
+    base that is stored nowhere else.
     """
     adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
@@ -227,7 +219,7 @@ def _source(path: str) -> Path | str:
 
 
 def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:
-    """The config, once its architecture is known to be one of ours; nothing else is read or run before that."""
+    """The config. Its architecture is checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
         architecture_of(raw)
@@ -274,10 +266,10 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Whatever goes wrong while a foreign file is read becomes an error of one line, with what to do about it.
+    """Turns any error while a foreign file is read into a UserError of one line, with what to do about it.
 
-    Every kind of error is caught because the readers raise every kind: a misshapen tokenizer.json alone gives KeyError,
-    TypeError or AttributeError, depending on where it first surprises its parser.
+    Every kind is caught because the readers raise every kind: a malformed tokenizer.json alone gives KeyError,
+    TypeError or AttributeError.
     """
     try:
         if isinstance(source, Path):
@@ -301,7 +293,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
 
 
 def _is_gated(error: BaseException | None) -> bool:
-    """Whether the hub refused for want of accepted terms; `transformers` wraps its error in one of another kind."""
+    """Whether the hub refused because its terms were not accepted, an error that `transformers` wraps."""
     while error is not None:
         if isinstance(error, GatedRepoError):
             return True
@@ -311,7 +303,7 @@ def _is_gated(error: BaseException | None) -> bool:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """The bars of transformers would tear the live view; they are restored afterwards."""
+    """Without the progress bars of transformers, which would break the live view."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -37,7 +37,7 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
-# Of what is free of a GPU, what is not promised to vLLM: it looks again when it has allocated something itself.
+# Free bytes of a GPU that vLLM is not promised: it checks again after allocating something itself.
 MARGIN = 2**29
 
 
@@ -113,8 +113,8 @@ class VllmEngine:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. With `enough` vLLM tells of every token as it is drawn, which
-        takes it some time; once the answer is yes, what is under way is aborted and comes partial."""
+        """One rollout per request, in order of finishing. With `enough` vLLM reports every token as it is drawn, which
+        costs some time; once the answer is yes, unfinished requests are aborted and come back partial."""
         self._stats = EngineStats()
         if not requests:
             return
@@ -167,7 +167,7 @@ class VllmEngine:
                 self._llm.llm_engine.abort_request([str(index) for index in work.running])
 
     def _enter(self, index: int, request: Request, told: bool) -> None:
-        """`told`: of every token as it is drawn, not of all at the end."""
+        """`told`: whether vLLM reports every token as it is drawn, instead of all at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -191,7 +191,7 @@ class VllmEngine:
             self._llm.llm_engine.add_request(str(index), prompt, params)
 
     def _step(self, work: Work) -> list[Any]:
-        """One forward of vLLM's; eager means its sampling helpers too."""
+        """One forward pass of vLLM; with `eager` its sampling helpers are not compiled either."""
         stance = "force_eager" if self._eager else "default"
         with (
             self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
@@ -205,8 +205,8 @@ class VllmEngine:
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Every call into vLLM, outside the learner's autocast: under it vLLM would be started, and adapters merged, in
-        another precision than asked for. Whatever vLLM raises, of any kind, ends the run in one line."""
+        """Around every call into vLLM: outside the learner's autocast, under which vLLM would start, and adapters would
+        be merged, in another precision than asked for; and whatever vLLM raises becomes a UserError of one line."""
         if self._dead:
             raise UserError(self._dead)
         try:
@@ -240,14 +240,14 @@ class VllmEngine:
                 )
 
     def _limit(self) -> int:
-        """The most tokens that a request may come to."""
+        """The most tokens of a request, prompt and reply together."""
         if self._llm is not None:
             return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         context: int = unwrapped(self._model).config.max_position_embeddings
         return min(context, self._max_model_len or context)
 
     def _wake(self, requests: Sequence[Request]) -> float:
-        """Memory taken, weights those of the policy; returns the seconds that the weights took."""
+        """Take memory and the policy's weights; returns the seconds that the weights took."""
         if self._llm is None:
             self._build(requests)
         if self._asleep:
@@ -272,7 +272,7 @@ class VllmEngine:
         self._stale = False
 
     def _rest(self, work: Work) -> None:
-        """Take back what was not finished, and give memory back."""
+        """Abort what was not finished, and give memory back."""
         if self._dead:
             return
         self._abort(work)

@@ -1,4 +1,4 @@
-"""What a person may say to vLLM's own constructor (`engine.options`), and what is refused with the reason."""
+"""Which arguments of vLLM's own constructor a person may set (`engine.options`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BIASING = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what is ours to say, what would bias the ratio, and what vLLM does not know."""
+    """UserError for what this engine sets itself, what would bias the importance ratio, and what vLLM does not know."""
     for word, value in options.items():
         if word in _OURS:
             raise UserError(f"engine.options.{word} is set by this engine itself; see conf/engine/vllm.yaml")
@@ -37,4 +37,4 @@ def check_options(options: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for word in options:
         if word not in known:
-            raise UserError(f"engine.options.{word} is no word of vLLM's LLM{closest(word, known)}")
+            raise UserError(f"engine.options.{word} is no argument of vLLM's LLM{closest(word, known)}")

@@ -279,7 +279,7 @@ def _write(
         view[pages, :, : kept.shape[-1]] = some
 
 
-class _Note:
+class _SlotNote:
     """What is noted of each slot: `store` is [layers, slots, ...]."""
 
     store: Tensor
@@ -289,7 +289,7 @@ class _Note:
         return self.store.nbytes
 
 
-class _PromptKept(_Note):
+class _PromptKept(_SlotNote):
     """How many keys of its prompt each row holds in its slot; as order is kept, they are the first there."""
 
     def __init__(self, shape: SlotShape) -> None:
@@ -303,7 +303,7 @@ class _PromptKept(_Note):
         self.store[:, rows] = (kept < candidates).sum(-1)
 
 
-class _Queries(_Note):
+class _Queries(_SlotNote):
     """The queries of each row's last `window` steps; that of position p at place p modulo window.
 
     What a slot's last tenant left is overwritten before it is read: no row is cut down before `window` steps.
@@ -328,7 +328,7 @@ class _Queries(_Note):
         return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
 
 
-class _Received(_Note):
+class _Received(_SlotNote):
     """The attention that each key was paid: summed over the steps since it came, mean over a group's queries.
 
     A row's first `prompt_width` columns are its prompt's, and begin with what the prompt's own queries paid.

@@ -21,7 +21,6 @@ from grpo_cli.cli.main import app
 from grpo_cli.cli.mistakes import unusable
 from grpo_cli.collect.rehearsal import MOST_ASKED, rehearsed
 from grpo_cli.config.check import check
-from grpo_cli.engine.ray.session import check_gpus
 from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
 from grpo_cli.runs.checkpoint import _save_state
@@ -201,15 +200,6 @@ def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, 
 
     with pytest.raises(UserError, match=f"n={2**62} .* lower n"):
         check(replace(made.settings(), **changed))
-
-
-def test_gpus_that_this_machine_has_not_are_not_waited_for() -> None:
-    check_gpus(4, 0.5, 2)
-    check_gpus(4, 0.0, 0)
-    with pytest.raises(UserError, match=r"engine\.workers=1 .* engine\.gpus=8 .* has 0.*engine\.address"):
-        check_gpus(1, 8.0, 0)
-    with pytest.raises(UserError, match=r"engine\.gpus=0\.5"):
-        check_gpus(3, 0.5, 1)
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,10 @@ def dense_logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
     return logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [*zip(FAMILIES, (1, 2, 4, 2), strict=True)])
-def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int) -> None:
-    model = small_model(family, num_key_value_heads=kv_heads)
-    for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
-        torch.testing.assert_close(
-            torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
-        )
-
-
 @pytest.mark.parametrize(
     ("family", "config"),
     [
+        *((family, {"num_key_value_heads": heads}) for family, heads in zip(FAMILIES, (1, 2, 4, 2), strict=True)),
         ("llama", {"rope_parameters": LLAMA3_ROPE}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"tie_word_embeddings": False}),
@@ -54,9 +46,9 @@ def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, kv_heads: int
         ("mistral", {"head_dim": 16, "tie_word_embeddings": False}),
     ],
 )
-def test_what_families_differ_in_is_respected(family: str, config: dict[str, Any]) -> None:
+def test_with_a_dense_cache_the_sampler_is_the_policy(family: str, config: dict[str, Any]) -> None:
     model = small_model(family, **config)
-    for rollout in make_engine(model).generate(some_requests(prompts=2, n=2)):
+    for rollout in make_engine(model).generate(some_requests(prompts=2, n=3)):
         torch.testing.assert_close(
             torch.tensor(rollout.sampler_logprobs), dense_logprobs(model, rollout), atol=2e-5, rtol=0
         )
@@ -190,15 +182,6 @@ def test_each_prompt_is_computed_once_and_decode_steps_are_the_schedule_s() -> N
         assert stats.slot_utilisation == pytest.approx(sum(steps) / (stats.decode_steps * stats.slots))
 
 
-def test_continuous_sampling_takes_no_more_steps_than_rounds() -> None:
-    model = small_model()
-    for seed in range(5):
-        requests = some_requests(prompts=2, n=6, seed=seed)
-        rounds, refilled = make_engine(model, sampler=micro(slots=3)), make_engine(model, sampler=infinite(slots=3))
-        list(rounds.generate(requests)), list(refilled.generate(requests))
-        assert refilled.stats().decode_steps <= rounds.stats().decode_steps
-
-
 def test_a_plan_is_checked_before_anything_moves() -> None:
     class Greedy(Backwards):
         def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
@@ -222,21 +205,6 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers() -> None:
 def test_no_requests_no_rollouts() -> None:
     engine = make_engine(small_model())
     assert list(engine.generate([])) == [] and engine.stats().decode_steps == 0
-
-
-def test_one_slot_per_request_at_most() -> None:
-    engine = make_engine(small_model(), sampler=infinite(slots=1000))
-    list(engine.generate(some_requests(prompts=1, n=3)))
-    assert engine.stats().slots == 3
-
-
-def test_a_kv_budget_becomes_slots_and_is_never_exceeded() -> None:
-    requests = some_requests(prompts=1, n=20, tokens=33)
-    prompt_bytes = 256 * (-(-len(requests[0].prompt.token_ids) // 16) * 16)
-    budget = prompt_bytes + 256 * 32 * 5 + 1
-    engine = make_engine(small_model(), sampler=infinite(kv_budget=budget))
-    list(engine.generate(requests))
-    assert engine.stats().slots == 5 and engine.stats().kv_peak_bytes <= budget
 
 
 def test_sizes_are_read_as_people_write_them() -> None:

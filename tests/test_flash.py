@@ -9,12 +9,9 @@ import flash as operation
 import numpy as np
 import pytest
 import torch
-from captured import Again
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import full, infinite
 from small import contents, make_engine, small_model, some_requests
-from test_graph import served
 from torch import Tensor
 
 from grpo_cli.engine.gpu import flash
@@ -102,18 +99,6 @@ def test_it_answers_as_products_do_whatever_the_pages(data: Any) -> None:
 
 def tokens(rollouts: Any) -> dict[Any, Any]:
     return {name: words[0] for name, words in contents(rollouts).items()}
-
-
-@pytest.mark.parametrize("sampler", [full(), infinite(slots=20)])
-def test_steps_of_fixed_shape_come_in_few_numbers_of_rows(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 48 rows, of several prompts that come and go, at all lengths: 16, 32 and all of them."""
-    requests, capture = some_requests(prompts=6, n=8, tokens=60), Again()
-    expected = tokens(make_engine(small_model()).generate(requests))
-    operation.force(monkeypatch)
-    found = served(sampler, capture, requests)
-    assert {name: words[0] for name, words in found.items()} == expected
-    slots = 48 if sampler == full() else 20
-    assert capture.captured == len({16, 32, slots} - set(range(slots + 1, 99)))
 
 
 def test_a_policy_that_looks_at_weights_attends_by_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,28 +179,6 @@ def test_while_the_block_grows_old_and_new_of_one_layers_keys_lie_side_by_side()
     assert arena.peak == 3 * 4096 + 2 * 4096 // 4
 
 
-def test_who_waits_after_a_prefix_waits_with_its_keys() -> None:
-    requests = some_requests(prompts=3, n=2, tokens=17)
-    parts: dict[str, Any] = dict(eos_token_ids=(VOCABULARY,), scheduler=Lpt(), predictor=Forgetful())
-    _, engine, ledger = generate(requests, sampler=infinite(slots=2), **parts)
-    # Nobody ends within three tokens, the last of which has no key yet: at the end of the round all six wait.
-    assert ledger.peak >= 2 * slot_bytes(17) + 6 * 2 * TOKEN
-    assert engine.stats().kv_peak_bytes == ledger.peak
-
-
-@pytest.mark.bits
-def test_an_evaluation_of_many_prompts_needs_no_room_for_them_all() -> None:
-    """200 prompts, once refused where their keys together were more than the budget."""
-    requests = some_requests(prompts=200, n=1, tokens=3, temperature=0.0)
-    budget = 3 * (slot_bytes(3) + prompt_bytes(requests))
-    for make in (micro, infinite):
-        made, engine, ledger = generate(
-            requests, sampler=make(kv_budget=budget), scheduler=Lpt(), predictor=Forgetful()
-        )
-        assert made == contents(make_engine(MODEL, sampler=infinite(slots=9)).generate(requests))
-        assert engine.stats().slots >= 3 and ledger.peak <= budget
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("make", [micro, infinite])
 @pytest.mark.parametrize("parts", [{}, {"scheduler": PromptsFirst()}, {"scheduler": Sjf(), "predictor": Forgetful()}])

@@ -49,16 +49,6 @@ def test_averages_of_no_gradient_come_to_be_0_in_every_thread() -> None:
     assert said.stdout == "[0, 0]\n"
 
 
-@pytest.mark.parametrize("threads", MANY_THREADS, indirect=True)
-def test_the_default_run_goes_with_any_number_of_threads(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["logger=jsonl", "eval.problems=3", "n=4", "train.prompts=1", "train.steps=2", "sampling.max_new_tokens=24"]
-    result = CliRunner().invoke(app, ["train", *words])
-    assert result.exit_code == 0, result.output
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 16], indirect=True)
 def test_silu_has_the_same_bits_for_any_number_of_rows(threads: int) -> None:
     """PyTorch's own has not, where threads share 115 or 456 rows of 288 so that a share ends within a vector."""

@@ -90,5 +90,5 @@ def test_a_base_that_is_quantised_or_unknown_is_refused(run: Path, tmp_path: Pat
     said = refused(run, tmp_path / "merged", "--base", quantised)
     assert f"{quantised} is quantised" in said and "name the model that it was made of with --base" in said
     assert "is no folder" in refused(run, tmp_path / "merged", "--base", "./nowhere")
-    assert "model.dtype=int3 is not one of float32, bfloat16" in refused(run, tmp_path / "merged", "--dtype", "int3")
+    assert "--dtype=int3 must be one of float32, bfloat16" in refused(run, tmp_path / "merged", "--dtype", "int3")
     assert not (tmp_path / "merged").exists()

@@ -24,8 +24,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,7 +39,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.model.adapters import with_adapters
-from grpo_cli.model.checks import check_supported, check_vocabulary, supported_architectures
+from grpo_cli.model.checks import ARCHITECTURES, check_config, check_vocabulary
 from grpo_cli.model.load import (
     eos_token_ids,
     load_model,
@@ -95,7 +93,7 @@ def test_every_supported_family_loads_from_its_folder_with_the_same_weights(fami
     saved = small_model(family)
     saved.save_pretrained(tmp_path)
     loaded = load_model(settings(tmp_path), CPU)
-    assert type(loaded).__name__ in supported_architectures()
+    assert type(loaded).__name__ in ARCHITECTURES.values()
     assert not loaded.training
     for name, weight in saved.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
@@ -140,29 +138,6 @@ def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize(
-    "changed, said",
-    [
-        ({"head_dim": 7}, "heads of 7 numbers (head_dim in the model's config) cannot be computed with"),
-        ({"head_dim": 0}, "heads of 0 numbers"),
-        ({"head_dim": None, "hidden_size": 34, "num_attention_heads": 4}, "heads of 8.5 numbers (hidden_size=34 over"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
-        ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
-    ],
-)
-def test_heads_that_nothing_can_be_computed_with_are_named(changed: dict, said: str, tmp_path: Path) -> None:
-    """Such folders gave "validate_rope", a ZeroDivisionError or, in the first decode step, sizes that do not match."""
-    config = LlamaConfig(**SMALL).to_dict() | changed | {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if value is not None})
-    )
-    with pytest.raises(UserError) as caught:
-        load_model(settings(tmp_path, random_init=True), CPU)
-    assert said in str(caught.value)
-    with pytest.raises(UserError, match="model.architecture: heads of 7"):
-        model_config(settings("org/name", architecture={"model_type": "llama", **SMALL, "head_dim": 7}))
-
-
 @pytest.mark.parametrize("size", [2, 12, 96])
 def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
     model = made_model(head_dim=size)
@@ -173,12 +148,6 @@ def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
         torch.testing.assert_close(policy.detach(), torch.tensor(rollout.sampler_logprobs), atol=1e-5, rtol=0)
 
 
-def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
-    small_model("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="model.dtype=float8 is not one of float32, bfloat16"):
-        load_model(settings(tmp_path, dtype="float8"), CPU)
-
-
 def test_dropout_is_off_in_train_mode_too(tmp_path: Path) -> None:
     config = Qwen2Config(**SMALL, attention_dropout=0.5)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
@@ -186,22 +155,6 @@ def test_dropout_is_off_in_train_mode_too(tmp_path: Path) -> None:
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=ids).logits, model.train()(input_ids=ids).logits)
-
-
-def test_gradient_checkpointing_recomputes_and_changes_no_gradient(tmp_path: Path) -> None:
-    small_model("qwen2").save_pretrained(tmp_path)
-    ids = torch.arange(12)[None]
-    gradients, calls = {}, {}
-    for checkpointing in (False, True):
-        model = load_model(settings(tmp_path, gradient_checkpointing=checkpointing), CPU)
-        seen: list[int] = []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients[checkpointing] = [weight.grad for weight in model.parameters()]
-        calls[checkpointing] = len(seen)
-    assert calls == {False: 1, True: 2}
-    for plain, recomputed in zip(gradients[False], gradients[True], strict=True):
-        assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -238,11 +191,6 @@ def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(
     assert back == [True, True]
 
 
-def test_there_is_nowhere_to_offload_activations_to_on_a_cpu() -> None:
-    with pytest.raises(UserError, match="model.offload_activations=true .* the device is cpu"):
-        load_model(settings(gradient_checkpointing=True, offload_activations=True), CPU)
-
-
 def test_what_is_saved_loads_with_plain_transformers(
     tiny: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
@@ -257,7 +205,7 @@ def test_what_is_saved_loads_with_plain_transformers(
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder; give a folder .* a hub id such as"):
+    with pytest.raises(UserError, match="is no folder here: give a folder .* a hub id such as"):
         load_model(settings(tmp_path / "nowhere"), CPU)
     with pytest.raises(UserError, match=f"model folder {tmp_path} has no config.json"):
         load_model(settings(tmp_path), CPU)
@@ -266,7 +214,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load_tokenizer(settings(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", "null", '{"model": {"type": "BPE"}}', "\0"])
+@pytest.mark.parametrize("content", ["{", "{}", "null", '{"model": {"type": "BPE"}}', "\0"])
 def test_a_broken_tokenizer_is_named_whatever_is_broken(content: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(TINY_FOLDER, tmp_path / "model"))
     (folder / "tokenizer.json").write_text(content)
@@ -281,14 +229,62 @@ def test_a_broken_config_is_named_whatever_is_broken(content: str, tmp_path: Pat
         load_model(settings(tmp_path), CPU)
 
 
-def test_missing_or_truncated_weights_are_named(tmp_path: Path) -> None:
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; .*Qwen3For"),
+        ({"model_type": "brand_new"}, "brand_new is not supported; .*LlamaFor"),
+        ({"model_type": "mistral", "sliding_window": 16}, "sliding window of 16 tokens"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+            "sliding window of 16 tokens",
+        ),
+        # Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones.
+        ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope, .* beyond 32 of its 64"),
+        # Such folders gave "validate_rope", a ZeroDivisionError or, in the first step, sizes that do not match.
+        ({"head_dim": 7}, r"heads of 7 numbers \(head_dim in"),
+        ({"head_dim": 0}, "heads of 0 numbers"),
+        ({"hidden_size": 34, "num_attention_heads": 4}, r"heads of 8.5 numbers \(hidden_size=34 over"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
+    ],
+)
+def test_what_cannot_be_driven_is_refused_from_the_config_alone(config: dict, said: str, tmp_path: Path) -> None:
+    """No weights are there: reaching for them would be another error."""
+    whole = {"model_type": "llama", **SMALL, **config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match=said):
+        load_model(settings(tmp_path), CPU)
+    with pytest.raises(UserError, match=said):
+        model_config(settings("org/name", architecture=whole))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**SMALL, sliding_window=64),
+        Qwen2Config(**SMALL, sliding_window=16),
+        LlamaConfig(**SMALL, rope_parameters={**LONGROPE, "original_max_position_embeddings": 64}),
+    ],
+)
+def test_a_window_or_a_frequency_that_never_changes_anything_is_fine(config: Any) -> None:
+    check_config(config)
+
+
+@pytest.mark.parametrize("content", [b"", b"half", None])
+def test_weights_that_are_no_whole_safetensors_are_refused(content: bytes | None, tmp_path: Path) -> None:
+    """Also where pickled ones are there, which are never read."""
     model = small_model("qwen2")
     model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
-        load_model(settings(tmp_path), CPU)
-    weights.unlink()
+    if content is None:
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:1000] if content else b"")
     with pytest.raises(UserError, match="its safetensors weights cannot be read"):
         load_model(settings(tmp_path), CPU)
 
@@ -299,62 +295,6 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(UserError, match=r"lacks 12 weights .* model.layers.1"):
         load_model(settings(tmp_path), CPU)
-
-
-def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
-    model = small_model("qwen2")
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="its safetensors weights cannot be read"):
-        load_model(settings(tmp_path), CPU)
-
-
-def test_an_unsupported_architecture_is_refused_from_the_config_alone(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(tmp_path)  # no weights: reaching for them would be another error
-    with pytest.raises(UserError, match="GPT2LMHeadModel is not supported; supported are .*Qwen3ForCausalLM"):
-        load_model(settings(tmp_path), CPU)
-    with pytest.raises(UserError, match="GPT2LMHeadModel"):
-        check_supported(GPT2LMHeadModel(config))
-
-
-def test_an_architecture_that_transformers_does_not_know_is_refused_the_same_way(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "brand_new"}))
-    with pytest.raises(UserError, match="brand_new is not supported; supported are LlamaForCausalLM"):
-        load_model(settings(tmp_path), CPU)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
-        MistralConfig(**SMALL, sliding_window=16),
-    ],
-    ids=["qwen2", "mistral"],
-)
-def test_an_active_sliding_window_is_refused(config: Qwen2Config | MistralConfig, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)  # no weights: the config alone must be enough to refuse
-    with pytest.raises(UserError, match="sliding window of 16 tokens"):
-        load_model(settings(tmp_path), CPU)
-
-
-def test_frequencies_that_change_with_the_length_are_refused_where_they_can(tmp_path: Path) -> None:
-    """Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 2.0, **factors}
-    changing = {**rope, "original_max_position_embeddings": 32}
-    LlamaConfig(**SMALL, rope_parameters=changing).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="longrope, whose frequencies change beyond 32 of its 64 positions"):
-        load_model(settings(tmp_path), CPU)
-    check_supported(
-        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters={**rope, "original_max_position_embeddings": 64}))
-    )
-
-
-def test_a_window_that_covers_the_context_or_is_switched_off_is_no_window(tmp_path: Path) -> None:
-    check_supported(MistralForCausalLM(MistralConfig(**SMALL, sliding_window=64)))
-    check_supported(Qwen2ForCausalLM(Qwen2Config(**SMALL, sliding_window=16)))
 
 
 def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,17 +67,6 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("share", [False, True])
-def test_every_way_gives_the_same_logprobs_and_gradient(family: str, share: bool) -> None:
-    model, batch = small_model(family), make_batch(UNEVEN)
-    plain = computed(Padded(10_000, 64, 0.7), model, batch)
-    for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
-        values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
-        torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
-        assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
-
-
 class WrittenOut:
     """What the flash kernel says of itself, span by span, in plain float32."""
 
@@ -124,17 +113,22 @@ class WrittenOut:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("share", [False, True])
-def test_a_kernel_over_the_whole_run_gives_the_same(family: str, share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_every_way_gives_the_same_logprobs_and_gradient(
+    family: str, share: bool, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part by part, and by a kernel over the whole run."""
     model, batch, kernel = small_model(family), make_batch(UNEVEN), WrittenOut()
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
-    monkeypatch.setattr(packed, "_KERNEL", kernel)
-    for tokens in (10_000, 30, 1):
+    if by_kernel:
+        monkeypatch.setattr(packed, "_KERNEL", kernel)
+    for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
         kernel.calls = 0
         values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
         if tokens == 10_000:  # two calls a layer, forward and backward, whatever the run is made of; one without trunks
-            assert kernel.calls == 2 * (1 + share) * model.config.num_hidden_layers
+            assert kernel.calls == by_kernel * 2 * (1 + share) * model.config.num_hidden_layers
 
 
 def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:

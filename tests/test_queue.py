@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
-
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
 from grpo_cli.engine.torch.forecast import RunningRows
 from grpo_cli.engine.torch.queue import WaitingQueue
@@ -81,11 +79,6 @@ def test_a_scheduler_that_leaves_slots_empty_is_not_asked_again_in_the_same_step
     assert len(scheduler.shown) == 1
     idle = queue("aa", InTurn([0, 1], at_once=0))
     assert idle.leave([Running(7, 1, 1, None)], [0], room_for("a")) == []
-
-
-def test_a_line_in_which_nobody_can_ever_begin_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="not kept from room"):
-        queue("ab", InTurn([0, 1])).leave([], [0, 1], room_for(""))
 
 
 def test_running_rows_fit_with_half_of_everybodys_last_page_left_empty() -> None:

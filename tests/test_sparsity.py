@@ -306,11 +306,6 @@ def test_what_policies_note_is_counted_apart_from_keys_and_values() -> None:
         assert engine.stats().details["engine/eviction_note_bytes"] == expected
 
 
-def test_dense_rollouts_have_no_details_of_eviction() -> None:
-    details = generate(Dense(), some_requests())[1].stats().details
-    assert not [name for name in details if "evict" in name or "saving" in name]
-
-
 @pytest.mark.parametrize("name", choices("sparsity"))
 def test_every_choice_of_sparsity_can_be_built_and_used(name: str) -> None:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):

@@ -251,17 +251,12 @@ def test_what_would_end_the_process_is_refused(model: PreTrainedModel, task: Ari
         list(vllm_engine(model).generate(requests_of(task, 1, 1)))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str):
-    # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only
-    model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=32)
+@pytest.mark.parametrize(("family", "hidden"), [("llama", 32), ("mistral", 32), ("qwen2", 32), ("qwen2", 128)])
+def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str, hidden: int):
+    # llama: heads of 8 in groups, untied; qwen2 has biases on q, k and v only; 32 is a size that vLLM has
+    model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=hidden)
     rollouts = list(vllm_engine(model).generate(some_requests(2, 3)))
     assert worst(model, rollouts) < CLOSE
-
-
-def test_a_size_that_vllm_has_is_served_as_it_is():
-    model = small_model("qwen2", hidden_size=128)
-    assert worst(model, list(vllm_engine(model).generate(some_requests(2, 3)))) < CLOSE
 
 
 @pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=3), 3), (infinite(slots=5), 5)], ids=str)
@@ -281,12 +276,6 @@ def test_every_request_comes_back_once_from_few_slots(
     assert stats.generated_tokens == sum(len(tokens) for tokens, _, _ in made.values())
 
 
-def test_too_little_memory_says_what_would_do(model: PreTrainedModel, task: Arithmetic):
-    engine = vllm_engine(model, sampler=infinite(kv_budget="100KB"))
-    with pytest.raises(UserError, match=r"kv_budget=100KB \(100000 bytes\) holds not even one sequence.* \d+ bytes"):
-        list(engine.generate(requests_of(task, 1, 2)))
-
-
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     engine = vllm_engine(model, sampler=infinite(kv_budget="2MB"))
     assert len(list(engine.generate(requests_of(task, 2, 4, max_new_tokens=16)))) == 8
@@ -298,7 +287,7 @@ def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):
     [
         ({"logprobs_mode": "raw_logprobs"}, "bias the importance ratio"),
         ({"seed": 3}, "set by this engine"),
-        ({"swap_spaces": 3}, "is no word of vLLM's LLM"),
+        ({"swap_spaces": 3}, "is no argument of vLLM's LLM"),
     ],
 )
 def test_words_for_vllm_are_checked(model: PreTrainedModel, options: dict[str, Any], said: str):

@@ -15,11 +15,11 @@ DEFAULT_SLOTS = 16
 
 @dataclass(frozen=True)
 class KvShape:
-    """What so many requests hold, in bytes of KV cache.
+    """The KV cache that a number of requests need, in bytes.
 
-    A row begins with a page and takes more as it grows, up to `slot_bytes`. A prompt is held once, from its first
-    rollout's start to its last one's end. Where all make a prefix first, so that it can be read, every rollout
-    keeps its KV entries until it goes on.
+    A row starts with one page and takes more as it grows, up to `slot_bytes`. A prompt is stored once, from the start
+    of its first rollout to the end of its last. Where every rollout generates a prefix first, for the predictor to
+    read, it keeps its KV entries until it goes on.
     """
 
     requests: int
@@ -31,42 +31,41 @@ class KvShape:
 
     @property
     def least(self) -> int:
-        """What one sequence takes."""
+        """Bytes of one sequence at its longest."""
         return self.prompt_bytes + self.slot_bytes
 
     @property
     def most(self) -> int:
-        """What all take together, each at its longest."""
+        """Bytes of all sequences, each at its longest."""
         return self.prompts * self.prompt_bytes + self.requests * self.slot_bytes
 
     def rows(self, budget: int) -> int:
-        """The most rows that can run at a time, all of one prompt and each at its first page."""
+        """How many rows of one prompt can run at a time when each holds its first page only."""
         return (budget - self.prompt_bytes) // self.page_bytes
 
     def slots(self, budget: int) -> int:
-        """The most rows that can run to their longest, with as many prompts as can run in them at a time."""
+        """How many rows can run to full length at a time, with the prompts that they need."""
         with_prompts = budget // self.least
         if with_prompts < self.prompts:
             return with_prompts
         return (budget - self.prompts * self.prompt_bytes) // self.slot_bytes
 
     def probing(self, slots: int) -> int:
-        """Bytes where all make a prefix first, in so many slots that may be full."""
+        """Bytes needed when all generate a prefix first, in so many slots that may be full."""
         beside = self.prompts * self.prompt_bytes + self.requests * self.parked_bytes
         return beside + slots * self.slot_bytes
 
     def probing_slots(self, budget: int) -> int:
-        """The most slots with which that fits."""
+        """How many slots fit that way."""
         return (budget - self.probing(0)) // self.slot_bytes
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a generation may allocate.
+    """What a generation may allocate: at most `slots` rows at a time, and `budget` bytes of KV cache (None: no bound).
 
-    `slots`: rows that may run at a time. `budget`: bytes of KV cache, a second bound (None: no bound).
-    `probes`: there are slots for some only, and room for all prompts and for the KV of all requests after their prefix.
-    `probes_with`: the least kv_budget that has this room where the one that was given has not, else 0.
+    `probes`: there are fewer slots than requests, and room for all prompts and for every request's KV after its prefix.
+    `probes_with`: the smallest kv_budget that would have that room, if the given one has not; else 0.
     """
 
     slots: int
@@ -77,7 +76,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """What all samplers share: `on_oom` says what to do when the device has no room for the slots that were wanted."""
+    """`on_oom`: what to do when the device has no memory for the slots."""
 
     on_oom: Annotated[str, OneOf(("fail", "halve"))]
 
@@ -96,17 +95,17 @@ class Full(_Fit):
         return _unbounded(shape.requests, shape, most)
 
     def with_slots(self, slots: int) -> Infinite:
-        """The nearest to it that has so many slots."""
+        """The closest sampler with a fixed number of slots."""
         return Infinite(slots=slots, kv_budget=None, on_oom=self.on_oom)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slots(_Fit):
-    """A fixed number of slots: as given, as many as fit a number of bytes (the fewer if both are given), or 16.
+    """A fixed number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16.
 
-    `kv_budget` bounds the bytes of the KV cache of slots, prompts and rollouts that wait half-made, at any moment, and
-    rows enter by what is free of it. What a step passes through (a prefill's own output, the copies of an eviction) and
-    what eviction policies note (`engine/eviction_note_bytes`) lie beside it.
+    `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
+    prefill's output, the copies of an eviction) and the notes of eviction policies (`engine/eviction_note_bytes`) come
+    on top of it.
     """
 
     slots: Count | None
@@ -122,8 +121,8 @@ class _Slots(_Fit):
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
         """What to allocate: never more slots than requests, nor than `most`, nor than the budget has pages for.
 
-        A prefix of everybody's, to order the rest by, costs slots. No order is twice as fast as another (Graham), so it
-        may cost half of them and no more; what has room for less goes without.
+        Generating everybody's prefix first, to order the rest by, costs slots. No order is twice as fast as another
+        (Graham), so it may cost half of them and no more; with room for less there is no prefix round.
         """
         if self.kv_budget is None:
             return _unbounded(self.slots or DEFAULT_SLOTS, shape, most)
@@ -145,7 +144,7 @@ class _Slots(_Fit):
         return Room(rows, budget, probes=False, probes_with=next(enough))
 
     def with_slots(self, slots: int) -> _Slots:
-        """The same with so many slots."""
+        """The same sampler with that many slots."""
         return replace(self, slots=slots)
 
 
@@ -154,24 +153,24 @@ def _least(*limits: int | None) -> int:
 
 
 def _unbounded(slots: int, shape: KvShape, most: int | None) -> Room:
-    """So many slots, or as few as are wanted or allowed, and whatever else it takes."""
+    """At most that many slots, and no bound on bytes."""
     slots = _least(slots, shape.requests, most)
     return Room(slots, None, probes=shape.parked_bytes > 0 and slots < shape.requests)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Micro(_Slots):
-    """Micro sampling groups (section 3.1): rounds of at most `slots` requests, each round decoded to its end."""
+    """Micro sampling groups (section 3.1): rounds of at most `slots` requests, each decoded to its end."""
 
     refills = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Infinite(_Slots):
-    """Continuous sampling: a slot that falls free is refilled in the same step, across prompts too.
+    """Continuous sampling: a free slot is refilled in the same step, across prompts too.
 
-    The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many run as there is
-    room for.
+    The paper's fixed-slot variant (its definition is not public in detail). With `kv_budget` as many rows run as there
+    is memory for.
     """
 
     refills = True
@@ -183,7 +182,7 @@ class Sampler(Protocol):
 
     @property
     def refills(self) -> bool:
-        """Whether a slot that falls free is given to the next request at once."""
+        """Whether a free slot goes to the next request at once."""
 
     @property
     def all_at_once(self) -> bool:
@@ -191,7 +190,7 @@ class Sampler(Protocol):
 
     @property
     def slots(self) -> int | None:
-        """How many slots are asked for; None: as many as requests, or as there is room for."""
+        """The number of slots; None: as many as requests, or as there is room for."""
 
     @property
     def kv_budget(self) -> str | int | None:
@@ -199,24 +198,23 @@ class Sampler(Protocol):
 
     @property
     def on_oom(self) -> str:
-        """fail, or halve: what is left is served with half the slots."""
+        """`fail`, or `halve`: retry with half the slots."""
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room: ...
 
     def with_slots(self, slots: int) -> Sampler:
-        """One that has so many slots."""
+        """The same sampler with that many slots."""
 
 
-# So many rollouts at a time are next to none for a GPU: an evaluation may take them whatever a step has.
+# So few rollouts at a time are no load for a GPU: an evaluation may run them whatever a step has.
 LEAST_AT_ONCE = 128
 
 
 class Capped:
-    """A sampler and the most slots that have turned out to fit (`most`, None: nothing was ever too much).
+    """A sampler, with the most slots that have turned out to fit (`most`, None: never out of memory).
 
-    One that takes all at once takes the `rollouts` of a step so, which a person has chosen (None: there are no steps);
-    of an evaluation, which may be of many more, as many at a time, the others as these end. `last` is what it answered
-    last, 0 before.
+    `sampler=full` runs the `rollouts` of a step at once (None: there are no steps). An evaluation, which may have many
+    more, runs as many at a time and refills. `last` is the number of slots of the last answer, 0 before.
     """
 
     def __init__(self, sampler: Sampler, rollouts: int | None = None) -> None:
@@ -235,11 +233,11 @@ class Capped:
 
     @property
     def halves(self) -> bool:
-        """Whether there is anything left to halve, and it may be."""
+        """Whether it may halve the slots, and there is more than one."""
         return self.may_halve and self.last > 1
 
     def halve(self) -> int:
-        """From now on at most half the slots of the last answer."""
+        """From now on use at most half the slots of the last answer."""
         self.most = self.last // 2
         return self.most
 

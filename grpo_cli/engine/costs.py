@@ -1,4 +1,4 @@
-"""What several calls of engines cost together: rounds one after the other, or portions of one at many workers."""
+"""The combined cost of several engine calls: successive rounds, or portions of one request list at many workers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from grpo_cli.types import EngineStats
 
-# How details are put together: by sum (seconds too), by the largest, all else by the mean over decode steps.
+# Details that are summed (seconds too) and maximized; all others are averaged over decode steps.
 _SUMMED = {"engine/evictions", "engine/restarts", "engine/restarted_tokens", "engine/requests_again"}
 _LARGEST = {"engine/kv_held_bytes", "engine/eviction_note_bytes", "engine/oom_halvings"}
 
 
 def together(parts: Sequence[EngineStats]) -> EngineStats:
-    """The sum, or what comes nearest to one; `parts` has at least one."""
+    """The total of `parts`, of which there is at least one."""
     if len(parts) == 1:
         return parts[0]
     capacity = [part.decode_steps * part.slots for part in parts]

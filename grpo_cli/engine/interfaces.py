@@ -1,9 +1,9 @@
-"""What a scheduler and a predictor must do inside the torch engine. They read views and answer; the engine acts."""
+"""What a scheduler and a predictor must do. They read views of the requests and answer; only the engine acts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -14,10 +14,8 @@ from grpo_cli.types import Request, Rollout
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that waits for a slot. `index` is its place in the list given to `generate`.
-
-    `predicted` is the predicted number of tokens still to be made, None when there is no predictor.
-    """
+    """A request that waits for a slot: its index in the list given to `generate`, and the predicted number of tokens
+    it has yet to generate, None without a prediction."""
 
     index: int
     prompt_id: str
@@ -40,51 +38,50 @@ class Plan:
     """Which waiting requests enter which free slots now: pairs (request index, slot), each slot and request once."""
 
     admit: tuple[tuple[int, int], ...]
-    details: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """Orders the waiting requests. Schedulers change time, never tokens; where not all are waited for (`enough`), they
-    decide who ends in time."""
+    """Orders the waiting requests. Schedulers change time, never tokens; where generation stops early (`enough`), they
+    decide which requests finish in time."""
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether it can do nothing sensible without predicted lengths (refused with `predictor=none`)."""
+        """Whether it is useless without predicted lengths, and so refused with `predictor=none`."""
 
     @property
     def details(self) -> Mapping[str, float]:
-        """Figures of the plan that was followed, for the log; empty when there are none."""
+        """Metrics of the plan that was followed; empty when there are none."""
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
-        """A new `generate` begins: forget the last one, and make the global plan if there is one."""
+        """A new `generate` begins: forget the previous one and plan ahead if the scheduler does."""
 
     def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
         """Admit at most `len(free_slots)` of the waiting requests; must admit some when nothing is running.
 
-        Who is admitted waits no more, and is not shown again. Where prompts have little room (`sampler.kv_budget`), one
-        may begin later than it was admitted, and before all that are admitted after it and need as much.
+        An admitted request is not shown again. Under a tight `sampler.kv_budget` it may start later than it was
+        admitted, but never after a request that was admitted later and needs as much memory.
         """
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Predicts how long a request goes on after its first `prefix_tokens` tokens, and learns from the finished."""
+    """Predicts how many tokens follow a request's first `prefix_tokens`, and learns from finished rollouts."""
 
     @property
     def prefix_tokens(self) -> int:
-        """How many tokens each request must have made before it is asked about; 0 asks before any."""
+        """How many tokens a request must have generated before its length is predicted; 0 predicts before any."""
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        """Remaining tokens after the prefix, one per request, or None for 'no idea'.
+        """Remaining tokens after the prefix, one per request, or None when it cannot tell.
 
         `hidden` is the policy's last hidden state after the prefix, None when `prefix_tokens` is 0.
         """
 
     def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        """Learn from one `generate`'s rollouts; returns how good the predictions used for it were.
+        """Learn from one `generate`'s rollouts; returns metrics of the predictions that were used for it.
 
-        Held-out rollouts are left out, so that after an evaluation `finished` is empty (and `hidden` None).
+        Held-out rollouts are excluded, so after an evaluation `finished` is empty and `hidden` None.
         """
 
     def state(self) -> Mapping[str, Any]:

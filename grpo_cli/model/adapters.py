@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) through PEFT: put on a model, saved by themselves, switched off for the reference.
 
-PEFT replaces linear layers in place, so rollouts and updates go through the adapters without knowing of them.
+PEFT replaces linear layers in place, so rollouts and updates use the adapters without further code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def base_of(folder: Path) -> str:
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
     """The model with its weights frozen and adapters to train: new ones, which change nothing yet, or saved ones.
 
-    Adapters are float32 also on bfloat16 weights. Raises UserError for layers that the model has not, for a saved
-    adapter that cannot be read, and without PEFT.
+    Adapters are float32 even on bfloat16 weights. Raises UserError for layers that the model lacks, for a saved adapter
+    that cannot be read, and without PEFT.
     """
     if settings.adapter is not None:
         return _with_saved(model, settings.adapter, settings.lora)
     if settings.lora.rank == 0:
         return model
-    from torch import nn  # only here: listing what a folder holds should not wait for it
+    from torch import nn  # imported here, so that listing a folder does not wait for it
 
     peft = _peft()
     lora = settings.lora
@@ -101,7 +101,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT asks `transformers` for things by names that it has since changed, and each time a warning says so."""
+    """Without the FutureWarnings of `transformers` about names that PEFT still uses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -117,7 +117,7 @@ def _peft() -> Any:
 
 @dataclass(frozen=True)
 class AdapterOff:
-    """The model without its adapters, as the halves that `anatomy` knows: the reference, at no memory."""
+    """The model with its adapters off, in the shape that `anatomy` reads: a reference that takes no memory."""
 
     adapted: Any
 

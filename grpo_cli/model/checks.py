@@ -1,4 +1,4 @@
-"""What a model can be refused for: its files, shape, weights, vocabulary and device, each by name and what to do."""
+"""What a model can be refused for: its files, shape, weights, vocabulary and device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
-_ARCHITECTURE_OF_TYPE = {
+# The causal models whose layers the torch engine can drive, by model type.
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -22,25 +23,14 @@ _ARCHITECTURE_OF_TYPE = {
 }
 
 
-def supported_architectures() -> tuple[str, ...]:
-    """The causal models whose layers the torch engine can drive."""
-    return tuple(_ARCHITECTURE_OF_TYPE.values())
-
-
 def architecture_of(config: Mapping[str, Any]) -> str:
     """What a config.json says it is: its class, or its model type when it names no class. UserError for one that the
     torch engine cannot drive."""
     model_type = str(config.get("model_type", "of no name"))
-    name = str((config.get("architectures") or [_ARCHITECTURE_OF_TYPE.get(model_type, model_type)])[0])
+    name = str((config.get("architectures") or [ARCHITECTURES.get(model_type, model_type)])[0])
     _check_heads(config)
-    return _supported(name)
-
-
-def _supported(name: str) -> str:
-    if name not in supported_architectures():
-        raise UserError(
-            f"the architecture {name} is not supported; supported are {', '.join(supported_architectures())}"
-        )
+    if name not in ARCHITECTURES.values():
+        raise UserError(f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}")
     return name
 
 
@@ -52,11 +42,8 @@ def check_files(folder: Path) -> None:
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
-    """Refuse heads that nothing can be computed with; what is not there or no number is left to the config's class.
-
-    Rotary positions turn each head's numbers in two halves, and queries are dealt to key-value heads evenly. Any even
-    size will do: kernels that want multiples of 8 pad it.
-    """
+    """Refuse heads that nothing can be computed with: rotary positions turn each head's numbers in two halves, and
+    queries are dealt to key-value heads evenly. What is missing or no number is left to the config's class."""
     hidden, heads, size = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     shared = heads if (given := config.get("num_key_value_heads")) is None else given
     if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(shared, int)):
@@ -64,59 +51,41 @@ def _check_heads(config: Mapping[str, Any]) -> None:
     if heads < 1 or shared < 1 or heads % shared:
         raise UserError(
             f"num_attention_heads={heads} and num_key_value_heads={shared} in the model's config: each must be at "
-            "least 1, and the first a multiple of the second, whose keys its queries share"
+            "least 1, and the first a multiple of the second"
         )
     dim = hidden / heads if size is None else size
     if isinstance(dim, int | float) and (dim < 2 or dim % 2):
-        told = f"hidden_size={hidden} over num_attention_heads={heads}" if size is None else "head_dim"
+        where = f"hidden_size={hidden} over num_attention_heads={heads}" if size is None else "head_dim"
         raise UserError(
-            f"heads of {dim:g} numbers ({told} in the model's config) cannot be computed with: rotary positions turn "
-            "them in two halves, so that it must be an even number of at least 2; correct config.json, or choose "
-            "another model"
+            f"heads of {dim:g} numbers ({where} in the model's config) must be of an even number of at least 2, as "
+            "rotary positions turn them in two halves: correct config.json, or choose another model"
         )
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raises UserError unless the torch engine can drive this model's layers."""
-    _supported(type(model).__name__)
-    check_config(model.config)
-
-
 def check_config(config: PreTrainedConfig) -> None:
-    """The same for what numbers say of a model."""
-    _check_window(config)
-    _check_rope(config)
-
-
-def _check_window(config: PreTrainedConfig) -> None:
-    """Refuse attention that forgets: a sliding window shorter than the context, in any layer."""
-    window = getattr(config, "sliding_window", None)
+    """Refuse attention that forgets, by a sliding window shorter than the context in any layer; and positions that are
+    rotated by other frequencies once a sequence is long, since keys in the cache would keep the short ones."""
+    window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     layers = getattr(config, "layer_types", None)
-    slides = window is not None and (layers is None or "sliding_attention" in layers)
-    if slides and window < config.max_position_embeddings:
+    if window is not None and window < context and (layers is None or "sliding_attention" in layers):
         raise UserError(
             f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
             f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} "
             "tokens"
         )
-
-
-def _check_rope(config: PreTrainedConfig) -> None:
-    """Refuse positions that are rotated by other frequencies once a sequence is long: those of keys that lie in the
-    cache would be of the short ones, and in the policy's pass the longest row of a batch decides for all."""
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and (short is None or short < config.max_position_embeddings):
+    if rope.get("rope_type") == "longrope" and (short is None or short < context):
         raise UserError(
             f"{config.model_type} model with RoPE of type longrope, whose frequencies change beyond {short} of its "
-            f"{config.max_position_embeddings} positions: rollouts with a cache would be drawn from another "
-            "distribution than the policy's; choose a model with RoPE of another type"
+            f"{context} positions: rollouts with a cache would be drawn from another distribution than the policy's; "
+            "choose a model with RoPE of another type"
         )
 
 
 @torch.no_grad()
 def check_weights(model: Any, settings: ModelSettings) -> None:
-    """Raises UserError for weights that nothing can be computed with. Each is read once, quantised ones are not."""
+    """Raises UserError for weights that are not finite. Quantised ones are not read."""
     weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     if math.isfinite(torch.nn.utils.get_total_norm(weights.values())):
         return
@@ -141,8 +110,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) 
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that are
-    to be moved to where they are."""
+    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that would
+    be offloaded from a CPU."""
     if settings.offload_activations and device.type == "cpu":
         raise UserError(
             "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "

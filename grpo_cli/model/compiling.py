@@ -14,8 +14,9 @@ MOST_SHAPES = 32
 
 
 class Compiler:
-    """Functions compiled, until one of them cannot be: then all are as they were. `what` are they called, and `key` is
-    the setting that does without. Where every operation is watched, which compiled ones are not, none is either."""
+    """Compiles functions until one of them fails; then all run uncompiled. `what` names them in the warning, and `key`
+    is the setting that turns compilation off. Under a dispatch mode, which cannot see into compiled functions, they run
+    uncompiled too."""
 
     def __init__(self, what: str, key: str, warn: Callable[[str], None]) -> None:
         self._what, self._key, self._warn, self._failed = what, key, warn, False

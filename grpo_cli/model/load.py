@@ -32,7 +32,6 @@ from grpo_cli.model.checks import (
     check_config,
     check_device,
     check_files,
-    check_supported,
     check_weights,
 )
 from grpo_cli.model.packed import allow_packing
@@ -50,18 +49,14 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
     """The model of `model.path` on `device`, in eval mode, its attention without dropout in either mode.
 
     With `random_init` only the config is read and the weights come from torch's global generator. With
-    `gradient_checkpointing` layers recompute their activations, in train mode only: the learner turns
-    that on for as long.
-
-    With `lora` or `adapter` the model comes in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
+    `gradient_checkpointing` layers recompute their activations in train mode. With `lora` or `adapter` the model comes
+    in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
 
     Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
     what `device` cannot do.
     """
     check_device(settings, device)
-    dtype = DTYPES.get(settings.dtype)
-    if dtype is None:
-        raise UserError(f"model.dtype={settings.dtype} is not one of {', '.join(DTYPES)}")
+    dtype = DTYPES[settings.dtype]
     if settings.random_init:
         config = model_config(settings)
         config.attention_dropout = 0.0
@@ -72,7 +67,6 @@ def load_model(settings: ModelSettings, device: torch.device) -> Any:
         config = _read_config(source, settings)
         config.attention_dropout = 0.0
         model = _read_weights(source, config, dtype, settings, device)
-    check_supported(model)
     if device.type == "cuda":
         allow_packing(model)  # its attention in float32 is another there
     if settings.gradient_checkpointing:
@@ -97,11 +91,8 @@ def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
 
 
 def model_config(settings: ModelSettings) -> PreTrainedConfig:
-    """The shape of the model, no weights: from `model.architecture` where it is given and `model.path` is no folder
-    here, so that nothing has to come from the hub; else from config.json.
-
-    Raises UserError for numbers that make no config, and as `load_model` does.
-    """
+    """The model's config: from `model.architecture` where it is given and `model.path` is no local folder, so that
+    nothing is fetched from the hub; else from config.json. Raises UserError for an invalid one, and as `load_model`."""
     if settings.architecture is None or _is_here(settings.path):
         return _read_config(_source(settings.path), settings)
     kwargs = dict(settings.architecture)
@@ -119,11 +110,8 @@ def model_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer saved with the weights; for random weights of a preset's shape, which have none, that of the
-    embedded model (a token per byte).
-
-    Raises UserError when there is none.
-    """
+    """The tokenizer saved with the weights; for random weights of a preset's shape that of the embedded model (a token
+    per byte). Raises UserError when there is none."""
     folder = Path(settings.path).expanduser()
     if has_adapters(folder):  # which is no model, but has a tokenizer
         source: Path | str = folder
@@ -163,15 +151,15 @@ def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequen
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> int:
-    """What fills the unused places of a batch: the tokenizer's own token, else an end-of-sequence token."""
+    """The tokenizer's padding token, else an end-of-sequence token."""
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
 def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
     """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
 
-    Of a model with adapters only these are written, as PEFT does; `with_base` adds the weights below them, for a base
-    that is nowhere else.
+    Of a model with adapters only these are written, as PEFT does; `with_base` also saves the weights below them, for a
+    base that is stored nowhere else.
     """
     adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
@@ -210,29 +198,28 @@ def _source(path: str) -> Path | str:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if has_adapters(folder) and not (folder / "config.json").is_file():
+            raise UserError(
+                f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, and as "
+                f"model.path what they were trained on: {base_of(folder)}"
+            )
         if not (folder / "config.json").is_file():
-            if has_adapters(folder):
-                raise UserError(
-                    f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, "
-                    f"and as model.path what they were trained on: {base_of(folder)}"
-                )
             raise UserError(
                 f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
             )
         return folder
-    if path in MADE_BY:
-        raise UserError(f"model.path={path} is no folder here: {MADE_BY[path]} makes it, or say where it is")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
-    if looks_local:
+    if looks_local or path in MADE_BY:
+        way_out = f"{MADE_BY[path]} makes it" if path in MADE_BY else "give a folder saved by transformers"
         raise UserError(
-            f"model.path={path} is no folder; give a folder saved by transformers, a hub id such as "
-            f"Qwen/Qwen2.5-0.5B-Instruct, or {TINY}"
+            f"model.path={path} is no folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
+            f"{TINY}"
         )
     return path
 
 
 def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:
-    """The config, once its architecture is known to be one of ours; nothing else is read or run before that."""
+    """The config. Its architecture is checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
         architecture_of(raw)
@@ -279,10 +266,10 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Whatever goes wrong while a foreign file is read becomes an error of one line, with what to do about it.
+    """Turns any error while a foreign file is read into a UserError of one line, with what to do about it.
 
-    Every kind of error is caught because the readers raise every kind: a misshapen tokenizer.json alone gives KeyError,
-    TypeError or AttributeError, depending on where it first surprises its parser.
+    Every kind is caught because the readers raise every kind: a malformed tokenizer.json alone gives KeyError,
+    TypeError or AttributeError.
     """
     try:
         if isinstance(source, Path):
@@ -306,7 +293,7 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
 
 
 def _is_gated(error: BaseException | None) -> bool:
-    """Whether the hub refused for want of accepted terms; `transformers` wraps its error in one of another kind."""
+    """Whether the hub refused because its terms were not accepted, an error that `transformers` wraps."""
     while error is not None:
         if isinstance(error, GatedRepoError):
             return True
@@ -316,7 +303,7 @@ def _is_gated(error: BaseException | None) -> bool:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """The bars of transformers would tear the live view; they are restored afterwards."""
+    """Without the progress bars of transformers, which would break the live view."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from grpo_cli.model.adapters import base_of, has_adapters
-from grpo_cli.model.load import load_model, load_tokenizer, model_config, save_pretrained
+from grpo_cli.model.load import DTYPES, load_model, load_tokenizer, model_config, save_pretrained
 from grpo_cli.runs.checkpoint import find_checkpoint
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError
@@ -22,6 +22,8 @@ def merge(place: Path, target: Path, base: str | None, dtype: str) -> Path:
     Raises UserError when there are no adapters, when `target` is there and no empty folder, and when the base is not
     to be had or is quantised.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
     checkpoint = _adapters(place)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there and no empty folder; name a new one")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from grpo_cli.support.errors import UserError
 
 
 class Slowed:
-    """A meter under which every decode step takes some time, so that there is some to kill a worker in."""
+    """A meter under which every decode step takes some time, so that there is some to kill a worker in. The first
+    process that finds the file `hang` removes it and hangs."""
 
-    def __init__(self, meter: Meter, seconds: float) -> None:
-        self._meter, self._seconds = meter, seconds
+    def __init__(self, meter: Meter, seconds: float, hang: str) -> None:
+        self._meter, self._seconds, self._hang = meter, seconds, hang
 
     def span(self, name: str) -> Any:
-        time.sleep(self._seconds)
+        time.sleep(3600 if self._hang and removed(Path(self._hang)) else self._seconds)
         return self._meter.span(name)
 
     def take(self) -> Mapping[str, float]:
@@ -45,10 +47,11 @@ def build(
     scheduler: str = "fifo",
     prefix: bool = False,
     fails: str = "",
-    flag: str = "",
+    die: str = "",
+    hang: str = "",
 ) -> Any:
     """The torch engine, `slots` at a time, with `seconds` for each step. The first process that takes up new weights
-    while the file `flag` is there removes it and dies."""
+    while the file `die` is there removes it and dies."""
     if fails == "refused":
         raise UserError("lower sampling.max_new_tokens")
     if fails:
@@ -59,18 +62,18 @@ def build(
         sampler=made.full() if slots is None else made.infinite(slots=slots),
         scheduler=ready("scheduler", scheduler),
         predictor=Told(told) if tells_lengths and not prefix else learning,
-        meter=Slowed(meter, seconds),
+        meter=Slowed(meter, seconds, hang),
         warn=warn,
     )
-    if flag:
+    if die:
         update = engine.update_weights
-        engine.update_weights = lambda: (die(Path(flag)), update())
+        engine.update_weights = lambda: os.kill(os.getpid(), signal.SIGKILL) if removed(Path(die)) else update()
     return engine
 
 
-def die(flag: Path) -> None:
-    try:
+def removed(flag: Path) -> bool:
+    """Whether this process is the one that removed it."""
+    with suppress(FileNotFoundError):
         flag.unlink()
-    except FileNotFoundError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+        return True
+    return False

@@ -13,7 +13,7 @@ from fake_cuda import CUDA, gpu, model_of
 from test_rollouts_on_fake_cuda import SMALL, adapted
 
 from grpo_cli.learner.learner import Learner
-from grpo_cli.learner.logprobs import PLAIN, _Chosen, chosen_logprobs, logprobs_at
+from grpo_cli.learner.logprobs import chosen_logprobs, logprobs_at
 from grpo_cli.learner.optimizer import make_optimizer
 from grpo_cli.model import varlen
 from grpo_cli.model.packed import Layout, Tree, allow_packing, packed_hidden
@@ -92,16 +92,6 @@ def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
             watched.waits.clear()
             assert learner.update(batch, 0).moved
             assert watched.waits == ["_to_copy", "_local_scalar_dense"]
-
-
-def test_a_gradient_takes_the_place_of_its_logits_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    ctx = SimpleNamespace(save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors))
-    with gpu(monkeypatch) as watched, torch.no_grad():
-        logits, ids = torch.empty(8, 600, device=CUDA, dtype=torch.bfloat16), torch.zeros(8, device=CUDA).long()
-        room = torch.empty(8, device=CUDA)
-        chosen = _Chosen.forward(ctx, logits, ids, 0.7, PLAIN, room)
-        assert _Chosen.backward(ctx, chosen)[0] is logits and chosen.dtype == torch.float32
-    assert not watched.waits
 
 
 def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,16 +279,22 @@ def _write(
         view[pages, :, : kept.shape[-1]] = some
 
 
-class _PromptKept:
+class _SlotNote:
+    """What is noted of each slot: `store` is [layers, slots, ...]."""
+
+    store: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+
+class _PromptKept(_SlotNote):
     """How many keys of its prompt each row holds in its slot; as order is kept, they are the first there."""
 
     def __init__(self, shape: SlotShape) -> None:
         layout = shape.layout
         self.store = torch.zeros(layout.layers, shape.slots, layout.heads, dtype=torch.long, device=shape.device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
 
     def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> None:
         """After `kept` was chosen among what was due."""
@@ -297,7 +303,7 @@ class _PromptKept:
         self.store[:, rows] = (kept < candidates).sum(-1)
 
 
-class _Queries:
+class _Queries(_SlotNote):
     """The queries of each row's last `window` steps; that of position p at place p modulo window.
 
     What a slot's last tenant left is overwritten before it is read: no row is cut down before `window` steps.
@@ -311,10 +317,6 @@ class _Queries:
         self._window = window
         self._write_at = self._first
 
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
-
     def prepare(self, rows: Rows) -> None:
         self._write_at = self._first[: len(rows.positions)] + rows.positions % self._window
 
@@ -326,7 +328,7 @@ class _Queries:
         return self.store[:, rows].permute(0, 1, 3, 4, 2, 5)
 
 
-class _Received:
+class _Received(_SlotNote):
     """The attention that each key was paid: summed over the steps since it came, mean over a group's queries.
 
     A row's first `prompt_width` columns are its prompt's, and begin with what the prompt's own queries paid.
@@ -341,7 +343,7 @@ class _Received:
 
     @property
     def nbytes(self) -> int:
-        return self.store.nbytes + sum(received.nbytes for received in self.prompts.values())
+        return super().nbytes + sum(received.nbytes for received in self.prompts.values())
 
     def claim(self, slot: int, entry: int) -> None:
         self.store[:, slot] = 0.0

@@ -1,7 +1,4 @@
-"""Lengths that were observed: their running means, how well a guess ranks them, and those that a run recorded.
-
-Knows neither schedulers nor predictors.
-"""
+"""Observed lengths: their running means, how well a prediction ranks them, and those that a run recorded."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from grpo_cli.support.ranges import Range
 
 
 def kendall_tau(first: Sequence[int | float], second: Sequence[int | float]) -> float:
-    """Kendall's tau-b: 1 if both rank everything alike, -1 if in reverse; tied pairs are allowed for.
+    """Kendall's tau-b: 1 if both rank everything alike, -1 if in reverse; corrected for ties.
 
-    0 where it is undefined, which is where one of them ranks nothing (all equal, or fewer than two values).
+    0 where it is undefined because one of them ranks nothing (all values equal, or fewer than two).
     Knight's algorithm: sorted by `first`, the pairs that disagree are the inversions of `second`.
     """
     pairs = sorted(zip(first, second, strict=True))
@@ -51,9 +48,9 @@ Decay = Annotated[float, Range(0, 1, "1 never forgets", above=True)]
 
 
 class LengthMeans:
-    """Running means of lengths, of each prompt and of all. Each `add` makes what came before count `decay` times.
+    """Running means of lengths, of each prompt and of all. Each `add` multiplies the weight of earlier ones by `decay`.
 
-    Of the prompts, the `max_prompts` that were added to last are known; the others count in the mean of all.
+    Only the `max_prompts` most recently added prompts have a mean of their own.
     """
 
     def __init__(self, decay: float, max_prompts: int = MAX_PROMPTS) -> None:
@@ -63,7 +60,7 @@ class LengthMeans:
         self._all = (0.0, 0.0)
 
     def mean(self, prompt_id: str) -> float | None:
-        """Of this prompt if it was seen, else of all, None before anything was."""
+        """Of this prompt if it was seen, else of all; None before anything was added."""
         weight, total = self._prompts.get(prompt_id, self._all)
         return total / weight if weight else None
 
@@ -89,7 +86,7 @@ class LengthMeans:
             self._prompts.popitem(last=False)
 
     def state(self) -> dict[str, Any]:
-        """Plain values; the prompts in the order in which they will be forgotten."""
+        """Plain values; prompts in the order in which they will be forgotten."""
         return {"prompts": {name: list(pair) for name, pair in self._prompts.items()}, "all": list(self._all)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -111,8 +108,8 @@ class TraceRow:
 
 
 def read_trace(path: str | Path, key: str = "predictor.lengths") -> list[TraceRow]:
-    """The rows of a run's `rollouts.jsonl`. Raises UserError, naming the line, for a file that is none. `key` is the
-    setting that named it."""
+    """The rows of a run's `rollouts.jsonl`. Raises UserError, with the line, for any other file. `key` is the setting
+    that named it."""
     rows = []
     try:
         with open(path, encoding="utf-8", opener=regular) as lines:
@@ -129,7 +126,7 @@ def _trace_row(line: str, place: str) -> TraceRow:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{place} is no JSON ({error}): give the rollouts.jsonl of an earlier run") from error
+        raise UserError(f"{place} is not JSON ({error}): give the rollouts.jsonl of an earlier run") from error
     found = {name: row.get(name) if isinstance(row, dict) else None for name in ("step", "sample", "length")}
     numbers = [value for value in found.values() if isinstance(value, int) and value >= 0]
     prompt_id = row.get("prompt_id") if isinstance(row, dict) else None

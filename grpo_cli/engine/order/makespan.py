@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
 
 Lists = list[list[int]]  # the jobs of each slot, by their place in the list of lengths
-
-ALGORITHMS = ("lpt", "multifit", "lpt_resplit", "multifit_resplit", "shaken_resplit", "exact", "fptas")
 
 DYNAMIC_SLOTS = 3
 """The most slots for which the dynamic programme is tried: its states grow as (jobs / epsilon) ** (slots - 1)."""
@@ -27,30 +24,19 @@ EXACT_WORK = 1 << 18
 WORTHWHILE = 0.001
 """A share of the makespan too small to start the dynamic programme for: any predicted length is further off."""
 
-SHAKES = 8
-SHAKE_ABOVE = 0.005
-"""How often to start afresh from other lists, and the distance from the bound above which it is tried."""
-
 
 @dataclass(frozen=True)
 class Assignment:
     """Which slot does which jobs.
 
-    `lists[slot]` holds places in the list of lengths, longest first. `lower_bound` is what `lower_bound` says;
-    `proven_bound` is the best bound that was proven, so `makespan == proven_bound` means that nothing better exists.
-    `algorithm`, one of `ALGORITHMS`, made the lists; `guarantee` is a proven bound on makespan / optimum. `states`
-    counts those of the dynamic programme (0 if there was no need for it); `capped` says that it was given up as too
-    large.
+    `lists[slot]` holds places in the list of lengths, longest first. `guarantee` is a proven bound on makespan /
+    optimum: 1 means that nothing better exists.
     """
 
     lists: tuple[tuple[int, ...], ...]
     makespan: int
     lower_bound: int
-    proven_bound: int
-    algorithm: str
     guarantee: float
-    states: int
-    capped: bool
 
     @property
     def bound_ratio(self) -> float:
@@ -97,40 +83,6 @@ def lpt(lengths: Sequence[int], slots: int) -> Lists:
         load, slot = loads[0]
         lists[slot].append(job)
         heapq.heapreplace(loads, (load + lengths[job], slot))
-    return lists
-
-
-def multifit(lengths: Sequence[int], slots: int, rounds: int = 10) -> Lists:
-    """Bisect the capacity at which first-fit decreasing needs no more than `slots` bins (Coffman, Garey, Johnson).
-
-    At most 13/11 + 2 ** -rounds of the optimum.
-    """
-    order = longest_first(lengths)
-    low = lower_bound(lengths, slots)
-    high = max(max(lengths), 2 * -(-sum(lengths) // slots))  # first-fit decreasing cannot fail here
-    best = _first_fit(lengths, order, slots, high)
-    assert best is not None, "first-fit decreasing must fit into twice the mean load"
-    for _ in range(rounds):
-        if low > high:
-            break
-        capacity = (low + high) // 2
-        packed = _first_fit(lengths, order, slots, capacity)
-        if packed is None:
-            low = capacity + 1
-        else:
-            best, high = packed, capacity - 1
-    return best
-
-
-def _first_fit(lengths: Sequence[int], order: Sequence[int], slots: int, capacity: int) -> Lists | None:
-    room = [capacity] * slots
-    lists: Lists = [[] for _ in range(slots)]
-    for job in order:
-        slot = next((slot for slot in range(slots) if room[slot] >= lengths[job]), None)
-        if slot is None:
-            return None
-        room[slot] -= lengths[job]
-        lists[slot].append(job)
     return lists
 
 
@@ -184,65 +136,35 @@ def even_split(jobs: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 
 def trimmed_programme(
     lengths: Sequence[int], slots: int, epsilon: float, below: int, max_states: int
-) -> tuple[Lists | None, int, bool]:
+) -> tuple[Lists | None, bool]:
     """The trimmed dynamic programme over slot loads: an FPTAS for a fixed number of slots (Horowitz and Sahni).
 
-    A state is the sorted loads after the first i jobs. States whose loads fall into the same cells of width
-    `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less than a
-    cell, the result is below (1 + epsilon) times the optimum. States that reach `below`, a makespan already in hand,
-    are dropped: if that loses the merged optimum, what is in hand is within the same factor.
+    A state is the loads after the first i jobs, in any order. States whose sorted loads fall into the same cells of
+    width `epsilon * lower_bound / jobs` are merged, keeping the real loads of one; as each merge moves a load by less
+    than a cell, the result is below (1 + epsilon) times the optimum. States that reach `below`, a makespan already in
+    hand, are dropped: if that loses the merged optimum, what is in hand is within the same factor.
 
-    Returns the lists (None if none is better than `below`), the number of states, and whether a layer grew beyond
-    `max_states`, in which case the programme was given up and proves nothing.
+    Returns the lists (None if none is better than `below`), and whether it ran to its end: it is given up, and proves
+    nothing, when it has more than `max_states` states after a job.
     """
     order = longest_first(lengths)
-    cell = epsilon * lower_bound(lengths, slots) / len(lengths)
-    loads = np.zeros((1, slots), dtype=np.int64)
-    steps: list[tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]] = []
-    states = 0
+    # Loads are whole: a smaller cell would merge nothing.
+    cell = max(1.0, epsilon * lower_bound(lengths, slots) / len(lengths))
+    loads, choices = np.zeros((1, slots), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
     for job in order:
-        grown = np.sort(loads[:, None, :] + lengths[job] * np.eye(slots, dtype=np.int64), axis=-1).reshape(-1, slots)
-        alive = np.flatnonzero(grown[:, -1] < below)
-        kept = alive[_first_of_each_cell(grown[alive], cell)]
-        states += len(kept)
+        grown = (loads[:, None] + lengths[job] * np.eye(slots, dtype=np.int64)).reshape(-1, slots)
+        alive = np.flatnonzero(grown.max(axis=1) < below)
+        _, first = np.unique(np.sort(grown[alive] // cell, axis=1), axis=0, return_index=True)
+        kept = alive[first]
         if len(kept) == 0 or len(kept) > max_states:
-            return None, states, len(kept) > max_states
-        loads = grown[kept]
-        steps.append((kept // slots, kept % slots))
-    return _retrace(order, lengths, slots, steps, int(loads[:, -1].argmin())), states, False
-
-
-def _first_of_each_cell(loads: Int[np.ndarray, "S M"], cell: float) -> Int[np.ndarray, "K"]:
-    cells = np.floor(loads / max(cell, 1.0)).astype(np.int64)  # loads are whole: a smaller cell would merge nothing
-    order = np.lexsort(cells.T)
-    sorted_cells = cells[order]
-    is_first = np.ones(len(loads), dtype=bool)
-    is_first[1:] = (sorted_cells[1:] != sorted_cells[:-1]).any(axis=1)
-    return order[is_first]
-
-
-def _retrace(
-    order: Sequence[int],
-    lengths: Sequence[int],
-    slots: int,
-    steps: Sequence[tuple[Int[np.ndarray, "_"], Int[np.ndarray, "_"]]],
-    state: int,
-) -> Lists:
-    """Follow the parents back, then play the choices forward on lists kept sorted by load as the states were."""
-    choices: list[int] = []
-    for parents, slots_chosen in reversed(steps):
-        choices.append(int(slots_chosen[state]))
-        state = int(parents[state])
-    ranked: list[tuple[int, list[int]]] = [(0, []) for _ in range(slots)]
-    for job, choice in zip(order, reversed(choices), strict=True):
-        load, jobs = ranked[choice]
-        ranked[choice] = (load + lengths[job], [*jobs, job])
-        ranked.sort(key=lambda entry: entry[0])
-    return [jobs for _, jobs in ranked]
+            return None, len(kept) == 0
+        loads, choices = grown[kept], np.hstack([choices[kept // slots], kept[:, None] % slots])
+    best = choices[loads.max(axis=1).argmin()]
+    return [[job for job, chosen in zip(order, best, strict=True) if chosen == slot] for slot in range(slots)], True
 
 
 def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) -> Assignment:
-    """The best of LPT, MULTIFIT, both after `resplit`, and the trimmed dynamic programme for up to three slots.
+    """LPT's lists, improved by `resplit`, or by the trimmed dynamic programme for up to three slots.
 
     Each is tried only while the ones before it leave something to gain over the proven lower bound (for the programme:
     more than `WORTHWHILE`); two slots are divided exactly. The guarantee is (1 + epsilon) where the programme ran to
@@ -250,60 +172,21 @@ def assign(lengths: Sequence[int], slots: int, epsilon: float, max_states: int) 
     """
     assert slots >= 1 and lengths and min(lengths) >= 1, "a plan needs a slot and jobs that take time"
     bound = proven_lower_bound(lengths, slots)
-    algorithm, best, guarantee = _best_heuristic(lengths, slots, bound)
-    states, capped = 0, False
-    below = makespan(best, lengths)
-    if below / bound - 1 > min(epsilon, WORTHWHILE) and guarantee > 1 and slots <= DYNAMIC_SLOTS:
-        found, states, capped = trimmed_programme(lengths, slots, epsilon, below, max_states)
-        if found is not None:
-            algorithm, best = "fptas", found
-        if not capped:
-            guarantee = min(guarantee, 1 + epsilon)
+    best, guarantee = lpt(lengths, slots), 4 / 3 - 1 / (3 * slots)
+    if makespan(best, lengths) > bound:
+        if slots == 2 and sum(lengths) <= EXACT_WORK:
+            best, guarantee = list(even_split(longest_first(lengths), lengths)), 1.0
+        else:
+            best = resplit(best, lengths, bound)
+    in_hand = makespan(best, lengths)
+    if in_hand / bound - 1 > min(epsilon, WORTHWHILE) and guarantee > 1 and slots <= DYNAMIC_SLOTS:
+        found, complete = trimmed_programme(lengths, slots, epsilon, in_hand, max_states)
+        best = found or best
+        guarantee = min(guarantee, 1 + epsilon) if complete else guarantee
     longest = makespan(best, lengths)
     return Assignment(
         lists=tuple(tuple(sorted(jobs, key=lambda job: (-lengths[job], job))) for jobs in best),
         makespan=longest,
         lower_bound=lower_bound(lengths, slots),
-        proven_bound=bound,
-        algorithm=algorithm,
         guarantee=min(guarantee, longest / bound),
-        states=states,
-        capped=capped,
     )
-
-
-def _best_heuristic(lengths: Sequence[int], slots: int, bound: int) -> tuple[str, Lists, float]:
-    """The name, the lists and the guarantee of the best that is had without the programme."""
-    best = lpt(lengths, slots)
-    if makespan(best, lengths) == bound:
-        return "lpt", best, 1.0
-    if slots == 2 and sum(lengths) <= EXACT_WORK:
-        return "exact", list(even_split(longest_first(lengths), lengths)), 1.0
-    packed = multifit(lengths, slots)
-    candidates = {
-        "lpt": best,
-        "multifit": packed,
-        "lpt_resplit": resplit(best, lengths, bound),
-        "multifit_resplit": resplit(packed, lengths, bound),
-    }
-    if min(makespan(lists, lengths) for lists in candidates.values()) / bound - 1 > SHAKE_ABOVE:
-        candidates["shaken_resplit"] = _shaken(lengths, slots, bound)
-    name = min(candidates, key=lambda name: makespan(candidates[name], lengths))
-    return name, candidates[name], 4 / 3 - 1 / (3 * slots)
-
-
-def _shaken(lengths: Sequence[int], slots: int, bound: int) -> Lists:
-    """The best of a few `resplit` of LPT lists for lengths that are off by some 15 %.
-
-    With two to four jobs a slot, `resplit` can be stuck a percent or two above the optimum; another start often is not.
-    """
-    order = longest_first(lengths)
-    rng = np.random.default_rng(0)
-    tried: list[Lists] = []
-    for _ in range(SHAKES):
-        factors = np.maximum(1 + 0.15 * rng.standard_normal(len(order)), 0.1)
-        shaken = [0] * len(order)
-        for job, factor in zip(order, factors, strict=True):  # by rank, so that reordered jobs are shaken alike
-            shaken[job] = max(1, round(1000 * lengths[job] * float(factor)))
-        tried.append(resplit(lpt(shaken, slots), lengths, bound))
-    return min(tried, key=lambda lists: makespan(lists, lengths))

@@ -1,10 +1,10 @@
-"""How long will a rollout be? Guesses that schedulers plan with; a wrong one costs time and changes no token.
+"""How long will a rollout be? Predictions that schedulers plan with; a wrong one costs time and changes no token.
 
-What is predicted is how long a slot stays busy, so a rollout cut off at its limit counts with the length it was cut off
-at: it is an observation like any other here, and no prediction exceeds the limit.
+What is predicted is how long a slot stays busy, so a rollout that was cut off at its limit counts with that length, and
+no prediction exceeds the limit.
 
-Every predictor remembers what it answered, and `learn` first measures those answers against what came, then learns.
-`state` is plain values and tensors, and `load_state` takes it back, so that a resumed run plans as the first one did.
+Every predictor remembers its answers; `learn` first compares them with the true lengths, then learns. `state` is plain
+values and tensors, so that a resumed run plans as the first one did.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.engine.order.lengths import Decay, LengthMeans, TraceRow, kendall_tau, read_trace
+from grpo_cli.engine.order.lengths import Decay, LengthMeans, kendall_tau, read_trace
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range
@@ -28,7 +28,7 @@ from grpo_cli.types import Request, Rollout
 
 
 class _Answers:
-    """What was answered for the `generate` in progress. Each answer is judged once."""
+    """The predictions for the `generate` in progress. Each is judged once."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, int, int], float] = {}
@@ -37,7 +37,7 @@ class _Answers:
         self._answers = dict(zip(map(key_of, requests), answers or (), strict=answers is not None))
 
     def judge(self, finished: Sequence[Rollout], prefix_tokens: int) -> dict[str, float]:
-        """Metrics of the answers for `finished`; empty when there were none."""
+        """Metrics of the predictions for `finished`; empty when there were none."""
         judged = [
             (self._answers[key_of(rollout.request)], len(rollout) - prefix_tokens)
             for rollout in finished
@@ -54,7 +54,7 @@ class _Answers:
 
 
 def key_of(request: Request) -> tuple[str, int, int]:
-    """What a request is remembered by: an evaluation asks for a greedy sample beside others of the same number."""
+    """What a request is remembered by; with the seed, since an evaluation has a greedy sample beside sample 0."""
     return request.prompt.id, request.sample, request.seed
 
 
@@ -67,7 +67,7 @@ def _check_kind(state: Mapping[str, Any], kind: str) -> None:
 
 
 class NoPredictor:
-    """No idea, ever."""
+    """Predicts nothing."""
 
     prefix_tokens = 0
 
@@ -85,10 +85,10 @@ class NoPredictor:
 
 
 class MeanLength:
-    """The mean length so far: of the prompt if it was seen before, else of all prompts; no idea before the first.
+    """The mean length so far: of the prompt if it was seen before, else of all prompts; nothing before the first.
 
-    All samples of a prompt get one prediction, so it can order prompts but not the samples of one. A prompt counts as
-    seen while it is among the `max_prompts` seen last.
+    All samples of a prompt get one prediction, so it can order prompts but not the samples of one. Means are kept of
+    the `max_prompts` most recent prompts.
     """
 
     prefix_tokens = 0
@@ -100,7 +100,7 @@ class MeanLength:
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
         means = [(self._means.mean(request.prompt.id), request.sampling.max_new_tokens) for request in requests]
         known = [min(mean, float(limit)) for mean, limit in means if mean is not None]
-        answers = known if len(known) == len(requests) else None  # all of them, or nothing was seen of any prompt
+        answers = known if len(known) == len(requests) else None  # all are known, or none
         self._answers.remember(requests, answers)
         return answers
 
@@ -117,25 +117,16 @@ class MeanLength:
         self._means.load_state(state)
 
 
-class Told:
-    """Repeats given lengths: in a worker of `engine=ray` lengths come with the orders, from the trainer's own
-    predictor, which learns. `told` is by `key_of`."""
-
-    prefix_tokens = 0
+class Told(NoPredictor):
+    """Repeats given lengths, by `key_of`: in a worker of `engine=ray` they come with the orders, from the trainer's own
+    predictor, which learns."""
 
     def __init__(self, told: Mapping[tuple[str, int, int], float]) -> None:
         self._told = told
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
-        known = [self._told.get(key_of(request)) for request in requests]
-        lengths = [length for length in known if length is not None]
-        return lengths if len(lengths) == len(known) else None
-
-    def learn(self, finished: Sequence[Rollout], hidden: Float[Tensor, "R H"] | None) -> Mapping[str, float]:
-        return {}
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
+        lengths = [self._told[key_of(request)] for request in requests if key_of(request) in self._told]
+        return lengths if len(lengths) == len(requests) else None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """There is nothing to put back."""
@@ -143,26 +134,20 @@ class Told:
 
 @facts(of_whole_rollouts=True)
 class Oracle:
-    """Replays known lengths: what the best possible predictor would say. For studies.
+    """Replays known lengths, as the best possible predictor would. For studies.
 
     `lengths` is the `rollouts.jsonl` of an earlier run with the same seed and settings that recorded all its rollouts
-    (`record.rollouts=-1`), or a mapping from (prompt id, sample). A prompt that comes for the k-th time gets the
-    lengths of its k-th recorded step; those of a mapping hold for every time. Held-out requests, and such of which no
-    prompt was recorded, get no prediction. Raises UserError if only some of the requests were recorded.
+    (`record.rollouts=-1`). A prompt that comes for the k-th time gets the lengths of its k-th recorded step. Held-out
+    requests, and requests none of whose prompts were recorded, get no prediction. Raises UserError if only some of the
+    requests were recorded.
     """
 
     prefix_tokens = 0
 
-    def __init__(self, lengths: Mapping[tuple[str, int], int] | str | Path) -> None:
-        self._source = "the given lengths" if isinstance(lengths, Mapping) else str(lengths)
-        self._forever = isinstance(lengths, Mapping)
-        rows = (
-            [TraceRow(0, prompt_id, sample, length) for (prompt_id, sample), length in lengths.items()]
-            if isinstance(lengths, Mapping)
-            else read_trace(lengths)
-        )
+    def __init__(self, lengths: str | Path) -> None:
+        self._source = str(lengths)
         by_step: dict[str, dict[int, dict[int, int]]] = {}
-        for row in rows:
+        for row in read_trace(lengths):
             by_step.setdefault(row.prompt_id, {}).setdefault(row.step, {})[row.sample] = row.length
         self._recorded = {prompt_id: [steps[step] for step in sorted(steps)] for prompt_id, steps in by_step.items()}
         self._replayed: Counter[str] = Counter()
@@ -176,14 +161,13 @@ class Oracle:
         return answers
 
     def _length(self, request: Request) -> int:
-        name = request.prompt.id
-        times = 0 if self._forever else self._replayed[name]
+        name, times = request.prompt.id, self._replayed[request.prompt.id]
         recorded = self._recorded.get(name, [])
         if times >= len(recorded) or request.sample not in recorded[times]:
             raise UserError(
-                f"predictor.lengths: {self._source} does not say how long sample {request.sample} of prompt {name} was "
-                f"the {times + 1}. time that it came (recorded: {len(recorded)} times). Record an earlier run of the "
-                "same seed, n and steps with record.rollouts=-1, or choose another predictor"
+                f"predictor.lengths: {self._source} has no length of sample {request.sample} of prompt {name} for time "
+                f"{times + 1} (recorded: {len(recorded)} times). Record an earlier run of the same seed, n and steps "
+                "with record.rollouts=-1, or choose another predictor"
             )
         return recorded[times][request.sample]
 
@@ -201,13 +185,13 @@ class Oracle:
 
 
 class PrefixHead:
-    """From the policy's own hidden state after the first `prefix_tokens` tokens to the length that remains after them.
+    """Predicts the remaining length from the policy's own hidden state after the first `prefix_tokens` tokens.
 
-    Infinite Sampling conditions its prediction on the first tokens too, but (in the code that is public) by a separate
-    BERT over their text. Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so
-    far and the temperature predicts log(1 + remaining). It is refitted after each `generate` on the last `replay`
-    rollouts, with the shrinkage that minimises the generalised cross-validation error: when the features say nothing it
-    falls back to the mean. No idea before `min_rollouts` rollouts. Rollouts that end within the prefix teach nothing.
+    Infinite Sampling also predicts from the first tokens, but (in its public code) by a separate BERT over their text.
+    Here a ridge regression on the hidden state, the prompt's length, the prompt's mean length so far and the
+    temperature predicts log(1 + remaining). It is refitted after each `generate` on the last `replay` rollouts, with
+    the shrinkage of the least generalised cross-validation error: uninformative features fall back to the mean. It
+    predicts nothing before `min_rollouts` rollouts, and learns nothing from rollouts that end within the prefix.
 
     A fit costs some 20 milliseconds whatever the model's width, as at most `WIDTH` directions of the hidden state are
     used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.
@@ -334,7 +318,7 @@ def fit_ridge(
     """
     count = len(targets)
     centre, spread = features.mean(axis=0), features.std(axis=0)
-    scale = np.where(spread > 1e-9 * np.maximum(1.0, np.abs(centre)), spread, np.inf)  # a constant says nothing
+    scale = np.where(spread > 1e-9 * np.maximum(1.0, np.abs(centre)), spread, np.inf)  # a constant feature is ignored
     standard = (features - centre) / scale
     offset = float(targets.mean())
     values, vectors = np.linalg.eigh(standard.T @ standard)

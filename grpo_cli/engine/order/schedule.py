@@ -23,16 +23,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from grpo_cli.engine.interfaces import Plan, Running, Waiting
-from grpo_cli.engine.order.makespan import ALGORITHMS, Assignment, assign
+from grpo_cli.engine.order.makespan import Assignment, assign
 from grpo_cli.support.ranges import OneOf, Range
 
 
 def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
-    """The decode steps each request is planned with, by its index; at least 1.
+    """The decode steps that each request is planned with, by its index; at least 1.
 
-    One less than the predicted tokens, and never more than its limit allows: the first token of a request comes from
-    the prompt's logits and needs no step. A request without a prediction counts as the mean of the others; when none
-    has one all count the same, which leaves every order to the ties: by index.
+    One less than the predicted tokens, and within its limit: a request's first token comes from the prompt's logits and
+    needs no step. A request without a prediction counts as the mean of the others; when none has one, all count the
+    same and the order is by index.
     """
     known = [request.predicted for request in waiting if request.predicted is not None]
     mean = sum(known) / len(known) if known else 1.0
@@ -44,7 +44,7 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
 
 
 class InOrder(ABC):
-    """Takes the waiting requests in one order, fixed at the start. Which slot they get makes no difference."""
+    """Admits the waiting requests in an order that is fixed at the start, whichever slot they get."""
 
     details: Mapping[str, float] = {}
 
@@ -57,7 +57,7 @@ class InOrder(ABC):
 
     @abstractmethod
     def rank(self, steps: int) -> int:
-        """What to sort by, given the planned steps: the smallest rank goes first, ties by request index."""
+        """The sort key, given the planned steps: the smallest goes first, ties by request index."""
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         assert slots >= 1, "an engine without a slot has nothing to schedule"
@@ -71,7 +71,7 @@ class InOrder(ABC):
 
 
 class Fifo(InOrder):
-    """First come, first served, by request index. Needs no lengths."""
+    """First come, first served, by request index."""
 
     @property
     def needs_lengths(self) -> bool:
@@ -100,8 +100,8 @@ class Fptas:
 
     Infinite Sampling's "FPTAS" stage; what exactly the paper minimises is not public. Here it is the makespan of the
     predicted lengths (see `makespan.assign`): by the trimmed dynamic programme with its guarantee of (1 + epsilon) for
-    up to three slots, unless one of its layers outgrows `max_states`; beyond that by the best of LPT and MULTIFIT with
-    exact re-splits of pairs of slots, which is no FPTAS, though mostly within a thousandth of the lower bound.
+    up to three slots, unless one of its layers outgrows `max_states`; beyond that by LPT with exact re-splits of pairs
+    of slots, which is no FPTAS, though mostly within a hundredth of the lower bound.
 
     A slot that falls free takes the next, longest first, of the list whose request has ended. With an empty list it
     takes a request from another's: the one of all that wait with the shortest predicted length (`refill="sjf"`, as
@@ -110,8 +110,8 @@ class Fptas:
     lengths, the engine works in rounds (`micro`), and the longest requests form the next one.
 
     `assignment` is the plan that is followed, None when there was no prediction and the order is first come, first
-    served. `details` are its figures, also carried by every `Plan`: makespan and lower bound in decode steps, their
-    ratio, a proven bound on makespan / optimum, states of the programme, and the place in `ALGORITHMS` of what made it.
+    served. `details` are its makespan and lower bound in decode steps, their ratio, and a proven bound on makespan /
+    optimum.
     """
 
     def __init__(
@@ -161,8 +161,6 @@ class Fptas:
             "engine/plan_lower_bound": float(plan.lower_bound),
             "engine/plan_bound_ratio": plan.bound_ratio,
             "engine/plan_guarantee": plan.guarantee,
-            "engine/plan_states": float(plan.states),
-            "engine/plan_algorithm": float(ALGORITHMS.index(plan.algorithm)),
         }
 
     def plan(self, waiting: Sequence[Waiting], running: Sequence[Running], free_slots: Sequence[int]) -> Plan:
@@ -173,7 +171,7 @@ class Fptas:
         else:
             indices = self._follow_lists({view.index for view in running}, min(len(free_slots), len(waiting)))
         self._round_was_uneven = not running and len({self._steps[index] for index in indices}) > 1
-        return Plan(tuple(zip(indices, free_slots, strict=False)), self.details)
+        return Plan(tuple(zip(indices, free_slots, strict=False)))
 
     def _follow_lists(self, running: set[int], count: int) -> list[int]:
         """The next requests of the lists that have none running. Slots are anonymous: an engine may move its rows."""
@@ -186,7 +184,7 @@ class Fptas:
         return indices
 
     def _take(self, *queues: deque[int]) -> int:
-        """The first request of the first queue that has one; what went by another queue is passed over."""
+        """The first waiting request of the first queue that has one."""
         for queue in queues:
             while queue:
                 index = queue.popleft()

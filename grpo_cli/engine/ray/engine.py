@@ -1,8 +1,8 @@
-"""`engine=ray`: rollouts by workers in processes of their own, here or on other machines, under the protocol of all
-engines.
+"""`engine=ray`: rollouts by workers in processes of their own, here or on other machines, behind the same protocol as
+the other engines.
 
-Each has a copy of the model and an engine like those, and this one deals requests out to them. A rollout is a function
-of the weights and its request, so it is the same whoever makes it, and however often it has to be begun.
+Each worker has a copy of the model and an engine like the others; this one deals requests out to them. A rollout is a
+function of the weights and its request, so it is the same whoever makes it, and however often it has to be begun.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -19,27 +19,21 @@ from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.ray.pool import WorkerPool, portions
-from grpo_cli.engine.ray.session import Needs, environment_of, require_ray, session
-from grpo_cli.engine.ray.weights import hollow, nbytes, numbers
-from grpo_cli.engine.ray.worker import Blueprint, Done, Order, Place, RolloutWorker, place
+from grpo_cli.engine.ray.session import environment_of, require_ray, session
+from grpo_cli.engine.ray.weights import hollow, numbers
+from grpo_cli.engine.ray.worker import Blueprint, Done, Order, Place, place
 from grpo_cli.interfaces import Engine, Meter, facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.ranges import Count, OneOf, Range
 from grpo_cli.types import EngineStats, Request, Rollout
-
-# Beside the weights, in the store of a Ray that is started here: orders and answers.
-STORE_MARGIN = 2**28
-
-
-NO_ENOUGH = (
-    "engine=ray cannot stop rollouts before their end, as its workers tell of one only when it has ended: use "
-    "engine=torch or engine=vllm, or collector=equal"
-)
 
 
 @facts(stops_early=False)
 class RayEngine:
     """Rollouts by `workers` actors of Ray."""
+
+    reads_stop_strings = True
 
     def __init__(
         self,
@@ -53,70 +47,56 @@ class RayEngine:
         *,
         inner: str,
         options: Mapping[str, Any] | None,
-        workers: int,
+        workers: Count,
         address: str | None,
-        threads: int | None,
-        gpus: float,
-        timeout: float,
-        kv_budget_of: str | None,
+        threads: Count | None,
+        gpus: Annotated[float, Range(0)],
+        timeout: Annotated[float, Range(0, above=True)],
+        kv_budget_of: Annotated[str, OneOf(("worker", "run"))] | None,
     ) -> None:
-        refuse([*self.refuses(sampler, workers, threads, gpus, timeout, kv_budget_of)])
+        refuse([*self.refuses(sampler, workers, gpus, kv_budget_of)])
         require_ray()
         self._model, self._sampler, self._predictor, self._warn = model, sampler, predictor, warn
         self._meter = meter or NullMeter()
         self._workers, self._timeout = workers, timeout
-        self._needs = Needs(_threads(threads, workers, address is None), gpus)
+        # The trainer waits while workers work; where all are on this machine each gets a share of its threads.
+        self._cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
+        self._gpus = gpus
         self._place = place("trainer", next(model.parameters()).device)
+        # Without a prefix to read, lengths are predicted here and told to the workers.
+        self._tells_lengths = predictor.prefix_tokens == 0
         self._build = partial(
             build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths
         )
-        # What is trained lies in the store twice while workers take it up.
-        store = sum(nbytes(numbers(model, trained)) * (1 + trained) for trained in (False, True)) + STORE_MARGIN
-        session.open(address, workers, self._needs, store)
+        session.open(address, workers, self._cpus, gpus)
         self._weights: Any = None  # a reference to them in the store
         self._version = 0
         self._pool: WorkerPool | None = None
-        self._learnt: dict[int, Mapping[str, Any]] = {}
         self._facts: Mapping[str, Any] = {}
         self._stats = EngineStats()
         self._said_bits = False
 
     @staticmethod
-    def refuses(
-        sampler: Sampler, workers: int, threads: int | None, gpus: float, timeout: float, kv_budget_of: str | None
-    ) -> Iterator[str]:
+    def refuses(sampler: Sampler, workers: int, gpus: float, kv_budget_of: str | None) -> Iterator[str]:
         """What can be told without a model."""
-        if workers < 1:
-            yield f"engine.workers={workers} must be at least 1"
-        if threads is not None and threads < 1:
-            yield f"engine.threads={threads} must be at least 1; leave it out for a share of this machine's"
-        if gpus < 0 or (gpus > 1 and gpus != int(gpus)):
+        if gpus > 1 and gpus != int(gpus):
             yield f"engine.gpus={gpus:g} of a worker must be 0, a part of one, or a whole number"
-        if not timeout > 0:
-            yield f"engine.timeout={timeout:g} must be above 0: seconds without a sign of life"
-        if kv_budget_of not in (None, "worker", "run"):
-            yield f"engine.kv_budget_of={kv_budget_of} must be worker or run"
-        elif sampler.kv_budget is not None and kv_budget_of is None:
+        if sampler.kv_budget is not None and kv_budget_of is None:
             yield (
                 f"sampler.kv_budget={sampler.kv_budget} does not say whether each of engine.workers={workers} workers "
-                "has so much, or all of them together: engine.kv_budget_of=worker or engine.kv_budget_of=run"
+                "has that much, or all of them together: engine.kv_budget_of=worker or engine.kv_budget_of=run"
             )
-
-    @property
-    def reads_stop_strings(self) -> bool:
-        return True
-
-    @property
-    def _tells_lengths(self) -> bool:
-        """Whether lengths are predicted here and told to the workers, whose engines else predict for themselves."""
-        return self._predictor.prefix_tokens == 0
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of coming in. UserError with `enough`."""
+        """One rollout per request, in order of coming in. UserError with `enough`. Whoever stops asking ends the
+        workers, and the next call starts others."""
         if enough is not None:
-            raise UserError(NO_ENOUGH)
+            raise UserError(
+                "engine=ray cannot stop rollouts before their end, as its workers report a rollout only once it has "
+                "ended: use engine=torch or engine=vllm, or collector=equal"
+            )
         self._stats = EngineStats()
         if not requests:
             return
@@ -124,12 +104,13 @@ class RayEngine:
 
         start = time.perf_counter()
         with self._meter.span("weights"), session.answering():
-            if self._weights is None:  # workers keep those before as long as they use them
+            if self._weights is None:  # workers keep the previous ones as long as they use them
                 self._version, self._weights = self._version + 1, ray.put(numbers(self._model, trained=True))
-            pool = self._pool_at_work()
+            pool = self._pool = self._pool or self._new_pool()
         put_seconds = time.perf_counter() - start
         lengths = self._predictor.predict(requests, None) if self._tells_lengths else None
-        autocast = self._autocast()
+        kind = next(self._model.parameters()).device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
         def order_of(portion: Sequence[int]) -> Order:
             told = tuple(lengths[index] for index in portion) if lengths else None
@@ -139,66 +120,49 @@ class RayEngine:
 
         finished: list[Rollout] = []
         details: dict[str, float] = {}
+        dealt = portions(requests, lengths, self._workers, self._sampler.all_at_once)
         try:
-            for index, made in pool.serve(
-                portions(requests, lengths, self._workers, self._sampler.all_at_once), order_of
-            ):
+            for index, made in pool.serve(dealt, order_of):
                 finished.append(replace(made, request=requests[index]))
                 yield finished[-1]
-        finally:
-            if self._tells_lengths and len(finished) == len(requests):
+            if self._tells_lengths:
                 details |= self._predictor.learn([r for r in finished if r.request.teaches_length], None)
-            for number, end in pool.ends:
-                self._learnt[number], self._facts = end.learnt, end.facts
-            self._stats = _together(pool, sum(map(len, finished)), put_seconds, details)
+        finally:
+            self._facts = pool.ends[-1][1].facts if pool.ends else self._facts
+            self._stats = _account(pool, sum(map(len, finished)), put_seconds, details)
+            if len(finished) < len(requests):
+                self.close()
 
-    def _pool_at_work(self) -> WorkerPool:
-        if self._pool is None:
-            import ray
+    def _new_pool(self) -> WorkerPool:
+        import ray
 
-            fixed, device = ray.put(numbers(self._model, trained=False)), "cuda" if self._needs.gpus else "cpu"
-            blueprint = Blueprint(hollow(self._model), fixed, self._build, device, self._needs.cpus, dict(self._learnt))
-            # `signs` is answered while a portion is served.
-            asked: dict[str, Any] = {"max_restarts": -1, "concurrency_groups": {"signs": 1}}
-            asked |= {"num_cpus": self._needs.cpus, "num_gpus": self._needs.gpus}
-            asked["runtime_env"] = {"env_vars": environment_of(self._needs.cpus)}
-            worker: Any = ray.remote(**asked)(RolloutWorker)
-            actors = [worker.remote() for _ in range(self._workers)]
-            self._pool = WorkerPool(
-                actors, ray.put(blueprint), self._timeout, self._warn, self._check_place, self._meter
-            )
-        return self._pool
-
-    def _autocast(self) -> torch.dtype | None:
-        kind = next(self._model.parameters()).device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        fixed, device = ray.put(numbers(self._model, trained=False)), "cuda" if self._gpus else "cpu"
+        blueprint = Blueprint(hollow(self._model), fixed, self._build, device, self._cpus, self._timeout)
+        options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus}
+        options["runtime_env"] = {"env_vars": environment_of(self._cpus)}
+        return WorkerPool(self._workers, options, blueprint, self._warn, self._check_place, self._meter)
 
     def _check_place(self, there: Place) -> None:
-        """A worker that would compute otherwise is refused; what may round otherwise is said."""
+        """UserError for a worker with other software; a warning, once, where only its roundings may differ."""
         mine = self._place
-        for what, own, its in (
+        for name, own, its in (
             ("Python", mine.python, there.python),
             ("torch", mine.torch, there.torch),
             ("grpo-cli", f"{mine.grpo_cli} ({mine.build})", f"{there.grpo_cli} ({there.build})"),
         ):
             if own != its:
                 raise UserError(
-                    f"the worker on {there.host} has {what} {its}, and the trainer has {own}: install the same on "
+                    f"the worker on {there.host} has {name} {its}, and the trainer has {own}: install the same on "
                     "every node, so that all make the same rollouts"
                 )
-        if there.device == "cpu" and not self._said_bits and (differs := self._differs(there)):
+        own, its = (f"{p.processor} with {p.threads} threads" for p in (mine, there))
+        if there.device == "cpu" and own != its and not self._said_bits:
             self._said_bits = True
-            self._warn(f"rollouts are those of engine=torch to rounding only: {differs}")
-
-    def _differs(self, there: Place) -> str:
-        if there.processor != self._place.processor:
-            return f"{there.host} computes by {there.processor}, the trainer by {self._place.processor}"
-        if there.threads != torch.get_num_threads():
-            return (
-                f"a worker computes with {there.threads} threads, the trainer with {torch.get_num_threads()} "
-                f"(for the same bits: OMP_NUM_THREADS={there.threads}, or engine.threads={torch.get_num_threads()})"
+            self._warn(
+                "rollouts are those of engine=torch to rounding only: the trainer computes by "
+                f"{own}, {there.host} by {its} (for the same bits: processors of one kind, and either "
+                f"OMP_NUM_THREADS={there.threads} or engine.threads={mine.threads})"
             )
-        return ""
 
     def stats(self) -> EngineStats:
         """What the last `generate` cost, all workers together: their decode steps add up, slots and bytes are those of
@@ -215,14 +179,11 @@ class RayEngine:
         self._weights = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep: what was learnt here, and by the engine of each worker."""
-        return {"predictor": self._predictor.state(), "workers": {str(n): dict(s) for n, s in self._learnt.items()}}
+        """What was learned of lengths here; what a worker's own predictor has learned ends with it."""
+        return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, before any worker is started."""
-        assert self._pool is None, "workers are built with what they had learnt"
         self._predictor.load_state(state["predictor"])
-        self._learnt = {int(number): learnt for number, learnt in state.get("workers", {}).items()}
 
     def close(self) -> None:
         """End the workers. Ray, if it was started here, ends with the process."""
@@ -231,13 +192,8 @@ class RayEngine:
         self._pool = None
 
 
-def _threads(asked: int | None, workers: int, here: bool) -> int:
-    """Of a worker: as the trainer has, which waits while they work; where all are on this machine a share of that."""
-    return asked or max(1, torch.get_num_threads() // (workers if here else 1))
-
-
-def _together(pool: WorkerPool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
-    """`tokens` are counted here: of a worker that is lost there are answers, and no account."""
+def _account(pool: WorkerPool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
+    """`tokens` are counted here: a worker that is lost has delivered rollouts, and no account of them."""
     ends: dict[int, list[Done]] = {}
     for number, end in pool.ends:
         ends.setdefault(number, []).append(end)

@@ -1,7 +1,7 @@
 """The Ray that a run works with: started here for as long as the process lives, or joined.
 
-A Ray that is started here listens on this machine only and asks whoever calls for a token that it was given for this
-process: Ray runs whatever code it is sent.
+A Ray that is started here listens on this machine only and requires a token made for this process: Ray runs whatever
+code it is sent.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
-import torch
 
 from grpo_cli.support.errors import UserError
 
@@ -33,20 +31,12 @@ from grpo_cli.support.errors import UserError
 TESTED_VERSIONS = ">=2.60,<3"
 ANSWERS_IN = 5.0  # seconds for an address to answer
 
-# Of Ray's own: it sends nothing home; its libraries' hints are not a run's.
+# Ray's usage statistics and its libraries' hints are switched off.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
-# What Ray goes by on desktops, where nodes stay on the loopback interface.
+# Ray then treats this machine as a desktop, whose nodes stay on the loopback interface.
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# What decides bits is asked for when a process starts (`processor.settle`); workers are to have the same.
+# These decide bits when a process starts (`processor.settle`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Of one worker."""
-
-    cpus: int
-    gpus: float
 
 
 def require_ray() -> None:
@@ -58,17 +48,15 @@ def require_ray() -> None:
 
 
 def check_address(address: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Before anything is sent there. UserError for one that nobody answers, or that anybody could."""
+    """Before anything is sent there. UserError for an address where nobody answers, or that is open to anybody."""
     if address == "auto":
         return
-    if "://" in address:
-        raise UserError(
-            f"engine.address={address}: Ray's client protocol carries no weights between nodes; give host:port of a "
-            "running cluster's head, or run the command on a node of it with engine.address=auto"
-        )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"engine.address={address} is neither auto nor host:port, for example 10.0.0.1:6379")
+    if "://" in address or not host or not port.isdigit():
+        raise UserError(
+            f"engine.address={address} must be auto, on a node of a running cluster, or host:port of its head, for "
+            "example 10.0.0.1:6379"
+        )
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWERS_IN) as connection:
             check_public(connection.getpeername()[0], environment)
@@ -77,15 +65,6 @@ def check_address(address: str, environment: Mapping[str, str] = os.environ) -> 
             f"nobody answers at engine.address={address} ({error}): start a head there with ray start --head "
             f"--port={port}, or leave engine.address out, and Ray is started on this machine"
         ) from error
-
-
-def check_gpus(workers: int, gpus: float, here: int) -> None:
-    """Ray takes the number that it is told where it is started here, and its workers would wait for GPUs for ever."""
-    if workers * gpus > here:
-        raise UserError(
-            f"engine.workers={workers} with engine.gpus={gpus:g} each need {workers * gpus:g} GPUs, and this machine "
-            f"has {here}: lower them, or join a cluster that has as many (engine.address)"
-        )
 
 
 def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -97,6 +76,25 @@ def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None
         )
 
 
+def check_room(
+    workers: int, cpus: int, gpus: float, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]
+) -> None:
+    """UserError unless so many workers find room, each on one node: Ray would let them wait for ever."""
+
+    def room(resources: Mapping[str, float]) -> int:
+        by_gpus = resources.get("GPU", 0) // gpus if gpus else math.inf
+        return int(min(resources.get("CPU", 0) // cpus, by_gpus))
+
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    fitting = min(sum(map(room, alive)), room(free))
+    if fitting < workers:
+        raise UserError(
+            f"engine.workers={workers} of {cpus} CPUs (engine.threads) and {gpus:g} GPUs (engine.gpus) "
+            f"each do not fit: {len(alive)} nodes, with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs "
+            f"free, have room for {fitting}; lower them, or join a larger cluster (engine.address)"
+        )
+
+
 class Session:
     """This process's one connection to a Ray, which may have been started by it."""
 
@@ -105,43 +103,39 @@ class Session:
         self._own: list[psutil.Process] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def open(self, address: str | None, workers: int, needs: Needs, store_bytes: int) -> None:
-        """`address` None: Ray is started here, with `store_bytes` for what all processes share."""
-        asked = (address, workers, needs, store_bytes)
+    def open(self, address: str | None, workers: int, cpus: int, gpus: float) -> None:
+        """For workers of so many CPUs and GPUs each. `address` None: Ray is started here."""
+        asked = (address, workers, cpus, gpus)
         if self._asked == asked:
             return
         self.close()
-        how: dict[str, Any] = {"address": address}
-        if address is None:
-            check_gpus(workers, needs.gpus, torch.cuda.device_count())
-            os.environ |= _LOOPBACK | {"RAY_AUTH_MODE": "token"}
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
-            # A short name, as sockets lie there, whose paths may have about a hundred characters.
-            place = "/tmp" if os.name == "posix" else None
-            self._folder = tempfile.TemporaryDirectory(
-                "", f"grpo_ray_{os.getpid()}_", place, ignore_cleanup_errors=True
-            )
-            how = {"address": "local", "num_cpus": workers * needs.cpus, "num_gpus": math.ceil(workers * needs.gpus)}
-            how |= {"object_store_memory": store_bytes, "include_dashboard": False, "_temp_dir": self._folder.name}
-        else:
+        os.environ |= {name: os.environ.get(name, value) for name, value in _QUIET.items()}
+        how = {"address": address} if address else self._of_its_own(workers * cpus)
+        if address is not None:
             check_address(address)
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
         before = {process.pid for process in psutil.Process().children()}
-        with _starting(address), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about Ray's own code
+        with _starting(address):
             import ray
 
             ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **how)
         self._asked = asked
         atexit.register(self.close)
+        nodes = ray.nodes()
         if address is None:
             self._own = [child for child in psutil.Process().children() if child.pid not in before]
-            self._check_alone(ray.nodes()[0]["NodeManagerAddress"])
-        else:
-            for node in ray.nodes():
-                check_public(node["NodeManagerAddress"])
-            _check_room(workers, needs, ray.nodes(), ray.available_resources())
+            self._check_alone(nodes[0]["NodeManagerAddress"])
+        for node in nodes:
+            check_public(node["NodeManagerAddress"])
+        check_room(workers, cpus, gpus, nodes, ray.available_resources())
+
+    def _of_its_own(self, cpus: int) -> dict[str, Any]:
+        """How Ray is started here: on the loopback interface, with a token, and with its files in a folder that goes
+        with it. That has a short name, since sockets' paths may have about a hundred characters."""
+        os.environ |= _LOOPBACK | {"RAY_AUTH_MODE": "token"}
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
+        root = "/tmp" if os.name == "posix" else None
+        self._folder = tempfile.TemporaryDirectory("", f"grpo_ray_{os.getpid()}_", root, ignore_cleanup_errors=True)
+        return {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self._folder.name}
 
     def _check_alone(self, host: str) -> None:
         """Ray reads what keeps it on the loopback interface when it is imported, which may have been before."""
@@ -154,17 +148,20 @@ class Session:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around calls into Ray: where it is itself gone, nothing that was asked of it can be had. Its processes are
-        looked at before, since Ray ends a process, without a word, that reaches for a store that has gone."""
+        """Around calls into Ray: UserError where it is itself gone. Its processes are looked at before, since Ray ends
+        a process, without a word, that reaches for a store that has gone."""
         import ray
 
         ended = [p.pid for p in self._own if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
-        if ended:
-            raise _gone(f"its process {ended[0]} has ended")
         try:
+            if ended:
+                raise ConnectionError(f"its process {ended[0]} has ended")
             yield
         except (ray.exceptions.RaySystemError, ConnectionError) as error:
-            raise _gone(reason_of(error)) from error
+            raise UserError(
+                f"Ray itself is gone ({reason_of(error)}), and all workers with it; the last checkpoint is kept: "
+                "once Ray can run, continue from it with grpo train resume=auto"
+            ) from error
 
     def close(self) -> None:
         if self._asked is None:
@@ -181,20 +178,15 @@ class Session:
 session = Session()
 
 
-def _gone(reason: str) -> UserError:
-    return UserError(
-        f"Ray itself is gone ({reason}), and all workers with it; the last checkpoint is kept: go on from it with "
-        "grpo train resume=auto, once Ray can run"
-    )
-
-
 @contextmanager
 def _starting(address: str | None) -> Iterator[None]:
-    """Around Ray's start, whose errors are of many kinds, each with a reason of its own. Ray takes SIGTERM for its own,
-    which a run answers with a checkpoint."""
+    """Around Ray's start, whose errors are of many kinds. Ray installs its own handler of SIGTERM, which a run answers
+    with a checkpoint."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about Ray's own code
+            yield
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         what = "Ray cannot be started here" if address is None else f"engine.address={address} cannot be joined"
         raise UserError(f"{what}: {reason_of(error)}") from error
@@ -203,51 +195,15 @@ def _starting(address: str | None) -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _check_room(workers: int, needs: Needs, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> None:
-    """Whether so many workers find a place, each on one node."""
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    places = sum(_places(resources, needs) for resources in alive)
-    fitting = min(places, _places(free, needs))
-    if fitting >= workers:
-        return
-
-    def told(resources: Mapping[str, float]) -> str:
-        return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
-
-    total = {name: sum((r.get(name, 0.0) for r in alive), 0.0) for name in ("CPU", "GPU")}
-    of_each = f"{needs.cpus} CPUs (engine.threads) and {needs.gpus:g} GPUs (engine.gpus) each"
-    would = f"engine.workers={fitting} would do" if fitting else "not even one finds a place"
-    raise UserError(
-        f"engine.workers={workers} of {of_each} do not fit: the cluster has {told(total)} on {len(alive)} nodes, of "
-        f"which {told(free)} are free; {would}"
-    )
-
-
-def _places(resources: Mapping[str, float], needs: Needs) -> int:
-    by_gpus = resources.get("GPU", 0) // needs.gpus if needs.gpus else math.inf
-    return int(min(resources.get("CPU", 0) // needs.cpus, by_gpus))
-
-
 def environment_of(threads: int) -> dict[str, str]:
-    """Of a worker: the trainer's settings that decide bits, and where a person's own modules are found."""
+    """Of a worker: the trainer's settings that decide bits, and its paths to modules outside the installation."""
+    prefixes = tuple(os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix))
+    paths = [os.path.abspath(path) for path in sys.path if not os.path.realpath(path).startswith(prefixes)]
     handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    return {"PYTHONPATH": os.pathsep.join(_own_paths()), "OMP_NUM_THREADS": str(threads), **handed_on}
-
-
-def _own_paths() -> Iterator[str]:
-    """Where a person's own modules are found: what of Python's path is no part of its installation."""
-    installed = tuple({os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)})
-    for path in sys.path:
-        if not os.path.realpath(path).startswith(installed):
-            yield os.path.abspath(path)
-
-
-_GUESSES = " Some common causes include:"  # of Ray's, which are as long as all that it knows
-_PARTICULARS = ("class_name", "actor_id", "pid", "namespace", "ip:", "File")
+    return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads), **handed_on}
 
 
 def reason_of(error: BaseException) -> str:
-    """In a line: Ray tells of a dead actor in paragraphs."""
+    """In one line: Ray describes a dead actor in paragraphs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(_PARTICULARS)]
-    return f"{type(error).__name__}: {told[-1].partition(_GUESSES)[0] if told else 'no reason given'}"
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

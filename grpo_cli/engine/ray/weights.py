@@ -53,10 +53,6 @@ def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device
             mine.data = tensor.to(device)
 
 
-def nbytes(given: Mapping[str, np.ndarray]) -> int:
-    return sum(array.nbytes for array in given.values())
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, each once, whether a saved folder has them or not."""
     return chain(model.named_parameters(), model.named_buffers())

@@ -1,17 +1,18 @@
-"""A worker: an actor of Ray with a copy of the model and an engine of its own, perhaps on another machine.
+"""A worker: a Ray actor with a copy of the model and an engine of its own, perhaps on another machine.
 
-It never serves with other weights than it was asked to.
+It never generates with other weights than the order names, and ends itself when its engine hangs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import platform
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,26 +27,27 @@ from grpo_cli.interfaces import Engine
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Request, Rollout
 
+# Seconds that a start may take whatever `engine.timeout` says: libraries are imported, weights copied, graphs captured.
+START = 300.0
+
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What workers are built from: a hollow model, a reference to what of its numbers is not trained, and `build`, that
-    makes an engine of it and is given `told`, `meter` and `warn` too. `learnt`: what a checkpoint has of the engine of
-    each worker."""
+    """What a worker is built from: a hollow model, a reference to its frozen numbers, and `build`, which makes an
+    engine of the model and also takes `told`, `meter` and `warn`. `timeout` is in seconds."""
 
     model: Any
     fixed: Any
     build: Callable[..., Engine]
     device: str
     threads: int
-    learnt: Mapping[int, Mapping[str, Any]]
+    timeout: float
 
 
 @dataclass(frozen=True)
 class Order:
-    """A portion: requests by their places in the trainer's list, in the order in which a worker is to take them.
-    `weights`: a reference to what is trained, of one `version`. `lengths`: what is expected of each request, None where
-    nobody knows. `autocast`: the computation's precision, None for that of the weights."""
+    """A portion: requests with their indices in the trainer's list. `weights` refers to the trained numbers of this
+    `version`; `lengths` are the predicted ones, if any; `autocast` is the compute dtype, None for the weights' own."""
 
     version: int
     weights: Any
@@ -56,21 +58,19 @@ class Order:
 
 @dataclass(frozen=True)
 class Done:
-    """What a portion cost, what the engine has warned of, says of itself and has learnt of lengths. `seconds` are those
-    of the whole portion, `weights_seconds` those until the weights were there (0 where they had been)."""
+    """The account of a finished portion. `seconds` covers all of it, `weights_seconds` the copy of new weights."""
 
     stats: EngineStats
-    said: tuple[str, ...]
+    warnings: tuple[str, ...]
     facts: Mapping[str, Any]
-    learnt: Mapping[str, Any]
     seconds: float
     weights_seconds: float
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs and what: `processor` as far as it decides which kernels compute, `build` a fingerprint of
-    grpo-cli's own source."""
+    """Where a process runs and with what: `processor` decides which kernels compute, `build` is a hash of grpo-cli's
+    own source."""
 
     node: str
     host: str
@@ -85,54 +85,46 @@ class Place:
 
 
 class RolloutWorker:
-    """Serves one portion at a time; `signs` answers meanwhile. `start` comes first, again whenever Ray has restarted
-    it: what lies in Ray's store cannot be an argument of an actor that may be restarted."""
+    """Serves one portion at a time. `start` comes first, and again after Ray has restarted the process: a restartable
+    actor's constructor cannot take references to Ray's object store."""
 
-    def __init__(self) -> None:
-        self._signs = 0
-
-    def start(self, blueprint: Blueprint, number: int) -> Place:
-        """All that it has to know; Ray may ask twice."""
+    def start(self, blueprint: Blueprint) -> Place:
+        """Take over everything a portion needs; may be called twice."""
         import ray
 
-        self._model, self._build, self._learnt = blueprint.model, blueprint.build, blueprint.learnt.get(number)
-        self._device, self._threads = torch.device(blueprint.device), blueprint.threads
+        self._blueprint, self._model = blueprint, blueprint.model
+        self._device = torch.device(blueprint.device)
         self._engine: Engine | None = None
-        self._version = 0  # of no weights yet
-        self._rollouts: Any = ExitStack()  # of the last portion
-        self._said: list[str] = []
+        self._version = 0  # no weights yet
+        self._warnings: list[str] = []
         self._told: dict[tuple[str, int, int], float] = {}
+        self._watchdog = _Watchdog(blueprint.timeout)
         fill(self._model, ray.get(blueprint.fixed), self._device)
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(blueprint.threads)
         return place(ray.get_runtime_context().get_node_id(), self._device)
 
-    def signs(self) -> int:
-        """Grows as long as it is at work."""
-        return self._signs
-
     def serve(self, order: Order) -> Iterator[tuple[int, Rollout] | Done]:
-        """Rollouts with the places of their requests, as they end."""
-        self._rollouts.close()  # Ray leaves a stream that was cancelled as it stands
-        torch.set_num_threads(self._threads)  # this and the next hold for the thread that computes
+        """Rollouts with their requests' indices as they finish, then the account."""
+        torch.set_num_threads(self._blueprint.threads)  # this and the next hold for the thread that computes
         flush_denormals()
         start = time.perf_counter()
-        weights_seconds = self._take_up(order)
-        engine = self._ready()
-        self._told.clear()
-        if order.lengths is not None:
-            told = zip(order.requests, order.lengths, strict=True)
-            self._told.update({key_of(request): length for (_, request), length in told})
-        places = {id(request): index for index, request in order.requests}  # two may be equal
-        with torch.autocast(self._device.type, order.autocast) if order.autocast else nullcontext():
-            self._rollouts = engine.generate([request for _, request in order.requests])
-            for rollout in self._rollouts:
-                yield places[id(rollout.request)], rollout
-        said, self._said[:] = tuple(self._said), []
+        with self._watchdog.watching(START if self._engine is None else 0.0):
+            weights_seconds = self._take_up(order)
+            engine = self._ready()
+            self._told.clear()
+            if order.lengths is not None:
+                told = zip(order.requests, order.lengths, strict=True)
+                self._told.update({key_of(request): length for (_, request), length in told})
+            indices = {id(request): index for index, request in order.requests}  # two may be equal
+            with torch.autocast(self._device.type, order.autocast) if order.autocast else nullcontext():
+                for rollout in engine.generate([request for _, request in order.requests]):
+                    yield indices[id(rollout.request)], rollout
+        warnings, self._warnings[:] = tuple(self._warnings), []
         seconds = time.perf_counter() - start
-        yield Done(engine.stats(), said, dict(engine.facts()), dict(engine.state_dict()), seconds, weights_seconds)
+        yield Done(engine.stats(), warnings, dict(engine.facts()), seconds, weights_seconds)
 
     def _take_up(self, order: Order) -> float:
-        """Have these weights, and no others; returns the seconds that it took."""
+        """Copy the order's weights unless they are here already; returns the seconds that it took."""
         if self._version == order.version:
             return 0.0
         import ray
@@ -145,32 +137,41 @@ class RolloutWorker:
         return time.perf_counter() - start
 
     def _ready(self) -> Engine:
-        """The engine, which may look at the weights when it is made."""
+        """The engine, made once there are weights: it may look at them."""
         if self._engine is None:
-            meter = _SignsOfLife(self._sign)
-            self._engine = self._build(self._model, told=self._told, meter=meter, warn=self._said.append)
-            if self._learnt is not None:
-                self._engine.load_state_dict(self._learnt)
+            self._engine = self._blueprint.build(
+                self._model, told=self._told, meter=self._watchdog, warn=self._warnings.append
+            )
         return self._engine
 
-    def _sign(self) -> None:
-        import ray
 
-        self._signs += 1
-        if ray.get_runtime_context().is_canceled():
-            raise RuntimeError("the portion is not wanted any more")
+class _Watchdog:
+    """A meter that measures nothing, and ends the process when no span has been opened for `timeout` seconds. Ray does
+    not ask whether a process that lives makes progress; `faulthandler` also gets through to one stuck in C code, and
+    leaves its traceback in Ray's log."""
 
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._again = timeout, 0.0  # when it is armed again
 
-class _SignsOfLife:
-    """A meter that measures nothing: whoever opens a span is at work."""
-
-    def __init__(self, sign: Callable[[], None]) -> None:
-        self._sign = sign
+    @contextmanager
+    def watching(self, at_first: float) -> Iterator[None]:
+        """With at least `at_first` seconds until the first span."""
+        self._arm(max(at_first, self._timeout))
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        self._sign()
+        if time.monotonic() > self._again:  # not each time: it takes as long as a small decode step
+            self._arm(self._timeout)
+            self._again = time.monotonic() + self._timeout / 8
         yield
+
+    def _arm(self, seconds: float) -> None:
+        self._again = 0.0
+        faulthandler.dump_traceback_later(seconds, file=2, exit=True)
 
     def take(self) -> Mapping[str, float]:
         return {}
@@ -194,7 +195,7 @@ def place(node: str, device: torch.device) -> Place:
 
 @cache
 def _fingerprint() -> str:
-    """Of grpo-cli's own source: two that are equal compute the same."""
+    """A hash of grpo-cli's own source: where it is equal, the same is computed."""
     package = Path(grpo_cli.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

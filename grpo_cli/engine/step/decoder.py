@@ -86,29 +86,28 @@ class Decoder:
         self._flash = False
         self._functions = self._to_compile = EAGER
 
-    def padded(self, padding: Padding) -> Decoder:
-        """The same blocks, padded otherwise."""
+    def _with(self, **changed: Any) -> Decoder:
+        """A copy with other attributes."""
         other = copy(self)
-        other.padding = padding
+        vars(other).update(changed)
         return other
+
+    def padded(self, padding: Padding) -> Decoder:
+        """The same blocks with other padding."""
+        return self._with(padding=padding)
 
     def may_pack(self, packed: bool) -> Decoder:
         """The same, with its copies packed or not."""
-        other = copy(self)
-        other._packed = packed
-        return other
+        return self._with(_packed=packed)
 
     def may_compile(self, warn: Callable[[str], None]) -> Decoder:
-        """The same, its steps compiled where layers are of plain weights; tells `warn` if it comes to nothing."""
-        other = copy(self)
-        other._to_compile = Compiled(EAGER, warn).functions
-        return other
+        """The same, with compiled steps where layers are of plain weights; calls `warn` if compilation fails."""
+        return self._with(_to_compile=Compiled(EAGER, warn).functions)
 
     def for_steps(self, watched: bool) -> Decoder:
-        """The same, as fast as decode steps can be made on this device and in this precision. `watched`: a policy wants
-        to see what they attend to."""
-        other = copy(self)
-        other._flash = not self.slow_since(watched)
+        """The same, as fast as decode steps can be on this device and in this precision. `watched`: an eviction policy
+        needs their attention weights."""
+        other = self._with(_flash=not self.slow_since(watched))
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
             if not all(block.is_plain for block in blocks):  # modules
@@ -148,11 +147,9 @@ class Decoder:
         dtype, packed = self.layout().dtype, self.packs
         if not packed and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
             return self
-        other = copy(self)
-        other._weights = copies = Copies(dtype, packed)
-        other._blocks_of_model = [Block.of(layer, copies) for layer in self._layers]
-        other._head = copies.of(self._head)
-        return other
+        copies = Copies(dtype, packed)
+        blocks = [Block.of(layer, copies) for layer in self._layers]
+        return self._with(_weights=copies, _blocks_of_model=blocks, _head=copies.of(self._head))
 
     @property
     def copied_bytes(self) -> int:
@@ -177,9 +174,7 @@ class Decoder:
 
     def of_one_block(self) -> Decoder:
         """The same, but of the first block only."""
-        other = copy(self)
-        other._layers, other._blocks_of_model = self._layers[:1], self._blocks_of_model[:1]
-        return other
+        return self._with(_layers=self._layers[:1], _blocks_of_model=self._blocks_of_model[:1])
 
     def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Those of a block, adapters included; what they are multiplied into, rows are."""

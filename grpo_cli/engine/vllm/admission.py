@@ -1,4 +1,4 @@
-"""Which requests run and which wait, for an engine that batches and caches elsewhere: slots are numbers here."""
+"""Which requests run and which wait, for an engine that batches and caches by itself: here slots are only numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
 
 class Work:
-    """One call of `generate`: what waits, what runs in which slot, and what it has cost."""
+    """One call of `generate`: what waits, what runs in which slot, and its cost so far."""
 
     def __init__(self, requests: Sequence[Request], slots: int, refills: bool) -> None:
         self.requests = requests
@@ -20,7 +20,7 @@ class Work:
         self._free = list(range(slots))
         self._slots, self._refills = slots, refills
         self._row_steps = self._generated = self._prefilled = 0
-        self._drawn: dict[int, tuple[list[int], list[float]]] = {}  # of those that tell what they have as they go
+        self._drawn: dict[int, tuple[list[int], list[float]]] = {}  # tokens and log-probabilities reported so far
 
     def start(self, scheduler: Scheduler, predicted: Sequence[float] | None) -> None:
         lengths = [None] * len(self.requests) if predicted is None else predicted
@@ -48,7 +48,7 @@ class Work:
         self._row_steps += len(self.running)
 
     def note(self, output: Any) -> None:
-        """Write down what an output brings that was not reported yet: all, or what is new since the last."""
+        """Add what an output reports: everything, or only what is new since the previous one."""
         index, made = int(output.request_id), output.outputs[0]
         if index not in self._drawn:
             self._prefilled += len(self.requests[index].prompt.token_ids) - (output.num_cached_tokens or 0)
@@ -58,7 +58,7 @@ class Work:
         assert len(logprobs) == len(tokens), "vLLM gave half a completion"
 
     def settle(self, output: Any, eos: Sequence[int]) -> Rollout:
-        """A finished request as a rollout; its slot falls free."""
+        """A finished request as a rollout; frees its slot."""
         index = int(output.request_id)
         assert output.outputs[0].finish_reason in ("stop", "length"), "vLLM gave half a completion"
         slot, _ = self.running.pop(index)
@@ -67,7 +67,7 @@ class Work:
         return self._rollout(index, finish)
 
     def left_over(self) -> Iterator[Rollout]:
-        """All that has not ended, with what is known of it; nothing runs or waits any more."""
+        """All unfinished requests as partial rollouts; afterwards nothing runs or waits."""
         indices = sorted((*self.running, *self.queue))
         self.running, self.queue = {}, {}
         yield from (self._rollout(index, Finish.PARTIAL) for index in indices)
@@ -80,7 +80,7 @@ class Work:
         return Rollout(request, tuple(tokens), tuple(logprobs), finish, max(0, len(tokens) - 1))
 
     def stats(self, kv_bytes: int, details: Mapping[str, float]) -> EngineStats:
-        """All forwards count as decode steps, as vLLM reads prompts in the same ones."""
+        """Every forward pass counts as a decode step, since vLLM reads prompts in the same passes."""
         capacity = self.steps * self._slots
         return EngineStats(
             decode_steps=self.steps,

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
@@ -34,9 +34,10 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.formatting import gib, parse_bytes
 from grpo_cli.support.memory import asked_of_allocator, give_back_cached, held_by_others
 from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.ranges import Range
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
-# Of what is free of a GPU, what is not promised to vLLM: it looks again when it has allocated something itself.
+# Free bytes of a GPU that vLLM is not promised: it checks again after allocating something itself.
 MARGIN = 2**29
 
 
@@ -59,8 +60,8 @@ class VllmEngine:
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
         *,
-        memory: float,
-        max_model_len: int | None,
+        memory: Annotated[float, Range(0, 1, above=True, below=True)],
+        max_model_len: Annotated[int, Range(2, because="a token of the prompt and one of its reply")] | None,
         prefix_caching: bool,
         eager: bool | None,
         sleep: bool | None,
@@ -76,7 +77,7 @@ class VllmEngine:
         self._eager = not on_gpu if eager is None else eager
         self._sleeps = on_gpu if sleep is None else sleep
         self._prefix_caching = prefix_caching
-        problems = [*self.refuses(scheduler, predictor, sparsity, memory, max_model_len)]
+        problems = [*self.refuses(scheduler, predictor, sparsity)]
         if self._sleeps and not on_gpu:
             problems.append("engine.sleep=true needs a GPU: vLLM cannot give back a CPU's memory; leave it out")
         if self._sleeps and (asked := asked_of_allocator(os.environ, "expandable_segments:True")):
@@ -89,15 +90,13 @@ class VllmEngine:
         check_options(self._options)
         self._served = Served.of(model, head_sizes(self._device))
         self._llm: Any = None
-        self._slots = self._kv_bytes = self._block_bytes = 0
+        self._slots = self._kv_bytes = 0
         self._stale, self._asleep, self._dead = True, False, ""
         self._runner: str | None = None
         self._stats = EngineStats()
 
     @staticmethod
-    def refuses(
-        scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget, memory: float, max_model_len: int | None
-    ) -> Iterator[str]:
+    def refuses(scheduler: Scheduler, predictor: Predictor, sparsity: Dense | Budget) -> Iterator[str]:
         """What can be checked without a model."""
         if isinstance(sparsity, Budget):
             yield (
@@ -110,16 +109,12 @@ class VllmEngine:
                 "engine=vllm does not expose its hidden states, which predictor=prefix reads; choose predictor=mean or "
                 "oracle, or scheduler=fifo"
             )
-        if not 0 < memory < 1:
-            yield f"engine.memory={memory} is the share of a GPU's memory and must be between 0 and 1"
-        if max_model_len is not None and max_model_len < 2:
-            yield f"engine.max_model_len={max_model_len} must be at least 2: a token of the prompt and one of its reply"
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. With `enough` vLLM tells of every token as it is drawn, which
-        takes it some time; once the answer is yes, what is under way is aborted and comes partial."""
+        """One rollout per request, in order of finishing. With `enough` vLLM reports every token as it is drawn, which
+        costs some time; once the answer is yes, unfinished requests are aborted and come back partial."""
         self._stats = EngineStats()
         if not requests:
             return
@@ -172,7 +167,7 @@ class VllmEngine:
                 self._llm.llm_engine.abort_request([str(index) for index in work.running])
 
     def _enter(self, index: int, request: Request, told: bool) -> None:
-        """`told`: of every token as it is drawn, not of all at the end."""
+        """`told`: whether vLLM reports every token as it is drawn, instead of all at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -196,7 +191,7 @@ class VllmEngine:
             self._llm.llm_engine.add_request(str(index), prompt, params)
 
     def _step(self, work: Work) -> list[Any]:
-        """One forward of vLLM's; eager means its sampling helpers too."""
+        """One forward pass of vLLM; with `eager` its sampling helpers are not compiled either."""
         stance = "force_eager" if self._eager else "default"
         with (
             self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
@@ -210,8 +205,8 @@ class VllmEngine:
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Every call into vLLM, outside the learner's autocast: under it vLLM would be started, and adapters merged, in
-        another precision than asked for. Whatever vLLM raises, of any kind, ends the run in one line."""
+        """Around every call into vLLM: outside the learner's autocast, under which vLLM would start, and adapters would
+        be merged, in another precision than asked for; and whatever vLLM raises becomes a UserError of one line."""
         if self._dead:
             raise UserError(self._dead)
         try:
@@ -245,14 +240,14 @@ class VllmEngine:
                 )
 
     def _limit(self) -> int:
-        """The most tokens that a request may come to."""
+        """The most tokens of a request, prompt and reply together."""
         if self._llm is not None:
             return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         context: int = unwrapped(self._model).config.max_position_embeddings
         return min(context, self._max_model_len or context)
 
     def _wake(self, requests: Sequence[Request]) -> float:
-        """Memory taken, weights those of the policy; returns the seconds that the weights took."""
+        """Take memory and the policy's weights; returns the seconds that the weights took."""
         if self._llm is None:
             self._build(requests)
         if self._asleep:
@@ -277,7 +272,7 @@ class VllmEngine:
         self._stale = False
 
     def _rest(self, work: Work) -> None:
-        """Take back what was not finished, and give memory back."""
+        """Abort what was not finished, and give memory back."""
         if self._dead:
             return
         self._abort(work)
@@ -291,19 +286,21 @@ class VllmEngine:
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         self._served.check_dtype(dtype, self._device)
-        block = self._block_bytes = self._served.token_bytes(dtype) * self._block
+        block = self._served.token_bytes(dtype) * self._block
         rows = -(-max(_tokens(request) for request in requests) // self._block)
         at_once = self._rollouts_per_step or len(requests)
         # vLLM keeps one block for itself.
         shape = KvShape(at_once, prompts=1, prompt_bytes=block, page_bytes=rows * block, slot_bytes=rows * block)
         self._slots = self._sampler.fit(shape).slots
         kwargs: dict[str, Any] = {"max_model_len": self._limit()}
-        budget = self._budget(rows)
-        if budget is not None:
-            kwargs["kv_cache_memory_bytes"] = budget * block
-            kwargs["max_model_len"] = min(self._limit(), (budget - 1) * self._block)
+        blocks = 0 if self._device.type == "cuda" else 1 + self._slots * rows
+        if self._sampler.kv_budget is not None:
+            blocks = parse_bytes(self._sampler.kv_budget) // block
+        if blocks:
+            kwargs["kv_cache_memory_bytes"] = blocks * block
+            kwargs["max_model_len"] = min(self._limit(), (blocks - 1) * self._block)
         if self._device.type == "cuda":
-            kwargs["gpu_memory_utilization"] = self._share(budget is not None)
+            kwargs["gpu_memory_utilization"] = self._share()
         with guest(), tempfile.TemporaryDirectory() as folder, self._answering("could not be started"):
             _only(self)
             self._llm = self._started(Path(folder), kwargs | {"dtype": str(dtype).removeprefix("torch.")})
@@ -317,21 +314,21 @@ class VllmEngine:
         self._kv_bytes = cache.num_gpu_blocks * block
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
-    def _share(self, bounded: bool) -> float:
-        """The share of the whole GPU that vLLM may take. It refuses to start where so much is not free, even if
-        the cache's size is given (`bounded`), when it makes no other use of the share."""
+    def _share(self) -> float:
+        """The share of the whole GPU that vLLM may take: it refuses to start where that much is not free."""
         give_back_cached(self._device)
         others, free, total = held_by_others(self._device)
         most = (free - MARGIN) / total
+        if most >= self._memory:
+            return self._memory
         found = f"{gib(free)} of the GPU's {gib(total)} are free, and other processes hold {gib(others)}"
         if most <= 0:
             raise UserError(f"engine=vllm cannot start: {found}; free some of it, or use engine=torch")
-        if not bounded and most < self._memory:
-            self._warn(
-                f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f} of it. The optimizer takes its "
-                "part in the first update: where nothing is left for it, lower engine.memory"
-            )
-        return most if bounded else min(most, self._memory)
+        self._warn(
+            f"engine.memory={self._memory:g}: {found}, so vLLM takes {most:.2f} of it. The optimizer takes its part in "
+            "the first update: where nothing is left for it, lower engine.memory"
+        )
+        return most
 
     def close(self) -> None:
         """Shut vLLM down; the next rollouts wait for a new start."""
@@ -343,14 +340,6 @@ class VllmEngine:
     def _block(self) -> int:
         """Tokens in a block of the cache: the fewest that vLLM's kernels take."""
         return 16 if self._device.type == "cuda" else 32
-
-    def _budget(self, rows: int) -> int | None:
-        """Blocks of the cache: what sampler.kv_budget holds, or on a CPU what all slots need; None: as vLLM finds."""
-        if self._sampler.kv_budget is not None:
-            return parse_bytes(self._sampler.kv_budget) // self._block_bytes
-        if self._device.type == "cuda":
-            return None
-        return 1 + self._slots * rows
 
     def _started(self, folder: Path, kwargs: Mapping[str, Any]) -> Any:
         from vllm import LLM

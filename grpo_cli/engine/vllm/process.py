@@ -1,5 +1,5 @@
-"""vLLM as a guest in this process: whether it is there, the environment it is imported with, and what it may not leave
-changed."""
+"""vLLM inside this process: whether it is installed, the environment it is imported with, and the process-wide state
+that is restored after its start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_cli.support.errors import UserError
 # The releases that the tests have run on; scripts/install_vllm.sh reads this line.
 TESTED_VERSIONS = ">=0.32,<0.33"
 
-# Set here and nowhere else, before vLLM is imported. Only the first is insisted on: a person's own values are kept.
+# Set before vLLM is imported. Only the first overrides a value that is already set.
 _INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,8 +39,8 @@ def require_vllm() -> None:
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """For vLLM's import and start: its environment, and then all that it changes for the whole process put back, which
-    is random states, threads and `set_num_threads`."""
+    """Around vLLM's import and start: sets its environment, and then restores what it changes for the whole process,
+    which is random states, threads and `set_num_threads`."""
     os.environ.update(_INSISTED)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

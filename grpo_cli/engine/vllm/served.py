@@ -1,8 +1,8 @@
-"""A model as vLLM is to see it: the config it is built from, and the policy's weights in the shapes of that config.
+"""A model as vLLM sees it: the config it is built from, and the policy's weights in the shapes of that config.
 
-vLLM's CPU kernels know a few head sizes only. A model of another size is served as a Llama with the next larger one:
-the heads' new columns are zero and rotate by nothing, and queries carry the factor that keeps the scale of the
-attention. The function is the same, to rounding; the cache is larger by the ratio of the sizes.
+vLLM's CPU kernels support a few head sizes only. A model of another size is served as a Llama with the next larger one:
+the heads' new columns are zero and not rotated, and queries carry the factor that keeps the scale of the attention. The
+function is the same, to rounding; the cache is larger by the ratio of the sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Served:
 
     @classmethod
     def of(cls, model: Any, head_sizes: Sequence[int] | None) -> Served:
-        """For a model, and the head sizes that vLLM can take (None: any). Raises UserError where none will do."""
+        """For a model, and the head sizes that vLLM supports (None: any). Raises UserError where none fits."""
         inner = unwrapped(model)
         attention = inner.model.layers[0].self_attn
         dim: int = attention.head_dim
@@ -61,7 +61,7 @@ class Served:
         return cls(config | as_llama, dim, larger[0])
 
     def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Refuse what vLLM's rotary kernel for CPUs cannot do: it ends the process, without an error to catch."""
+        """UserError for head sizes on which vLLM's rotary kernel for CPUs would end the process."""
         if device.type == "cpu" and dtype.itemsize == 2 and self.head_dim % 16:
             raise UserError(
                 f"engine=vllm on a CPU cannot compute heads of {self.head_dim} numbers in {str(dtype)[6:]}, only of "

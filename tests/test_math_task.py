@@ -157,7 +157,7 @@ def test_answers_are_the_last_boxes_of_solutions_or_short_texts(tmp_path: Path) 
     rewards = task.rewards([(prompt, rollout_of(prompt, r"\boxed{0.5}", TOKENIZER)) for prompt in prompts[:2]])
     assert [reward.total for reward in rewards] == [1.0, 0.0]
     assert set(rewards[0].parts) == {"correct", "correct_strict", "over_limit", "incomparable"}
-    with pytest.raises(UserError, match="task.eval_fraction=1 leaves nothing"):
+    with pytest.raises(UserError, match="lower task.eval_fraction"):
         task.prompts("train")
 
 
@@ -173,10 +173,8 @@ def test_a_solution_without_an_answer_is_counted_and_refused(tmp_path: Path) -> 
 def test_without_the_package_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(math_judge, "find_spec", lambda name: None)
     with pytest.raises(UserError) as caught:
-        task_of("math", TOKENIZER, path=math_file(tmp_path / "m.jsonl", "1", "2"), judge_seconds=0.0, judge_workers=0)
+        task_of("math", TOKENIZER, path=math_file(tmp_path / "m.jsonl", "1", "2"))
     assert "pip install 'grpo-cli[math]'" in str(caught.value)
-    assert "task.judge_seconds=0.0 must be more than 0" in str(caught.value)
-    assert "task.judge_workers=0 must be at least 1" in str(caught.value)
 
 
 def test_the_hub_has_both_splits_and_what_is_in_both_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

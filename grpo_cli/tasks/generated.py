@@ -1,28 +1,23 @@
-"""What tasks with generated problems share: `train` is made as it is read, and `eval` is held out of it."""
+"""What tasks that generate their problems share: `train` is made as it is read, and `eval` is held out of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
 MOST_TRIES = 10_000  # draws for one more problem of the eval split, before there are taken to be no more
-MOST_TRAIN, MOST_EVAL = 100_000_000, 1_000_000  # an order of the former is kept (800 MB), and all of the latter
-
-
-def count_problems(train: int, evaluated: int) -> Iterator[str]:
-    """What is wrong with the numbers of problems to train on and to evaluate on."""
-    for key, count, most in (("train", train, MOST_TRAIN), ("eval", evaluated, MOST_EVAL)):
-        if not 1 <= count <= most:
-            few = f"task.{key}_problems={count} must be at least 1"
-            yield few if count < 1 else f"{few} and at most {most}: they take memory from the start"
+_MEMORY = "they take memory from the start"
+TrainProblems = Annotated[int, Range(1, 100_000_000, _MEMORY)]  # an order of them is kept: 800 MB
+EvalProblems = Annotated[int, Range(1, 1_000_000, _MEMORY)]  # all of them are kept
 
 
 def is_held_out(problem: str) -> bool:
@@ -43,13 +38,16 @@ class GeneratedTask(ABC, Generic[P]):
     """
 
     name: ClassVar[str]
-    sizes_are: ClassVar[str]  # "terms", in a message
+    sizes_are: ClassVar[str]  # "terms", whose settings are min_terms and max_terms
     makes_more: ClassVar[str]  # the setting that makes more problems possible
 
     def __init__(
-        self, writing: Prompting | Verbatim, seed: int, sizes: range, train_problems: int, eval_problems: int
+        self, writing: Prompting | Verbatim, seed: int, least: int, most: int, train_problems: int, eval_problems: int
     ) -> None:
-        self._writing, self._seed, self._sizes = writing, seed, sizes
+        """`least` and `most` are the sizes of problems."""
+        if least > most:
+            raise UserError(f"task.min_{self.sizes_are}={least} must be at most task.max_{self.sizes_are}={most}")
+        self._writing, self._seed, self._sizes = writing, seed, range(least, most + 1)
         self._train = MadePrompts(self._train_prompt, train_problems)
         self._eval = tuple(self._prompt(f"eval-{i}", *told) for i, told in enumerate(self._held_out(eval_problems)))
 
@@ -107,8 +105,8 @@ class GeneratedTask(ABC, Generic[P]):
                     break
             else:
                 raise UserError(
-                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more of "
-                    f"{size} {self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
+                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, no more of {size} "
+                    f"{self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
                 )
         return list(found.values())
 

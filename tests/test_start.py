@@ -349,15 +349,14 @@ def test_the_lock_dies_with_its_process_and_can_be_waited_for(held, monkeypatch:
     assert len(said) == 1 and said[0].startswith("waiting up to 60 s for ")
 
 
-@pytest.mark.parametrize("before", ["of a process that was killed\n", "x" * 1000, ""])
-def test_who_holds_the_lock_stands_in_it_as_long(tmp_path: Path, before: str) -> None:
-    (tmp_path / ".lock").write_text(before)
+def test_the_lock_names_its_holder_for_as_long(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("of a process that was killed\n" * 100)
     began = datetime.now(UTC).replace(microsecond=0)
     with lock.sole_use(tmp_path, 0.0, print):
         who = json.loads((tmp_path / ".lock").read_text())
         assert began <= datetime.fromisoformat(who["since"]) <= datetime.now(UTC)
         assert lock.holder(tmp_path) == f"process {os.getpid()} on {platform.node()} (since {who['since']})"
-    assert (tmp_path / ".lock").read_text() == before
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 @pytest.mark.parametrize(("typed", "seconds"), [("90", 90.0), ("60s", 60.0), ("1.5min", 90.0), ("2h", 7200.0)])
@@ -375,9 +374,7 @@ def test_where_there_are_no_locks_that_is_said(tmp_path: Path, monkeypatch: pyte
     said: list[str] = []
     with lock.sole_use(tmp_path, 0.0, said.append):
         pass
-    assert said == [
-        f"{tmp_path} is on a file system without locks: see to it yourself that no other process writes there"
-    ]
+    assert len(said) == 1 and f"{tmp_path} is on a file system without locks" in said[0]
 
 
 def test_a_run_that_was_waited_for_and_is_done_by_then_is_left_as_it_is(

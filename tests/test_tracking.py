@@ -402,6 +402,6 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="logger.mode=on must be one of auto, online, offline, disabled"):
-        wandb_tracker(tmp_path, {}, mode="on")
+def test_settings_beyond_their_range_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="(?s)logger.mode=on must be one of auto, online.*logger.table_every=-1"):
+        wandb_tracker(tmp_path, {}, mode="on", table_every=-1)

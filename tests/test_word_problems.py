@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tiny_hf import make_tokenizer
 from words import rollout_of
 
-from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.word_problems import Story, WordProblems, draw_story
 from grpo_cli.types import Finish
 
@@ -85,8 +84,3 @@ def test_levels_and_what_is_asked_besides() -> None:
     texts = [question(prompt.token_ids) for prompt in hard.prompts("eval")]
     assert [len(re.findall("[0-9]+", text)) for text in texts] == [4, 5] * 10
     assert all(text.endswith("? Give the number.") for text in texts)
-
-
-def test_a_template_has_a_place_for_the_question() -> None:
-    with pytest.raises(UserError, match="task.template='Q:' has no place"):
-        task(template="Q:")

@@ -1,8 +1,8 @@
 """What a run was composed of, as it wrote it down itself: `run.json`, once, after every check has passed.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
-itself and is never written again, and every checkpoint knows those that its run had. Runs of older versions have Hydra
-files in `.hydra/` instead: those are read where there is nothing else, if they agree with each other.
+itself and is never written again, and every checkpoint knows those that its run had. Where there is no such file, those
+that older versions left to Hydra (`.hydra/`) are read, if they agree with each other.
 """
 
 from __future__ import annotations

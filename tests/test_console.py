@@ -59,7 +59,7 @@ class Screen:
 
 def test_a_plain_line_says_what_there_is() -> None:
     parts = ["step   7/200", "reward 0.500", "eval 0.710 (0.660 to 0.760)", "length 38", "2% cut off"]
-    expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "811 MiB", "4m07s left"])
+    expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "811 MiB peak", "4m07s left"])
     assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
     assert step_line(Record(0, {"eval/accuracy": 0.71}), 200, left=None) == "step   0/200  eval 0.710"
     counted = step_line(Record(0, {**EVAL, "eval/problems": 100.0}), 200, left=None)
@@ -171,16 +171,11 @@ def test_the_live_view_leaves_out_what_has_no_room_and_cuts_nothing(width) -> No
     lines = drawn(view, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width
     first = "step 100/1000", "reward         1.000  ▁", "eval accuracy  0.710", "completions    length 38"
-    then = (
-        "policy         entropy 0.234",
-        "speed          5.3k",
-        "time           update 0.70 s",
-        "memory         811 MiB peak",
-    )
+    then = "policy         entropy 0.234", "speed          5.3k", "memory         811 MiB", "time           update 0.7"
     starts = [start[:width] for start in (*first, *then)]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
     assert lines[1].endswith("█"), "the latest rewards are those that stay"
-    assert ("policy_logprobs 5 s" in lines[0], "logprobs 0.10 s" in lines[6]) == (width >= 60, width >= 80)
+    assert ("policy_logprobs 5 s" in lines[0], "logprobs 0.10 s" in lines[7]) == (width >= 60, width >= 80)
     assert ("━" in lines[0]) == (width >= 40)
 
 

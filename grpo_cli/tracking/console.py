@@ -31,13 +31,19 @@ GAP = 2  # columns between two things in a line of the view
 BAR = 30  # columns of the progress bar where there is room, and fewer where there is not
 LEAST_BAR = 8  # a shorter one says nothing and is left out
 LABEL = len("eval accuracy") + GAP  # columns of the labels
-# Rows of the view, most of which are in a plain line too: a label, a metric, and how its value reads.
+# A label in the view, a metric, and how its value reads; nothing where it says nothing.
 FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
     ("completions", "response/truncated", lambda value: f"{value:.0%} cut off"),
     ("policy", "policy/entropy", lambda value: f"entropy {value:.3f}"),
     ("speed", "speed/tokens_per_second", lambda value: f"{short(value)} tokens/s"),
     ("speed", "time/step", lambda value: f"{value:.2f} s/step"),
+    ("memory", "memory/peak_bytes", lambda value: f"{size(value)} peak"),
+    ("workers", "engine/workers", lambda value: f"{value:.0f}"),
+    ("workers", "engine/worker_tokens_per_second_least", lambda value: f"least {short(value)} tokens/s"),
+    ("workers", "engine/worker_tokens_per_second_most", lambda value: f"most {short(value)} tokens/s"),
+    ("workers", "engine/weight_update_seconds", lambda value: f"weights {value:.2f} s"),
+    ("workers", "engine/requests_again", lambda value: f"{value:.0f} requests again" if value else ""),
 )
 
 
@@ -129,16 +135,12 @@ class RunView:
         if "eval/accuracy" in seen:
             rows["eval accuracy"] = [*_accuracy(seen), f"at step {self._eval_step}"]
         for label, name, text in FACTS:
-            if name in seen:
-                rows.setdefault(label, []).append(text(seen[name]))
-        if "engine/workers" in seen:
-            rows["workers"] = _workers(seen)
+            if name in seen and (part := text(seen[name])):
+                rows.setdefault(label, []).append(part)
         phases = [name for name in seen if name.startswith("time/") and name != "time/step"]
         if phases:
             slowest = sorted(phases, key=lambda name: -seen[name])
             rows["time"] = [f"{name.removeprefix('time/')} {seen[name]:.2f} s" for name in slowest]
-        if "memory/peak_bytes" in seen:
-            rows["memory"] = [f"{size(seen['memory/peak_bytes'])} peak"]
         return rows
 
 
@@ -265,8 +267,7 @@ def step_line(record: Record, total: int, left: float | None) -> str:
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
     parts += [f"eval {' '.join(_accuracy(seen))}"] if "eval/accuracy" in seen else []
-    parts += [text(seen[name]) for _, name, text in FACTS if name in seen]
-    parts += [size(seen["memory/peak_bytes"])] if "memory/peak_bytes" in seen else []
+    parts += [text(seen[name]) for label, name, text in FACTS if name in seen and label != "workers"]
     parts += [f"{duration(left)} left"] if left is not None and record.step < total else []
     return "  ".join(parts)
 
@@ -284,14 +285,6 @@ def _certainty(seen: Mapping[str, float]) -> str:
     if (count := seen.get("eval/problems")) is not None:
         parts.append(f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}")
     return ", ".join(parts)
-
-
-def _workers(seen: Mapping[str, float]) -> list[str]:
-    """Of engine=ray."""
-    rates = [short(seen[f"engine/worker_tokens_per_second_{which}"]) for which in ("least", "most")]
-    again, seconds = seen["engine/requests_again"], seen["engine/weight_update_seconds"]
-    parts = [f"{seen['engine/workers']:.0f}", f"{' to '.join(rates)} tokens/s", f"weights {seconds:.2f} s"]
-    return parts + ([f"{again:.0f} requests again"] if again else [])
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:

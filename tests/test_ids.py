@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import made
 import pytest
@@ -22,7 +22,7 @@ from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.problems import LazyPrompts, Problem
-from grpo_cli.tasks.prompting import Prompting
+from grpo_cli.tasks.prompting import MadePrompts, Prompting
 from grpo_cli.types import Prompt, Request, Reward, Rollout
 
 TOKENIZER = make_tokenizer()
@@ -46,26 +46,10 @@ class Fixed:
         return ""
 
 
-class Lazy(Sequence[Prompt]):
+def lazy(prompts: Sequence[Prompt]) -> tuple[MadePrompts, list[int]]:
     """Prompts that are made when they are asked for, and which of them were."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._prompts = prompts
-        self.made: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        assert isinstance(index, int), "prompts are asked for one by one"
-        self.made.append(index)
-        return self._prompts[index]
+    made_of: list[int] = []
+    return MadePrompts(lambda place: made_of.append(place) or prompts[place], len(prompts)), made_of
 
 
 # What a task gives
@@ -79,15 +63,15 @@ def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None
 
 
 def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids() -> None:
-    lazy = Lazy([A, B, OTHER_A] * 100)
-    order = Epochs(lazy, per_step=300, seed=0)
-    assert len(lazy.made) < 10  # the type checks of the tests take one at random, here and there
+    prompts, made_of = lazy([A, B, OTHER_A] * 100)
+    order = Epochs(prompts, per_step=300, seed=0)
+    assert len(made_of) < 10  # the type checks of the tests take one at random, here and there
     with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
         requests_for(order.pick(0, 300, frozenset()), 4, Sampling.plain(128), seed=0, step=0)
 
 
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
-    for prompts in ([A, OTHER_A], Lazy([B, A, A])):
+    for prompts in ([A, OTHER_A], lazy([B, A, A])[0]):
         with pytest.raises(UserError, match="'a' is the id of two"):
             evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling.plain(128), k=2, seed=0)
 

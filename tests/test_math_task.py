@@ -123,21 +123,17 @@ def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_crash: str) -> Mat
     return MathJudge("correct", 10.0, 1, on_crash)
 
 
-def test_a_judge_that_crashes_stops_the_run_with_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = dying(tmp_path, monkeypatch, "stop")
+def test_a_judge_that_crashes_stops_the_run_with_the_text_or_counts_a_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError) as caught:
-        judge([reply(r"\boxed{y}", "a"), reply(r"\boxed{z^2}", "b")])
+        dying(tmp_path, monkeypatch, "stop")([reply(r"\boxed{y}", "a"), reply(r"\boxed{z^2}", "b")])
     message = str(caught.value)
     assert "sympy is broken when it compared 'z^2', the answer of sample 0 of prompt p, with 'b'" in message
     assert "task.on_crash=zero" in message
-
-
-def test_or_the_reply_is_a_counted_zero_and_the_others_are_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     judge = dying(tmp_path, monkeypatch, "zero")
     parts = judge([reply(rf"\boxed{{{text}}}", "a") for text in ("y", "z", "w", "zz")])
-    assert [p["correct"] for p in parts] == [1.0, 0.0, 1.0, 0.0]
+    assert [p["correct"] for p in parts] == [1.0, 0.0, 1.0, 0.0], "the others are judged"
     assert [p["incomparable"] for p in parts] == [0.0, 1.0, 0.0, 1.0]
     judge.close()
 

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -79,7 +79,7 @@ class WandbTracker:
             "tags": [*tags, *(tag[:64] for tag in found_by)],  # W&B takes up to 64 characters
             "config": without_secrets({**config, "choices": choices}),
         }
-        with self._own_folders():
+        with self._wandb(self._not_started):
             self._start(arguments)
 
     def log(self, record: Record) -> None:
@@ -88,13 +88,13 @@ class WandbTracker:
         self._rows += [_table_row(record.step, example) for example in record.examples]
         self._records += 1
         send_table = self._table_every > 0 and self._records % self._table_every == 0
-        with self._warn_only():
+        with self._wandb(self._given_up):
             self._run.log({"step": record.step, **record.metrics, **(self._take_table() if send_table else {})})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._run is None:
             return
-        with self._warn_only():
+        with self._wandb(self._given_up):
             if self._table_every > 0 and (table := self._take_table()):
                 self._run.log(table)
             scalar = (str, int, float, bool, type(None))
@@ -105,42 +105,32 @@ class WandbTracker:
     def _start(self, arguments: Mapping[str, Any]) -> None:
         import wandb
 
-        try:
-            wandb.setup(settings=wandb.Settings(silent=True))
-            online = self._mode in ("auto", "online") and wandb.login(prompt=False, verify=False)
-            if self._mode == "online" and not online:
-                raise UserError(
-                    "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or "
-                    "choose logger.mode=offline."
-                )
-            settings = wandb.Settings(
-                silent=True,
-                console="off",  # it would record the live view's every frame
-                disable_code=True,
-                finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
-                finish_timeout_raises=True,
-            )
-            self._run = wandb.init(
-                dir=str(self._run_dir),
-                mode="online" if online else "offline",
-                id=_run_id(self._run_dir),
-                resume="allow",
-                reinit="create_new",
-                settings=settings,
-                **arguments,
-            )
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            if not _is_wandb_failure(error):
-                raise
-            _stop_service()
+        wandb.setup(settings=wandb.Settings(silent=True))
+        self._online = self._mode in ("auto", "online") and bool(wandb.login(prompt=False, verify=False))
+        if self._mode == "online" and not self._online:
             raise UserError(
-                f"logger.mode={self._mode}, but W&B did not start: {_first_line(error)}. Check the key and the "
-                "network, or choose logger.mode=offline or logger=jsonl."
-            ) from error
-        self._online = online
-        self._say(f"W&B: {self._run.url if online else f'offline; send this run later with: {self._sync_command()}'}")
+                "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or take "
+                "logger.mode=offline."
+            )
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # it would record the live view's every frame
+            disable_code=True,
+            finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
+            finish_timeout_raises=True,
+        )
+        self._run = wandb.init(
+            dir=str(self._run_dir),
+            mode="online" if self._online else "offline",
+            id=_run_id(self._run_dir),
+            resume="allow",
+            reinit="create_new",
+            settings=settings,
+            **arguments,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._say(f"W&B: {self._run.url if self._online else f'offline; send this run later with: {self._sync()}'}")
 
     def _take_table(self) -> dict[str, Any]:
         import wandb
@@ -150,29 +140,29 @@ class WandbTracker:
         rows, self._rows = self._rows, []
         return {"rollouts": wandb.Table(columns=["step", *_COLUMNS], data=rows, allow_mixed_types=True)}
 
-    @contextmanager
-    def _warn_only(self) -> Iterator[None]:
-        try:
-            with self._own_folders():
-                yield
-        except Exception as error:
-            if not _is_wandb_failure(error):
-                raise
-            self._run = None
-            _stop_service()
-            self._warn(
-                f"W&B failed ({_first_line(error)}), and gets nothing more of this run; metrics.jsonl has it all. "
-                f"What W&B has on disk can be sent with: {self._sync_command()}"
-            )
-
-    def _sync_command(self) -> str:
+    def _sync(self) -> str:
         folders = shlex.quote(str(self._run_dir / layout.WANDB))
         return f"wandb sync {folders}/{'' if self._online else 'offline-'}run-*"
 
+    def _not_started(self, reason: str) -> None:
+        raise UserError(
+            f"logger.mode={self._mode}, but W&B did not start: {reason}. Check the key and the network, or choose "
+            "logger.mode=offline or logger=jsonl."
+        )
+
+    def _given_up(self, reason: str) -> None:
+        self._warn(
+            f"W&B failed ({reason}), and gets nothing more of this run; metrics.jsonl has it all. What W&B has on disk "
+            f"can be sent with: {self._sync()}"
+        )
+
     @contextmanager
-    def _own_folders(self) -> Iterator[None]:
-        """W&B stages tables and writes its service's logs in the home directory unless these variables name another,
-        and keeps the command line, which may hold a secret."""
+    def _wandb(self, failed: Callable[[str], None]) -> Iterator[None]:
+        """Around calls of W&B. `failed` is told why W&B or its connection failed; an error of ours passes.
+
+        W&B stages tables and writes its service's logs in the home directory unless these variables name another, and
+        keeps the command line, which may hold a secret.
+        """
         folder, argv = self._run_dir / layout.WANDB, sys.argv
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
         missing = ours.keys() - os.environ.keys()
@@ -180,6 +170,16 @@ class WandbTracker:
         sys.argv = arguments_without_secrets(argv)
         try:
             yield
+        except Exception as error:
+            # W&B's errors have no common base class.
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
+                raise
+            import wandb
+
+            self._run = None
+            with suppress(Exception):  # its process would be waited for at exit; one that has died cannot be told
+                wandb.teardown(1)
+            failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
         finally:
             sys.argv = argv
             for name in missing:
@@ -192,23 +192,6 @@ _COLUMNS = [field.name for field in fields(Example) if field.name not in FOR_RUN
 def _table_row(step: int, example: Example) -> list[Any]:
     values = (getattr(example, name) for name in _COLUMNS)
     return [step, *(json_line(value) if isinstance(value, Mapping) else value for value in values)]
-
-
-def _is_wandb_failure(error: Exception) -> bool:
-    """Whether W&B or its connection failed, rather than this program. W&B's errors have no common base class."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "wandb"
-
-
-def _stop_service() -> None:
-    """End W&B's process, which would otherwise be waited for at exit."""
-    import wandb
-
-    with suppress(Exception):  # one that has died cannot be told to stop
-        wandb.teardown(1)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _run_id(run_dir: Path) -> str:

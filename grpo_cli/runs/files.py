@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from grpo_cli.support.errors import UserError
+
 
 def json_line(value: Any, indent: int | None = None) -> str:
     """`value` as JSON, without a line break unless `indent` asks for them.
@@ -58,6 +60,18 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def must_be_writable(path: Path) -> Iterator[None]:
+    """An OSError in here is a UserError that names the path and the ways out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); make room, make it writable, or choose another "
+            "folder with hydra.run.dir=<folder>"
+        ) from error
 
 
 def unfinished(path: Path) -> Path:

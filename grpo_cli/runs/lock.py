@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import content, json_line, regular
+from grpo_cli.runs.files import content, json_line, must_be_writable, regular
 from grpo_cli.runs.layout import LOCK
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
@@ -35,14 +35,9 @@ def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[
 
     The folder is made if it is not there; nothing in a folder that is in use is touched.
     """
-    try:
+    with must_be_writable(folder / LOCK):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = regular(str(folder / LOCK), os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise UserError(
-            f"the run folder {folder} cannot be written ({LOCK}: {error.strerror}). Choose another with "
-            "hydra.run.dir=<folder>, or make it writable."
-        ) from error
     try:
         _acquire(descriptor, folder, wait, say)
         who = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.runs.files import content, json_line, sha256, write_atomically
+from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, write_atomically
 from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 from grpo_cli.support.errors import UserError
 
@@ -45,13 +45,8 @@ def write_record(folder: Path, record: RunRecord) -> Path:
     path = folder / (RESUMED.format(len(files)) if files else RUN)
     values = {name: value for name, value in asdict(record).items() if name != "source"}
     text = json_line({**values, _CHECKSUM: _checksum(values)}, indent=1)
-    try:
+    with must_be_writable(path):
         write_atomically(path, f"{text}\n".encode())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); make room, or choose another folder with "
-            "hydra.run.dir=<folder>"
-        ) from error
     return path
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import json_line, sync_file, sync_folder
+from grpo_cli.runs.files import json_line, must_be_writable, sync_file, sync_folder
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import RecordFile, load_ledgers, save_ledgers
 from grpo_cli.support.errors import UserError
@@ -56,7 +56,7 @@ class JsonlTracker:
         self._warn = warn
         self._warned = False  # that a step could not be written
         self._files = {name: RecordFile(run_dir / name) for name in (METRICS, ROLLOUTS)}
-        try:
+        with must_be_writable(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if first_step is None:
                 self._refuse_records()
@@ -67,11 +67,6 @@ class JsonlTracker:
             for file in self._files.values():
                 file.path.touch()
             sync_folder(run_dir)
-        except OSError as error:
-            raise UserError(
-                f"the run folder {run_dir} cannot be written ({error.strerror or error}). Choose another with "
-                "hydra.run.dir=<folder>, or make it writable."
-            ) from error
 
     def log(self, record: Record) -> None:
         """Write a record, unless its step was written before."""

@@ -44,7 +44,7 @@ def by_words(text: str) -> int:
 def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
     rng = Random(seed)
     story = draw_story(rng, steps, 12, 9, groups)
-    told = story.told(rng)
+    told = story.in_words(rng)
     assert by_words(told) == story.answer > 0 and eval(str(story)) == story.answer  # noqa: S307 (our own digits)
     assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
 
@@ -52,7 +52,7 @@ def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
 def test_stories_by_hand() -> None:
     assert Story(1, 12, (7, -5)).answer == 14 and Story(3, 4, (-2,)).answer == 10
     rng = Random(0)
-    told = {Story(2, 3, (4,)).told(rng) for _ in range(300)}
+    told = {Story(2, 3, (4,)).in_words(rng) for _ in range(300)}
     asked = "How many birds are in the trees now?"
     assert f"In each of 2 trees there are 3 birds. Then 4 more birds arrive. {asked}" in told
 

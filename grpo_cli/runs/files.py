@@ -88,7 +88,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def regular(path: str, flags: int) -> int:
     """An `opener` for `open`: raises OSError for a pipe or a device, which may block or never end, in place of opening
     it. Links are followed."""
-    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # at a pipe that nobody writes to, opening waits without it
+    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # without it, opening a pipe without a writer waits
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # what a folder is, `open` says itself
         return file

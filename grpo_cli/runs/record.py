@@ -59,7 +59,7 @@ def begun_as(folder: Path) -> RunRecord | None:
 def read_record(folder: Path) -> RunRecord | None:
     """What the run in this folder was last started with; None if the folder holds no record.
 
-    UserError if a record is damaged: no other settings are taken for the run's.
+    UserError if a record is damaged: no other settings are used in its place.
     """
     files = _files(folder)
     for path in files[:-1]:

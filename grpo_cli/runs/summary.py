@@ -24,7 +24,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def failure_noted(run_dir: Path) -> Iterator[None]:
     """What fails before the run has begun, such as reading its model, is in `summary.json` as what fails later is.
 
-    A folder that holds another summary, or records, tells of a run that did begin: it stays as it is.
+    A folder with another summary, or with records, is of a run that did begin, and is left alone.
     """
     try:
         yield

@@ -42,14 +42,14 @@ class GeneratedTask(ABC, Generic[P]):
     makes_more: ClassVar[str]  # the setting that makes more problems possible
 
     def __init__(
-        self, writing: Prompting | Verbatim, seed: int, least: int, most: int, train_problems: int, eval_problems: int
+        self, prompting: Prompting | Verbatim, seed: int, least: int, most: int, train_problems: int, eval_problems: int
     ) -> None:
         """`least` and `most` are the sizes of problems."""
         if least > most:
             raise UserError(f"task.min_{self.sizes_are}={least} must be at most task.max_{self.sizes_are}={most}")
-        self._writing, self._seed, self._sizes = writing, seed, range(least, most + 1)
+        self._prompting, self._seed, self._sizes = prompting, seed, range(least, most + 1)
         self._train = MadePrompts(self._train_prompt, train_problems)
-        self._eval = tuple(self._prompt(f"eval-{i}", *told) for i, told in enumerate(self._held_out(eval_problems)))
+        self._eval = tuple(self._prompt(f"eval-{i}", *found) for i, found in enumerate(self._held_out(eval_problems)))
 
     @abstractmethod
     def draw(self, rng: Random, size: int) -> P:
@@ -63,11 +63,11 @@ class GeneratedTask(ABC, Generic[P]):
         """What decides the split."""
         return str(problem)
 
-    def tell(self, problem: P, rng: Random) -> str:
+    def question(self, problem: P, rng: Random) -> str:
         """The text of its prompt."""
         return f"{problem}="
 
-    def name_of(self, problem: P, told: str) -> str:
+    def distinct_by(self, problem: P, question: str) -> str:
         """What no two problems of `eval` have in common."""
         return self.key(problem)
 
@@ -79,7 +79,7 @@ class GeneratedTask(ABC, Generic[P]):
         raise UserError(f"task={self.name} was asked for the split {split!r}; it has train and eval")
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self._writing.decode(token_ids)
+        return self._prompting.decode(token_ids)
 
     def _train_prompt(self, index: int) -> Prompt:
         """Problem `index` of the train split: a function of the seed and the index alone."""
@@ -87,7 +87,7 @@ class GeneratedTask(ABC, Generic[P]):
         size = rng.choice(self._sizes)
         while is_held_out(self.key(problem := self.draw(rng, size))):
             pass
-        return self._prompt(f"train-{index}", problem, self.tell(problem, rng))
+        return self._prompt(f"train-{index}", problem, self.question(problem, rng))
 
     def _held_out(self, count: int) -> list[tuple[P, str]]:
         """The problems of the eval split with their texts; UserError where there are not so many."""
@@ -99,9 +99,9 @@ class GeneratedTask(ABC, Generic[P]):
                 problem = self.draw(rng, size)
                 if not is_held_out(self.key(problem)):
                     continue
-                told = self.tell(problem, rng)
-                if (name := self.name_of(problem, told)) not in found:
-                    found[name] = problem, told
+                question = self.question(problem, rng)
+                if (name := self.distinct_by(problem, question)) not in found:
+                    found[name] = problem, question
                     break
             else:
                 raise UserError(
@@ -110,5 +110,5 @@ class GeneratedTask(ABC, Generic[P]):
                 )
         return list(found.values())
 
-    def _prompt(self, prompt_id: str, problem: P, told: str) -> Prompt:
-        return Prompt(prompt_id, self._writing.encode(told), self.answer(problem))
+    def _prompt(self, prompt_id: str, problem: P, question: str) -> Prompt:
+        return Prompt(prompt_id, self._prompting.encode(question), self.answer(problem))

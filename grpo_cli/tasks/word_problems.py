@@ -91,7 +91,7 @@ class Story:
         """
         return f"{self.groups}*" * (self.groups > 1) + str(self.start) + "".join(f"{c:+d}" for c in self.changes)
 
-    def told(self, rng: Random) -> str:
+    def in_words(self, rng: Random) -> str:
         """In the words of a random scene."""
         scene, who = rng.choice(SCENES), rng.choice(NAMES)
         begins = scene.begins_in_groups if self.groups > 1 else scene.begins
@@ -103,7 +103,7 @@ class Story:
 
 def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups: bool) -> Story:
     """Numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is none
-    of the numbers told.
+    of the numbers in it.
 
     >>> draw_story(Random(0), 2, 12, 9, groups=False)
     Story(groups=1, start=8, changes=(8, -6))
@@ -147,8 +147,8 @@ class WordProblems(GeneratedTask[Story]):
     ) -> None:
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        writing = Prompting(tokenizer, template, system_prompt, use_chat_template)
-        super().__init__(writing, seed, min_steps, max_steps, train_problems, eval_problems)
+        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
         return draw_story(rng, size, *self._level)
@@ -156,12 +156,12 @@ class WordProblems(GeneratedTask[Story]):
     def answer(self, problem: Story) -> str:
         return str(problem.answer)
 
-    def tell(self, problem: Story, rng: Random) -> str:
-        told = problem.told(rng)
-        return f"{told} {self._instruction}" if self._instruction else told
+    def question(self, problem: Story, rng: Random) -> str:
+        story = problem.in_words(rng)
+        return f"{story} {self._instruction}" if self._instruction else story
 
-    def name_of(self, problem: Story, told: str) -> str:
-        return told
+    def distinct_by(self, problem: Story, question: str) -> str:
+        return question
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete

@@ -126,7 +126,7 @@ class RunView:
         return [phase + f" {duration(waited)}" * (waited >= 2) for phase in self.phases[-1:]]
 
     def _rows(self, room: int, bars: bool) -> dict[str, list[str]]:
-        """What stands beside each label, the most telling first."""
+        """The parts beside each label, the most important first."""
         seen, rows = self._metrics, {}
         if self._rewards:
             reward = f"{self._rewards[-1]:.3f}"

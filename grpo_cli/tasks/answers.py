@@ -183,8 +183,8 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 
 def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
-    """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None for the beginning
-    of an expression. With `max_words`, at most so many words, and no other number, may follow it."""
+    """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
+    an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
     for piece in (text, text.rpartition("=")[2]):
         match = _LEADING.match(piece)

@@ -29,6 +29,7 @@ METRICS = {
     "reward/mean": 0.5,
     "response/length_mean": 38.2,
     "response/truncated": 0.02,
+    "policy/entropy": 0.2344,
     "speed/tokens_per_second": 5321.0,
     "time/step": 1.3,
     "time/rollout": 0.6,
@@ -58,40 +59,26 @@ class Screen:
 
 def test_a_plain_line_says_what_there_is() -> None:
     parts = ["step   7/200", "reward 0.500", "eval 0.710 (0.660 to 0.760)", "length 38", "2% cut off"]
-    expected = "  ".join([*parts, "5.3k tokens/s", "1.30 s/step", "811 MiB", "4m07s left"])
+    expected = "  ".join([*parts, "entropy 0.234", "5.3k tokens/s", "1.30 s/step", "811 MiB peak", "4m07s left"])
     assert step_line(Record(7, {**METRICS, **EVAL}), 200, left=247.0) == expected
     assert step_line(Record(0, {"eval/accuracy": 0.71}), 200, left=None) == "step   0/200  eval 0.710"
     counted = step_line(Record(0, {**EVAL, "eval/problems": 100.0}), 200, left=None)
     assert counted == "step   0/200  eval 0.710 (0.660 to 0.760, 71 of 100)"
 
 
-def test_the_entropy_is_in_the_line_and_in_the_view_where_it_was_measured() -> None:
-    metrics = {"response/length_mean": 38.0, "policy/entropy": 0.2344}
-    assert step_line(Record(3, metrics), 9, left=None) == "step 3/9  length 38  entropy 0.234"
-    screen = Screen(total=20)
-    screen.tracker.view.add(Record(1, metrics))
-    assert [line.split() for line in screen.view().splitlines() if "entropy" in line] == [
-        ["policy", "entropy", "0.234"]
-    ]
-
-
-def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "last", "printed"), [(0.5, 1000, {1, 333, *range(10, 1001, 10)}), (11.0, 19, {*range(1, 20)})]
+)
+def test_a_plain_run_prints_about_a_hundred_lines_and_every_evaluation_and_every_slow_step(
+    seconds: float, last: int, printed: set[int]
+) -> None:
     screen = Screen(total=1000)
-    for step in range(1, 1001):
-        screen.now += 0.5
+    for step in range(1, last + 1):
+        screen.now += seconds
         screen.tracker.log(Record(step, METRICS | (EVAL if step == 333 else {})))
     screen.tracker.close({"status": "finished"})
     steps = [int(line.split()[1].partition("/")[0]) for line in screen.lines() if line.startswith("step")]
-    assert steps == sorted({1, 333, *range(10, 1001, 10)})
-
-
-def test_a_slow_plain_run_prints_every_step() -> None:
-    screen = Screen(total=1000)
-    for step in range(1, 20):
-        screen.now += 11.0
-        screen.tracker.log(Record(step, METRICS))
-    screen.tracker.close({})
-    assert len([line for line in screen.lines() if line.startswith("step")]) == 19
+    assert steps == sorted(printed)
 
 
 def test_a_plain_line_is_neither_wrapped_nor_coloured_nor_read_as_markup() -> None:
@@ -152,7 +139,15 @@ def test_the_live_view_shows_everything_and_fits() -> None:
     view = screen.view()
     for part in ("step 10/20", "10 s left", "rollout 3 s", "1.000", "▁", "█", "0.710  (0.660 to 0.760)  at step 5"):
         assert part in view
-    for part in ("length 38", "2% cut off", "5.3k tokens/s", "update 0.70 s  rollout 0.60 s", "811 MiB", "! step 10:"):
+    for part in (
+        "length 38",
+        "2% cut off",
+        "entropy 0.234",
+        "5.3k tokens/s",
+        "update 0.70 s  rollout 0.60 s",
+        "811 MiB",
+        "! step 10:",
+    ):
         assert part in view
     tracker.close({"status": "finished"})
     assert "finished" in screen.lines()[-1]
@@ -176,11 +171,11 @@ def test_the_live_view_leaves_out_what_has_no_room_and_cuts_nothing(width) -> No
     lines = drawn(view, width)
     assert "…" not in "".join(lines) and max(map(len, lines)) <= width
     first = "step 100/1000", "reward         1.000  ▁", "eval accuracy  0.710", "completions    length 38"
-    then = "speed          5.3k", "time           update 0.70 s", "memory         811 MiB peak"
+    then = "policy         entropy 0.234", "speed          5.3k", "memory         811 MiB", "time           update 0.7"
     starts = [start[:width] for start in (*first, *then)]
     assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
     assert lines[1].endswith("█"), "the latest rewards are those that stay"
-    assert ("policy_logprobs 5 s" in lines[0], "logprobs 0.10 s" in lines[5]) == (width >= 60, width >= 80)
+    assert ("policy_logprobs 5 s" in lines[0], "logprobs 0.10 s" in lines[7]) == (width >= 60, width >= 80)
     assert ("━" in lines[0]) == (width >= 40)
 
 

@@ -25,12 +25,11 @@ from grpo_cli.report.read import read_run
 from grpo_cli.rules.downsample import choose
 from grpo_cli.runs.checkpoint import _save_state
 from grpo_cli.runs.find import completed_steps, never_saved
-from grpo_cli.runs.ledger import WrittenRows, as_written, load_ledgers
+from grpo_cli.runs.ledger import RecordFile, load_ledgers
 from grpo_cli.runs.lock import is_held, sole_use
 from grpo_cli.runs.stop import TOGETHER_SECONDS, Stop
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError, own_code
-from grpo_cli.tracking import jsonl
 from grpo_cli.tracking.jsonl import JsonlTracker
 from grpo_cli.types import GroupRequest, Record, Round
 
@@ -97,24 +96,24 @@ def test_a_ledger_that_was_forged_is_told_by_its_name(tmp_path: Path) -> None:
 
 def test_a_ledger_of_more_bytes_than_there_are_allocates_none(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert as_written(tmp_path / "metrics.jsonl", [WrittenRows(0, 1, 2**63, 7)]) is None
+    assert RecordFile(tmp_path / "metrics.jsonl").go_on(0, [(0, 1, 2**63, 7)], every_step=True)
 
 
-def test_steps_that_a_full_disk_did_not_take_are_all_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_a_full_disk_did_not_take_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    tracker, append = JsonlTracker(tmp_path, warn=said.append), jsonl._append
+    tracker = JsonlTracker(tmp_path, warn=said.append)
     for step in range(5):
-
-        def write(path: Path, data: bytes, size: int, step: int = step) -> None:
+        with monkeypatch.context() as full:
             if step in (1, 3):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            append(path, data, size)
-
-        monkeypatch.setattr(jsonl, "_append", write)
-        tracker.log(Record(step, {}))
+                full.setattr("grpo_cli.runs.ledger.regular", no_room)
+            tracker.log(Record(step, {}))
     tracker.close({})
     assert len(said) == 2 and "1, 3" in said[-1] and "metrics.jsonl" in said[-1]
     assert tracker.missing == [1, 3]
+
+
+def no_room(path: str, flags: int) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_second_sigterm_that_comes_later_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

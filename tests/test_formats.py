@@ -84,16 +84,14 @@ def test_with_strict_grading_the_weight_is_that_of_the_marked_answer(tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"weights": {"corect": 1.0}}, "task.weights.corect is none of the parts correct, format, format_soft, "),
+        ({"weights": {"corect": 1.0}}, "task.weights.corect must be one of correct, format"),
         ({"weights": {"correct": float("nan")}}, "task.weights.correct=nan must be a finite number"),
         ({"weights": {"correct": "much"}}, "task.weights.correct=much must be a finite number"),
-        ({"formats_on": "right"}, "task.formats_on=right must be one of all, wrong"),
     ],
 )
 def test_weights_that_cannot_be_used_are_refused(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=expected):
         reward_of(tmp_path, "4", **settings)
-    assert expected in str(caught.value)
 
 
 def test_a_part_that_is_no_answer_never_counts_as_one(tmp_path: Path) -> None:

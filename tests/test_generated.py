@@ -14,16 +14,16 @@ from grpo_cli.tasks.generated import GeneratedTask, is_held_out
 
 TINY, WORDS = load_tokenizer(made.model()), make_tokenizer()
 TASKS = ("arithmetic", "countdown", "word_problems")
-# Settings under which there are few problems, and others that no task can have, each with what the refusal names.
+# Settings under which there are few problems; and settings beyond their range, or that do not go with another one.
 FEW: dict[str, dict[str, int]] = {
     "arithmetic": {"max_terms": 2, "max_operand": 2, "max_value": 10},
     "countdown": {"min_numbers": 2, "max_numbers": 2, "max_number": 5, "max_target": 10},
     "word_problems": {"max_start": 3, "max_change": 2},
 }
-BAD: dict[str, tuple[dict[str, int], str]] = {
-    "arithmetic": ({"min_terms": 1, "max_operand": 60}, "task.min_terms=1.*task.max_value=99"),
-    "countdown": ({"min_numbers": 1, "max_target": 5}, "task.min_numbers=1.*task.max_target=5"),
-    "word_problems": ({"min_steps": 3, "max_change": 10_000}, "task.min_steps=3.*task.max_change=10000"),
+BAD: dict[str, tuple[dict[str, int], dict[str, int], str]] = {
+    "arithmetic": ({"min_terms": 1, "max_value": 10_000}, {"max_value": 3}, "task.max_operand="),
+    "countdown": ({"max_numbers": 9, "max_number": 1}, {"max_target": 5}, "task.max_number="),
+    "word_problems": ({"min_steps": 0, "max_change": 10_000}, {"min_steps": 3}, "task.max_steps="),
 }
 
 
@@ -66,9 +66,12 @@ def test_no_problem_of_one_split_is_in_the_other_and_none_is_twice_in_eval(
 def test_what_cannot_be_is_refused_with_all_its_keys(name: str) -> None:
     with pytest.raises(UserError, match="task.eval_problems=400: only .*; ask for fewer, or raise task.max_"):
         task(name, eval_problems=400, **FEW[name])
-    changes, named = BAD[name]
-    with pytest.raises(UserError, match=f"(?s){named}.*task.eval_problems=0"):
-        task(name, eval_problems=0, **changes)
+    beyond, together, other_key = BAD[name]
+    with pytest.raises(UserError) as caught:
+        task(name, eval_problems=0, **beyond)
+    assert all(f"task.{key}=" in str(caught.value) for key in ("eval_problems", *beyond))
+    with pytest.raises(UserError, match=f"task.{min(together)}=.*{other_key}"):
+        task(name, **together)
     with pytest.raises(UserError, match=f"task={name} .*'test'"):
         task(name).prompts("test")
 

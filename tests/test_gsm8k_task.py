@@ -72,14 +72,3 @@ def test_without_a_path_both_splits_come_from_the_hub(monkeypatch: pytest.Monkey
     task = task_of("gsm8k", TOKENIZER, eval_path=str(own))
     assert [prompt.answer for prompt in task.prompts("eval")] == ["1000"]
     assert task.text(task.prompts("eval")[0].token_ids) == "Question: mine\nAnswer:"
-
-
-def test_grading_chooses_the_total(tmp_path: Path) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"question": "a", "answer": "#### 5"}\n{"question": "b", "answer": "#### 5"}\n')
-    prompt = Prompt("p", (1,), "5")
-    totals = [
-        task_of("gsm8k", TOKENIZER, path=str(path), grading=grading).reward(prompt, rollout(prompt, "It is 5.")).total
-        for grading in ("lenient", "strict")
-    ]
-    assert totals == [1.0, 0.0]

@@ -46,6 +46,12 @@ class Fixed:
         return ""
 
 
+def lazy(prompts: Sequence[Prompt]) -> tuple[MadePrompts, list[int]]:
+    """Prompts that are made when they are asked for, and which of them were."""
+    made_of: list[int] = []
+    return MadePrompts(lambda place: made_of.append(place) or prompts[place], len(prompts)), made_of
+
+
 # What a task gives
 
 
@@ -57,20 +63,15 @@ def test_a_run_refuses_at_its_start_a_list_of_prompts_with_an_id_twice() -> None
 
 
 def test_prompts_that_are_made_when_asked_for_are_not_made_to_look_at_their_ids() -> None:
-    made: list[int] = []
-
-    def make(place: int) -> Prompt:
-        made.append(place)
-        return (A, B, OTHER_A)[place % 3]
-
-    order = Epochs(MadePrompts(make, 300), per_step=300, seed=0)
-    assert len(made) < 10  # the type checks of the tests take one at random, here and there
+    prompts, made_of = lazy([A, B, OTHER_A] * 100)
+    order = Epochs(prompts, per_step=300, seed=0)
+    assert len(made_of) < 10  # the type checks of the tests take one at random, here and there
     with pytest.raises(UserError, match="'[ab]' is the id of two of the prompts asked about together"):
         requests_for(order.pick(0, 300, frozenset()), 4, Sampling.plain(128), seed=0, step=0)
 
 
 def test_an_evaluation_refuses_an_id_that_comes_twice_before_the_first_rollout() -> None:
-    for prompts in ([A, OTHER_A], MadePrompts(lambda place: (B, A, A)[place], 3)):
+    for prompts in ([A, OTHER_A], lazy([B, A, A])[0]):
         with pytest.raises(UserError, match="'a' is the id of two"):
             evaluate(FakeEngine(), Fixed(prompts), prompts, Sampling.plain(128), k=2, seed=0)
 

@@ -1,4 +1,4 @@
-"""Word problems from a file: what is read, how it is split and put, how it is judged, and what each mistake is told."""
+"""Questions from a file or the hub: what is read, how it is split, put and judged, and how each mistake is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.problems import LazyPrompts, Problem
 from grpo_cli.tasks.prompting import Prompting
-from grpo_cli.tasks.rows import Row, read_rows
+from grpo_cli.tasks.rows import read_rows
 from grpo_cli.types import Prompt
 
 TOKENIZER = make_tokenizer()
@@ -41,30 +41,27 @@ def make(path: str, tokenizer: Any = TOKENIZER, **settings: Any) -> Jsonl:
     return task_of("jsonl", tokenizer, path=path, **settings)
 
 
+def all_of(task: Jsonl) -> list[Prompt]:
+    return [*task.prompts("train"), *task.prompts("eval")]
+
+
 def message_of(call: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as caught:
         call()
     return str(caught.value)
 
 
-def test_every_row_is_in_one_split_once(tmp_path: Path) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(100)), eval_fraction=0.1)
-    train, held_out = list(task.prompts("train")), list(task.prompts("eval"))
-    assert (len(train), len(held_out)) == (90, 10)
-    lines = [int(prompt.id.split("-")[1]) for prompt in train + held_out]
-    assert sorted(lines) == list(range(1, 101))
-    assert {prompt.id.split("-")[0] for prompt in train} == {"train"}
-    assert {prompt.id.split("-")[0] for prompt in held_out} == {"eval"}
-
-
-def test_a_prompt_is_known_by_its_line_and_carries_its_answer(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", "", *problems(30))  # the blank first line counts as a line
+def test_every_row_is_in_one_split_known_by_its_line_and_with_its_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", "", *problems(100))  # the blank first line counts as a line
+    task = make(path, eval_fraction=0.1)
+    assert (len(task.prompts("train")), len(task.prompts("eval"))) == (90, 10)
+    assert sorted(int(prompt.id.split("-")[1]) for prompt in all_of(task)) == list(range(2, 102))
     for split in ("train", "eval"):
-        assert make(path).prompts(split)
-        for prompt in make(path).prompts(split):
-            line = int(prompt.id.split("-")[1])
-            assert TOKENIZER.decode(list(prompt.token_ids)) == f"Question: What is {line - 2} + {line - 2}?\nAnswer:"
-            assert prompt.answer == str(2 * (line - 2))
+        for prompt in task.prompts(split):
+            name, line = prompt.id.split("-")
+            number = int(line) - 2
+            assert task.text(prompt.token_ids) == f"Question: What is {number} + {number}?\nAnswer:"
+            assert (name, prompt.answer) == (split, str(2 * number))
 
 
 def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path) -> None:
@@ -76,7 +73,7 @@ def test_the_seed_and_the_order_of_the_file_do_not_move_the_split(tmp_path: Path
 
 
 def test_the_split_is_the_same_in_every_version_of_this_program(tmp_path: Path) -> None:
-    """Else a checkpoint would be evaluated on what it was trained on; in words that say nothing of the order."""
+    """Else a checkpoint would be evaluated on what it was trained on."""
     task = make(write(tmp_path / "p.jsonl", *problems(40)), eval_fraction=0.1)
     assert [prompt.id for prompt in task.prompts("eval")] == [f"eval-{line:06d}" for line in (4, 14, 16, 39)]
 
@@ -88,11 +85,15 @@ def test_copies_of_a_question_stay_on_one_side(tmp_path: Path) -> None:
     assert len(task.prompts("eval")) == 10
 
 
-def test_an_eval_file_is_the_eval_split(tmp_path: Path) -> None:
+def test_an_eval_file_is_the_eval_split_and_shares_no_question(tmp_path: Path) -> None:
     rows = problems(5)
-    task = make(write(tmp_path / "t.jsonl", *rows[:3]), eval_path=write(tmp_path / "e.jsonl", *rows[3:]))
+    path = write(tmp_path / "t.jsonl", *rows[:3])
+    task = make(path, eval_path=write(tmp_path / "e.jsonl", *rows[3:]))
     assert [p.id for p in task.prompts("train")] == ["train-000001", "train-000002", "train-000003"]
     assert [(p.id, p.answer) for p in task.prompts("eval")] == [("eval-000001", "6"), ("eval-000002", "8")]
+    other = write(tmp_path / "o.jsonl", *rows[1:4])
+    message = message_of(lambda: make(path, eval_path=other))
+    assert f"2 of the 3 questions of task.eval_path={other}" in message and "t.jsonl, line 2" in message
 
 
 @pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 1), (1.0, 2)])
@@ -100,7 +101,7 @@ def test_neither_split_is_ever_empty_unless_all_is_held_out(tmp_path: Path, frac
     task = make(write(tmp_path / "p.jsonl", *problems(2)), eval_fraction=fraction)
     assert len(task.prompts("eval")) == held_out
     if held_out == 2:
-        assert "leaves nothing of" in message_of(lambda: task.prompts("train"))
+        assert "lower task.eval_fraction" in message_of(lambda: task.prompts("train"))
     else:
         assert len(task.prompts("train")) == 1
 
@@ -115,29 +116,32 @@ def test_prompts_can_be_sliced_and_counted_from_the_end(tmp_path: Path) -> None:
 def test_fields_have_names_and_answers_may_be_numbers(tmp_path: Path) -> None:
     rows = [{"q": "a", "a": 0.5}, {"q": "b", "a": 12}, {"q": "c", "a": "$1,000"}, {"q": "d", "a": 1e3, "more": None}]
     task = make(write(tmp_path / "p.jsonl", *rows), question_field="q", answer_field="a")
-    assert sorted(p.answer for split in ("train", "eval") for p in task.prompts(split)) == ["1/2", "1000", "1000", "12"]
+    assert sorted(p.answer for p in all_of(task)) == ["1/2", "1000", "1000", "12"]
 
 
-def test_a_number_keeps_the_digits_it_was_written_with(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", '{"question": "a", "answer": 0.10000000000000000000001}')
-    assert read_rows(path, "task.path", "question", "answer") == [Row(1, "a", "0.10000000000000000000001")]
-
-
-def test_files_from_windows_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        (b'{"question": "a", "answer": 0.10000000000000000000001}', [(1, "a", "0.10000000000000000000001")]),
+        (  # from Windows
+            b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}',
+            [(1, "a\u2028b", "1"), (3, "c", "2")],
+        ),
+    ],
+)
+def test_rows_are_read_as_they_were_written(tmp_path: Path, content: bytes, rows: list[tuple[int, str, str]]) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b", "answer": "1"}\r\n\r\n{"question": "c", "answer": "2"}'
-    )
-    expected = [Row(1, "a\u2028b", "1"), Row(3, "c", "2")]
-    assert read_rows(str(path), "task.path", "question", "answer") == expected
+    path.write_bytes(content)
+    found = read_rows(str(path), "task.path", "question", "answer")
+    assert [(row.line, row.question, row.answer) for row in found] == rows
 
 
 def test_without_a_chat_template_the_plain_template_is_filled(tmp_path: Path) -> None:
     question = "If {x} is {question}, what is {0}?"  # other braces mean nothing, in the data and in the template
     path = write(tmp_path / "p.jsonl", *[{"question": question + str(i), "answer": "1"} for i in range(3)])
-    prompt = make(path, template="{Q}: {question} A:", system_prompt="Think.").prompts("train")[0]
-    line = int(prompt.id[-1])
-    assert TOKENIZER.decode(list(prompt.token_ids)) == f"Think.\n\n{{Q}}: {question}{line - 1} A:"
+    task = make(path, template="{Q}: {question} A:", system_prompt="Think.")
+    prompt = task.prompts("train")[0]
+    assert task.text(prompt.token_ids) == f"Think.\n\n{{Q}}: {question}{int(prompt.id[-1]) - 1} A:"
 
 
 def test_a_chat_template_is_used_when_there_is_one_unless_it_is_to_be_left_alone(tmp_path: Path) -> None:
@@ -153,15 +157,27 @@ def test_a_chat_template_is_used_when_there_is_one_unless_it_is_to_be_left_alone
         assert CHAT.decode(list(prompt.token_ids)).startswith(begins)
 
 
-def test_a_tokenizer_that_begins_texts_begins_the_prompt_once(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(add_bos=True)
-    prompt = make(write(tmp_path / "p.jsonl", *problems(2)), tokenizer).prompts("train")[0]
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no') if messages[0].role == 'system' }}", "a system and a user message: no"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_chat_template_that_refuses_or_is_wrong_is_refused_with_a_way_out(
+    tmp_path: Path, template: str, reason: str
+) -> None:
+    path, tokenizer = write(tmp_path / "p.jsonl", *problems(3)), make_tokenizer(chat_template=template)
+    message = message_of(lambda: make(path, tokenizer, system_prompt="Think."))
+    assert reason in message and "task.system_prompt=null" in message
+
+
+def test_special_tokens_begin_a_prompt_once_and_are_left_out_of_texts(tmp_path: Path) -> None:
+    path, tokenizer = write(tmp_path / "p.jsonl", *problems(2)), make_tokenizer(add_bos=True)
+    prompt = make(path, tokenizer).prompts("train")[0]
     assert prompt.token_ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in prompt.token_ids[1:]
-
-
-def test_text_leaves_special_tokens_out(tmp_path: Path) -> None:
-    task = make(write(tmp_path / "p.jsonl", *problems(2)), CHAT)
-    assert task.text((*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id, CHAT.pad_token_id)) == "a  b ,c\n"
+    tokens = (*CHAT("a  b ,c\n")["input_ids"], CHAT.eos_token_id, CHAT.pad_token_id)
+    assert make(path, CHAT).text(tokens) == "a  b ,c\n"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +194,9 @@ def test_both_gradings_are_reported_and_one_is_the_total(
         assert (reward.total, reward.parts) == (total, {"correct": lenient, "correct_strict": strict})
 
 
+# Prompts that do not fit
+
+
 def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     rows = problems(20)
     rows[7]["question"] = "word " * 30
@@ -188,6 +207,22 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     assert f"p.jsonl, line 8: the prompt has {needed} tokens, but at most {needed - 1} fit" in message
     assert "sampling.max_new_tokens" in message
     assert "(and 18 more like it)" in message_of(lambda: make(path, max_prompt_tokens=30, eval_fraction=0.05))
+
+
+def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_warning(tmp_path: Path) -> None:
+    rows = problems(20)
+    rows[7]["question"] = rows[9]["question"] = "word " * 30
+    path, said = write(tmp_path / "p.jsonl", *rows), []
+    long = [p for p in all_of(make(path)) if p.id[-2:] in ("08", "10")]
+    limit = len(long[0].token_ids) - 5
+    left = all_of(make(path, max_prompt_tokens=limit, long_prompts="leave_out", warn=said.append))
+    assert len(left) == 18 and not {p.id[-2:] for p in left} & {"08", "10"}
+    assert len(said) == 1 and "2 of the " in said[0] and "are left out" in said[0] and "p.jsonl, line 8" in said[0]
+    cut = all_of(make(path, max_prompt_tokens=limit, long_prompts="cut", warn=said.append))
+    assert [p.token_ids for p in cut if p.id[-2:] in ("08", "10")] == [p.token_ids[5:] for p in long]
+    assert len(said) == 2 and "lose their beginning" in said[1]
+    message = message_of(lambda: make(path, max_prompt_tokens=3, long_prompts="leave_out", warn=said.append))
+    assert "no prompt to train on is left" in message
 
 
 def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there() -> None:
@@ -210,51 +245,51 @@ def test_a_tokenizer_with_more_tokens_than_bytes_is_refused_when_it_gets_there()
             return ""
 
     prompting = Prompting(Wasteful(), "Question: {question}\nAnswer:", None, use_chat_template=True)
-    asked = [
-        Problem(line, f"p.jsonl, line {line}", f"What is {line} + {line}?", str(2 * line)) for line in range(1, 13)
-    ]
+    lines = range(1, 13)
+    asked = [Problem(line, f"p.jsonl, line {line}", f"What is {line} + {line}?", str(2 * line)) for line in lines]
     # Not through a task: the type checks of the tests take a prompt out of `task.prompts()` at random.
     prompts = LazyPrompts("train", asked, prompting, 20, "refuse", unexpected)
     assert [prompts[i].token_ids for i in (0, 11)] == [(1, 1), (1, 1)]
     assert message_of(lambda: list(prompts)).startswith("p.jsonl, line 9: the prompt has 96 tokens, but at most 20 fit")
 
 
-def test_a_prompt_of_more_characters_than_its_tokens_can_have_is_refused_untokenised(monkeypatch) -> None:
-    """One of 10 MB took half a minute."""
+def test_of_a_prompt_with_more_characters_than_its_tokens_can_have_only_the_beginning_is_tokenised(monkeypatch) -> None:
+    """All of one of 10 MB took half a minute."""
     prompting = Prompting(TOKENIZER, "{question}", None, use_chat_template=False)
-    longest = max(map(len, TOKENIZER.get_vocab()))
-    asked = [Problem(1, "p.jsonl, line 1", "a" * (20 * longest + 1), "1"), Problem(2, "p.jsonl, line 2", "b", "1")]
+    most = 20 * max(map(len, TOKENIZER.get_vocab())) + 1
+    asked = [Problem(1, "p.jsonl, line 1", "a" * 50 * most, "1"), Problem(2, "p.jsonl, line 2", "b", "1")]
     seen: list[str] = []
     encode = Prompting.encode
     monkeypatch.setattr(Prompting, "encode", lambda self, text: seen.append(text) or encode(self, text))
     message = message_of(lambda: LazyPrompts("train", asked, prompting, 20, "refuse", unexpected))
-    assert f"line 1: the prompt has more than 20 tokens ({20 * longest + 1} characters, of which none of the" in message
-    assert f"has more than {longest}), but at most 20 fit; shorten" in message and seen == ["x"]
+    assert "line 1: the prompt has " in message and seen == ["x", "a" * most]
+
+
+# Mistakes
 
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])
-def test_a_pipe_or_a_device_is_not_waited_for(key: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_and_a_pipe_is_not_waited_for(key: str, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(30))
     os.mkfifo(tmp_path / "pipe")
-    for place in (str(tmp_path / "pipe"), "/dev/zero"):
-        message = message_of(lambda place=place: make(**{"path": path, key: place}).prompts("eval"))
-        assert f"task.{key}={place} cannot be read: it is no regular file but a pipe or a device" in message
+    reasons = {tmp_path / "pipe": "a pipe or a device", "/dev/zero": "a pipe or a device"}
+    reasons |= {tmp_path: "Is a directory", tmp_path / "none.jsonl": "No such file"}
+    for place, reason in reasons.items():
+        message = message_of(lambda place=place: make(**{"path": path, key: str(place)}).prompts("eval"))
+        assert f"task.{key}={place} cannot be read: " in message and reason in message
 
 
 GOOD = '{"question": "a", "answer": "1"}'
 FIVE = '{"question": "b", "answer": "five"}'
 BAD_FILES = [
-    ([], "task.path={path} is empty"),
     (["", "  "], "task.path={path} is empty"),
     ([GOOD, '{"question": "b", "answer": '], "{path}, line 2 is not valid JSON: Expecting value at column 28"),
     ([GOOD, "", "[1, 2]"], "{path}, line 3 must be a JSON object with question and answer, but is a list"),
-    (["7"], "{path}, line 1 must be a JSON object"),
     ([GOOD, '{"prompt": 1, "answer": 2}'], "{path}, line 2 has no field 'question' (task.question_field)"),
     (['{"prompt": "b", "c": 1}'], "and no field 'answer' (task.answer_field); the fields found are: prompt, c"),
     ([GOOD, "{}"], "the fields found are: none"),
     (['{"question": ["b"], "answer": "2"}'], "{path}, line 1: field 'question' must be text or a number"),
     (['{"question": "b", "answer": true}'], "{path}, line 1: field 'answer' must be text or a number, but is true"),
-    (['{"question": "b", "answer": null}'], "{path}, line 1: field 'answer' must be text or a number, but is null"),
     (['{"question": " ", "answer": "2"}'], "{path}, line 1: field 'question' is blank"),
     (['{"question": "b", "answer": NaN}'], "{path}, line 1 cannot be read as JSON: NaN"),
     (["[" * 100_000], "{path}, line 1 cannot be read as JSON: "),
@@ -274,45 +309,27 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, lines: list[str | 
     assert expected.replace("{path}", path) in message_of(lambda: make(path))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    missing = str(tmp_path / "none.jsonl")
-    assert f"task.path={missing} cannot be read: there is no such file" in message_of(lambda: make(missing))
-    path = write(tmp_path / "p.jsonl", *problems(3))
-    assert f"task.eval_path={missing} cannot be read" in message_of(lambda: make(path, eval_path=missing))
-    assert f"task.path={tmp_path} cannot be read: Is a directory" in message_of(lambda: make(str(tmp_path)))
-
-
-def test_a_question_in_both_splits_is_refused(tmp_path: Path) -> None:
-    rows = problems(4)
-    path, eval_path = write(tmp_path / "t.jsonl", *rows[:3]), write(tmp_path / "e.jsonl", *rows[1:])
-    message = message_of(lambda: make(path, eval_path=eval_path))
-    assert f"2 of the 3 questions of task.eval_path={eval_path} are also in task.path={path}" in message
-    assert "e.jsonl, line 1 is " in message and "t.jsonl, line 2)" in message
+def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows: list[dict[str, str]] = problems(50)
+    rows[3]["answer"] = rows[8]["answer"] = "many"
+    path, said = write(tmp_path / "p.jsonl", *rows), []
+    assert "(and 1 more of 50 rows)" in message_of(lambda: make(path, max_unreadable=0.039))
+    assert len(all_of(make(path, max_unreadable=0.04, warn=said.append))) == 48
+    assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
 
 
 def test_bad_settings_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(3))
-    message = message_of(lambda: make(path, eval_fraction=1.5, grading="harsh"))
-    assert "task.eval_fraction=1.5 must be more than 0 and at most 1" in message
-    assert "task.grading=harsh must be one of lenient, strict" in message
-    message = message_of(lambda: make(path, template="Question: {problem}"))
-    assert "task.template='Question: {problem}' has no place for the question; write {question}" in message
+    bad = {"eval_fraction": 1.5, "max_unreadable": 1.0, "grading": "harsh", "long_prompts": "shorten", "few_shot": -1}
+    message = message_of(lambda: make(path, **bad, judge_seconds=0.0, judge_workers=0, on_crash="go", formats_on="no"))
+    for key in (*bad, "judge_seconds", "judge_workers", "on_crash", "formats_on"):
+        assert f"task.{key}=" in message
+    assert "lenient, strict" in message and "refuse, leave_out, cut" in message
+    assert "write {question}" in message_of(lambda: make(path, template="Question: {problem}"))
     assert "it has train and eval" in message_of(lambda: make(path).prompts("test"))
 
 
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
-        ("{{ raise_exception('no') if messages[0].role == 'system' }}", "a system and a user message: no"),
-        ("{{ messages[0].content + 1 }}", "a system and a user message: can only concatenate str"),
-    ],
-)
-def test_a_chat_template_that_refuses_or_is_wrong_is_told_with_a_way_out(
-    tmp_path: Path, template: str, told: str
-) -> None:
-    path, tokenizer = write(tmp_path / "p.jsonl", *problems(3)), make_tokenizer(chat_template=template)
-    message = message_of(lambda: make(path, tokenizer, system_prompt="Think."))
-    assert f"chat template refused {told}" in message and "task.system_prompt=null" in message
+# The hub
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., Any]) -> None:
@@ -334,19 +351,19 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
 
 
-@pytest.mark.parametrize("error", [ConnectionError("no route"), FileNotFoundError("no route"), ValueError("no route")])
-def test_a_hub_that_cannot_be_reached_says_how_to_give_a_path(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), None])
+def test_a_hub_that_cannot_be_read_says_how_to_give_a_path(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     def load_dataset(*names: str, split: str) -> Any:
+        assert error is not None
         raise error
 
     hub(monkeypatch, load_dataset)
+    if error is None:
+        monkeypatch.setitem(sys.modules, "datasets", None)
     message = message_of(lambda: make("hub:someone/sums:train"))
-    assert "from the hub: no route" in message and "task.path=<file.jsonl>" in message
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    message = message_of(lambda: make("hub:someone/sums:train"))
-    assert "`datasets`, which is not installed" in message and "task.path=<file.jsonl>" in message
+    assert ("no route" if error else "grpo-cli[hub]") in message and "task.path=<file.jsonl>" in message
 
 
 @pytest.mark.parametrize("source", ["hub:", "hub:sums", "hub:a:b:c:d", "hub::train", "hub:a:"])
@@ -354,12 +371,15 @@ def test_a_hub_name_without_a_split_is_refused(source: str) -> None:
     assert f"task.path={source} must read hub:NAME:SPLIT" in message_of(lambda: make(source))
 
 
+# Examples
+
+
 def test_examples_come_before_the_question_and_are_in_no_split(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *problems(12))
     task = make(path, few_shot=2, system_prompt="Think.", eval_fraction=0.2)
     shown = [f"Question: What is {i} + {i}?\nAnswer: It is {2 * i}.\n#### {2 * i}" for i in (0, 1)]
     first = "\n\n".join(["Think.", *shown])
-    prompts = [*task.prompts("train"), *task.prompts("eval")]
+    prompts = all_of(task)
     assert len(prompts) == 10 and all(task.text(p.token_ids).startswith(f"{first}\n\nQuestion: ") for p in prompts)
     assert not any(p.id.endswith(("000001", "000002")) for p in prompts)
     chat = make(path, CHAT, few_shot=1).prompts("train")[0]
@@ -368,45 +388,11 @@ def test_examples_come_before_the_question_and_are_in_no_split(tmp_path: Path) -
 
 
 def test_examples_may_have_a_file_of_their_own(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *problems(6))
-    shown = write(tmp_path / "s.jsonl", {"question": "one?", "answer": "1"}, problems(6)[3])
-    task = make(path, few_shot=1, few_shot_path=shown)
-    assert len(task.prompts("train")) + len(task.prompts("eval")) == 6
-    task = make(path, few_shot=2, few_shot_path=shown)
-    assert len(task.prompts("train")) + len(task.prompts("eval")) == 5
-    assert "examples were asked for, but" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
-    evaluated = write(tmp_path / "e.jsonl", {"question": "one?", "answer": "1"})
+    path, example = write(tmp_path / "p.jsonl", *problems(6)), {"question": "one?", "answer": "1"}
+    shown = write(tmp_path / "s.jsonl", example, problems(6)[3])
+    for count, left in ((1, 6), (2, 5)):
+        assert len(all_of(make(path, few_shot=count, few_shot_path=shown))) == left
+    assert "task.few_shot=3" in message_of(lambda: make(path, few_shot=3, few_shot_path=shown))
+    evaluated = write(tmp_path / "e.jsonl", example)
     message = message_of(lambda: make(path, few_shot=1, few_shot_path=shown, eval_path=evaluated))
     assert "are also in the examples of task.few_shot" in message
-    assert "task.few_shot=-1 must be at least 0" in message_of(lambda: make(path, few_shot=-1))
-
-
-def test_prompts_that_do_not_fit_are_left_out_or_cut_with_a_word(tmp_path: Path) -> None:
-    rows = problems(20)
-    rows[7]["question"] = rows[9]["question"] = "word " * 30
-    path, said = write(tmp_path / "p.jsonl", *rows), []
-    plain = make(path)
-    long = [p for split in ("train", "eval") for p in plain.prompts(split) if p.id[-2:] in ("08", "10")]
-    limit = len(long[0].token_ids) - 5
-    task = make(path, max_prompt_tokens=limit, long_prompts="leave_out", warn=said.append)
-    kept = {p.id[-2:] for split in ("train", "eval") for p in task.prompts(split)}
-    assert len(kept) == 18 and not kept & {"08", "10"}
-    assert len(said) == 1 and "2 of the " in said[0] and "are left out" in said[0] and "p.jsonl, line 8" in said[0]
-    task = make(path, max_prompt_tokens=limit, long_prompts="cut", warn=said.append)
-    cut = [p for split in ("train", "eval") for p in task.prompts(split) if p.id[-2:] in ("08", "10")]
-    assert [p.token_ids for p in cut] == [p.token_ids[5:] for p in long]
-    assert len(said) == 2 and "lose their beginning" in said[1]
-    assert "must be one of refuse, leave_out, cut" in message_of(lambda: make(path, long_prompts="shorten"))
-    message = message_of(lambda: make(path, max_prompt_tokens=3, long_prompts="leave_out", warn=said.append))
-    assert "no prompt to train on is left" in message
-
-
-def test_a_few_answers_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> None:
-    rows: list[dict[str, str]] = problems(50)
-    rows[3]["answer"] = rows[8]["answer"] = "many"
-    path, said = write(tmp_path / "p.jsonl", *rows), []
-    assert "(and 1 more of 50 rows)" in message_of(lambda: make(path, max_unreadable=0.039))
-    task = make(path, max_unreadable=0.04, warn=said.append)
-    assert len(task.prompts("train")) + len(task.prompts("eval")) == 48
-    assert len(said) == 1 and "line 4 (and 1 more of 50 rows): no answer was understood" in said[0]
-    assert "must be at least 0 and less than 1" in message_of(lambda: make(path, max_unreadable=1.0))

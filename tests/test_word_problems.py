@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tiny_hf import make_tokenizer
 from words import rollout_of
 
-from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.word_problems import Story, WordProblems, draw_story
 from grpo_cli.types import Finish
 
@@ -45,7 +44,7 @@ def by_words(text: str) -> int:
 def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
     rng = Random(seed)
     story = draw_story(rng, steps, 12, 9, groups)
-    told = story.told(rng)
+    told = story.in_words(rng)
     assert by_words(told) == story.answer > 0 and eval(str(story)) == story.answer  # noqa: S307 (our own digits)
     assert len(story.changes) == steps and str(story.answer) not in re.findall("[0-9]+", told)
 
@@ -53,7 +52,7 @@ def test_a_story_says_its_sum(seed: int, steps: int, groups: bool) -> None:
 def test_stories_by_hand() -> None:
     assert Story(1, 12, (7, -5)).answer == 14 and Story(3, 4, (-2,)).answer == 10
     rng = Random(0)
-    told = {Story(2, 3, (4,)).told(rng) for _ in range(300)}
+    told = {Story(2, 3, (4,)).in_words(rng) for _ in range(300)}
     asked = "How many birds are in the trees now?"
     assert f"In each of 2 trees there are 3 birds. Then 4 more birds arrive. {asked}" in told
 
@@ -85,8 +84,3 @@ def test_levels_and_what_is_asked_besides() -> None:
     texts = [question(prompt.token_ids) for prompt in hard.prompts("eval")]
     assert [len(re.findall("[0-9]+", text)) for text in texts] == [4, 5] * 10
     assert all(text.endswith("? Give the number.") for text in texts)
-
-
-def test_a_template_has_a_place_for_the_question() -> None:
-    with pytest.raises(UserError, match="task.template='Q:' has no place"):
-        task(template="Q:")

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from grpo_cli.support.errors import UserError
+
 
 def json_line(value: Any, indent: int | None = None) -> str:
     """`value` as JSON, without a line break unless `indent` asks for them.
@@ -60,6 +62,18 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+@contextmanager
+def must_be_writable(path: Path) -> Iterator[None]:
+    """An OSError in here is a UserError that names the path and the ways out."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}); make room, make it writable, or choose another "
+            "folder with hydra.run.dir=<folder>"
+        ) from error
+
+
 def unfinished(path: Path) -> Path:
     """Where a file is written before it takes its name."""
     return path.with_name(f".{path.name}.tmp")
@@ -74,7 +88,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def regular(path: str, flags: int) -> int:
     """An `opener` for `open`: raises OSError for a pipe or a device, which may block or never end, in place of opening
     it. Links are followed."""
-    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # at a pipe that nobody writes to, opening waits without it
+    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # without it, opening a pipe without a writer waits
     mode = os.fstat(file).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # what a folder is, `open` says itself
         return file

@@ -43,7 +43,7 @@ def never_saved(run_dir: Path) -> bool:
     metrics = run_dir / METRICS
     try:
         rows = content(metrics).count(b"\n") if metrics.exists() else 0
-    except OSError:  # what is wrong with it is said where it is read
+    except OSError:  # reported where it is read
         return False
     return rows <= 1 and all(step_of(p.name) == 0 and not (p / COMPLETE).exists() for p in candidates(run_dir))
 

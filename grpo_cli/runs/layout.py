@@ -1,4 +1,4 @@
-"""Where everything lies that a command leaves behind: each name is said here once.
+"""The files and folders that a command leaves behind; no other module spells their names.
 
     outputs/<command>/<date>_<time>-<id>/      a run's folder; a sweep's job has outputs/multirun/<...>/<number>/
         run.json resumed_001.json              what it was composed of, and each later start that changed that
@@ -6,9 +6,9 @@
         metrics.jsonl rollouts.jsonl           its records, while it goes on
         checkpoints/step_000100/               a checkpoint; `COMPLETE` is written last
         summary.json                           how it ended
-        status.json log.txt                    of a sweep's job: what became of it, and all that it printed
+        status.json log.txt                    of a sweep's job: its state, and all that it printed
 
-Where a run's folder is made is said in conf/ (`hydra.run.dir`, `hydra.sweep.dir`).
+Where a run's folder is made is set in conf/ (`hydra.run.dir`, `hydra.sweep.dir`).
 """
 
 from __future__ import annotations

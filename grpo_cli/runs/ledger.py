@@ -1,8 +1,9 @@
-"""What a run's files of records held at a checkpoint, so that rows missing, doubled or altered since are noticed.
+"""A run's files of records: written whole lines at a time, and known again when the run goes on.
 
-A checkpoint keeps of each file how many bytes were written to it until then, with their CRC-32, and the steps that
-could not be written. Its array has rows of four numbers: step, lines, bytes, CRC. Older versions left one for each
-step; now there is one for all that was written, and one without lines for each step that was lost.
+A checkpoint keeps of each file how many bytes were written to it until then, with their CRC-32, so that rows missing,
+doubled or altered since are noticed; and the steps that could not be written. Its array has rows of four numbers: step,
+lines, bytes, CRC. There is one for all that was written, and one without lines for each step that was lost; older
+versions have one for each step.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -24,133 +22,128 @@ from grpo_cli.runs.layout import LEDGER
 from grpo_cli.support.errors import UserError
 
 _PIECE = 2**20  # bytes of a file that are read at once
+Block = Sequence[int]  # step, lines, bytes, CRC
 
 
-class WrittenRows(NamedTuple):
-    """Rows up to `step` that stand together. Without lines: a step of which a record, or a part of one, was lost."""
+class RecordFile:
+    """One file: what was written to it, `size` bytes with this CRC-32 for steps up to `last_step`, and the steps that
+    were lost."""
 
-    step: int
-    lines: int
-    size: int  # bytes
-    crc: int
+    def __init__(self, path: Path) -> None:
+        self.path, self.last_step, self.size = path, -1, 0
+        self.lost: list[int] = []
+        self._crc, self._intact = 0, False
 
-
-@dataclass
-class Ledger:
-    """What was written to one file: `size` bytes with this CRC-32, for steps up to `last_step`."""
-
-    last_step: int = -1
-    size: int = 0
-    crc: int = 0
-    lost: list[int] = field(default_factory=list)
-
-    def add(self, step: int, data: bytes) -> None:
+    def append(self, step: int, data: bytes) -> None:
+        """All of the data, or none: what a full disk cuts short is taken back, and so is what an interrupted call has
+        left beyond what was written. OSError, and the step is lost, if there is no room."""
+        left = memoryview(data)
         self.last_step = max(self.last_step, step)
+        try:
+            with open(self.path, "ab", buffering=0, opener=regular) as file:
+                end = min(self.size, file.seek(0, os.SEEK_END))
+                file.truncate(end)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError:
+            self.lost.append(step)
+            raise
+        self._count(data)
+
+    def blocks(self) -> list[Block]:
+        """For a checkpoint."""
+        written = [(self.last_step, 1, self.size, self._crc)] if self.size else []
+        return [*written, *((step, 0, 0, 0) for step in self.lost)]
+
+    def go_on(self, last: int, blocks: Sequence[Block] | None, every_step: bool) -> list[str]:
+        """Take the file over from a run whose last step was `last`. Returns what is wrong with it; nothing is written
+        before `cut`.
+
+        Its rows are read only where it does not begin with what the blocks say, or there are none. Without blocks each
+        row has to be a record and, with `every_step`, each step has to have one.
+        """
+        self.last_step, self.lost = last, [block[0] for block in blocks or () if not block[1]]
+        self._intact = blocks is not None and self._begins_with(blocks)
+        if self._intact:
+            return []
+        self.size = self._crc = 0
+        steps, broken = [], []
+        for number, step, line in _rows_until(self.path, last):
+            self._count(line)
+            if step is None:
+                broken.append(number)
+            else:
+                steps.append(step)
+        gone = {*range(last + 1)} - {*steps} - {*self.lost} if every_step else set()
+        self.lost = sorted({*self.lost, *gone})
+        if blocks is not None:
+            return [f"{self.path.name} is not as it was when the checkpoint was saved"]
+        problems = [f"{self.path.name}, line {broken[0]} is no record"] if broken else []
+        if every_step and steps != [*range(last + 1)]:
+            wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
+            problems.append(f"{self.path.name} {wrong}")
+        return problems
+
+    def cut(self) -> None:
+        """Remove rows after the last step, and a last line that was cut short."""
+        if not self.path.exists() or self.path.stat().st_size == self.size:
+            return
+        if self._intact:
+            os.truncate(self.path, self.size)
+            return sync_file(self.path)
+        with written_atomically(self.path) as new:
+            for _, _, line in _rows_until(self.path, self.last_step):
+                new.write(line)
+
+    def _begins_with(self, blocks: Sequence[Block]) -> bool:
+        if (self.path.stat().st_size if self.path.exists() else 0) < sum(block[2] for block in blocks):
+            return False
+        self.size = self._crc = 0
+        if not self.path.exists():
+            return True
+        with open(self.path, "rb", opener=regular) as file:
+            for _, _, size, expected in blocks:
+                crc, end = 0, self.size + size
+                while piece := file.read(min(end - self.size, _PIECE)):
+                    crc = zlib.crc32(piece, crc)
+                    self._count(piece)
+                if crc != expected:
+                    return False
+        return True
+
+    def _count(self, data: bytes) -> None:
         self.size += len(data)
-        self.crc = zlib.crc32(data, self.crc)
-
-    def lose(self, step: int) -> None:
-        self.last_step = max(self.last_step, step)
-        self.lost.append(step)
-
-    def blocks(self) -> list[WrittenRows]:
-        written = [WrittenRows(self.last_step, 1, self.size, self.crc)] if self.size else []
-        return [*written, *(WrittenRows(step, 0, 0, 0) for step in self.lost)]
+        self._crc = zlib.crc32(data, self._crc)
 
 
-def save_ledgers(folder: Path, ledgers: Mapping[str, Ledger]) -> None:
-    """Leave them in a checkpoint's folder."""
-    found = {name: np.array(ledger.blocks(), dtype=np.uint64).reshape(-1, 4) for name, ledger in ledgers.items()}
+def save_ledgers(folder: Path, files: Mapping[str, RecordFile]) -> None:
+    """Leave what was written in a checkpoint's folder."""
+    found = {name: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for name, file in files.items()}
     np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
 
 
-def load_ledgers(folder: Path) -> dict[str, list[WrittenRows]]:
+def load_ledgers(folder: Path) -> dict[str, list[Block]]:
     """The blocks of a checkpoint, by file; empty if it is of a version that left none."""
     if not (folder / LEDGER).exists():
         return {}
     try:
         with open(folder / LEDGER, "rb", opener=regular) as file, np.load(file, allow_pickle=False) as found:
-            blocks = {name: [WrittenRows(*row) for row in rows.tolist()] for name, rows in found.items()}
-        if any(type(number) is not int or number < 0 for rows in blocks.values() for row in rows for number in row):
-            raise ValueError("it holds what no count is")
+            blocks = {name: array.tolist() for name, array in found.items()}
+        for step, lines, size, crc in (row for rows in blocks.values() for row in rows):
+            if any(type(number) is not int or number < 0 for number in (step, lines, size, crc)):
+                raise ValueError("it holds numbers that are no counts")
         return blocks
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{folder / LEDGER} is damaged ({error}); name another checkpoint of the run") from error
 
 
-def as_written(path: Path, blocks: Sequence[WrittenRows]) -> Ledger | None:
-    """The ledger of a file that begins with exactly what was written to it until then; None if it does not."""
-    ledger = Ledger()
-    if (path.stat().st_size if path.exists() else 0) < sum(block.size for block in blocks):
-        return None
-    with open(path, "rb", opener=regular) if path.exists() else BytesIO() as file:
-        for block in blocks:
-            crc = 0
-            for piece in _pieces(file, block.size):
-                crc = zlib.crc32(piece, crc)
-                ledger.add(block.step, piece)
-            if crc != block.crc:
-                return None
-            if not block.lines:
-                ledger.lose(block.step)
-    return ledger
-
-
-def _pieces(file: BinaryIO, count: int) -> Iterator[bytes]:
-    while count and (piece := file.read(min(count, _PIECE))):
-        count -= len(piece)
-        yield piece
-
-
-@dataclass(frozen=True)
-class RecordState:
-    """A file of a run that goes on: what of it stays, and what is wrong with that. `intact`: it is the beginning."""
-
-    ledger: Ledger
-    intact: bool = True
-    problems: Sequence[str] = ()
-
-
-def look(path: Path, last: int, blocks: Sequence[WrittenRows] | None, every_step: bool) -> RecordState:
-    """A file of a run that goes on after step `last`. Only where nothing is known of what was written, or where that is
-    not what is there, its rows are read: none may be damaged, and with `every_step` each step has to have one."""
-    intact = as_written(path, blocks) if blocks is not None else None
-    if intact is not None:
-        return RecordState(intact)
-    problems = [] if blocks is None else [f"{path.name} is not as it was when the checkpoint was saved"]
-    lost = {block.step for block in blocks or () if not block.lines}
-    ledger, seen = Ledger(last), []
-    for number, step, line in rows_until(path, last):
-        ledger.add(last, line)
-        if step is None:
-            problems.append(f"{path.name}, line {number} is no record")
-        else:
-            seen.append(step)
-    due = [step for step in range(last + 1) if step not in lost]
-    if every_step and seen != due:
-        gone = {*due} - {*seen}
-        lost |= gone
-        wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
-        problems.append(f"{path.name} {wrong}")
-    ledger.lost = sorted(lost)
-    return RecordState(ledger, False, problems)
-
-
-def cut(path: Path, found: RecordState) -> None:
-    """Leave of a file what was found: rows of later steps go, and a last line that was cut short."""
-    if not path.exists() or path.stat().st_size == found.ledger.size:
-        return
-    if found.intact:
-        os.truncate(path, found.ledger.size)
-        return sync_file(path)
-    with written_atomically(path) as new:
-        for _, _, line in rows_until(path, found.ledger.last_step):
-            new.write(line)
-
-
-def rows_until(path: Path, last: int) -> Iterator[tuple[int, int | None, bytes]]:
-    """The whole lines of steps up to `last`, with their numbers and steps. One that is no record, and so has no step,
-    goes with the line before it."""
+def _rows_until(path: Path, last: int) -> Iterator[tuple[int, int | None, bytes]]:
+    """The whole lines of steps up to `last`, with their numbers and steps. One that is no record has no step, and
+    belongs to the line before it."""
     if not path.exists():
         return
     before = 0

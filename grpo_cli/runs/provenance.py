@@ -37,7 +37,7 @@ def code_version() -> CodeVersion:
     commit, modified = checkout_state(SOURCE)
     try:
         transformers = version("transformers")
-    except PackageNotFoundError:  # a source tree of its own
+    except PackageNotFoundError:  # a bare source tree
         transformers = None
     python = platform.python_version()
     return CodeVersion(__version__, commit, modified, python, str(torch.__version__), transformers)
@@ -53,7 +53,7 @@ def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
     where = [f"--git-dir={folder / '.git'}", f"--work-tree={folder}", "-c", "core.fsmonitor=false"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        told = subprocess.run(
+        found = subprocess.run(
             ["git", *where, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=folder,
             env=environment | {"GIT_OPTIONAL_LOCKS": "0"},
@@ -64,5 +64,5 @@ def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None, None
-    commit, _, dirty = told.stdout.strip().partition("-")
-    return (commit, bool(dirty)) if told.returncode == 0 else (None, None)
+    commit, _, dirty = found.stdout.strip().partition("-")
+    return (commit, bool(dirty)) if found.returncode == 0 else (None, None)

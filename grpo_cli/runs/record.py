@@ -1,9 +1,8 @@
-"""What a run was composed of, as the run itself has written it down: `run.json`, once, after every check has passed.
+"""What a run was composed of, as it wrote it down itself: `run.json`, once, after every check has passed.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
-itself and is never written again, and every checkpoint knows those that its run had. Folders that were made before
-there was a `run.json` have Hydra's files in `.hydra/` instead: those are read where there is nothing else, if they
-agree with each other.
+itself and is never written again, and every checkpoint knows those that its run had. Where there is no such file, those
+that older versions left to Hydra (`.hydra/`) are read, if they agree with each other.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.runs.files import content, json_line, sha256, write_atomically
+from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, write_atomically
 from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 from grpo_cli.support.errors import UserError
 
@@ -46,13 +45,8 @@ def write_record(folder: Path, record: RunRecord) -> Path:
     path = folder / (RESUMED.format(len(files)) if files else RUN)
     values = {name: value for name, value in asdict(record).items() if name != "source"}
     text = json_line({**values, _CHECKSUM: _checksum(values)}, indent=1)
-    try:
+    with must_be_writable(path):
         write_atomically(path, f"{text}\n".encode())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}); make room, or choose another folder with "
-            "hydra.run.dir=<folder>"
-        ) from error
     return path
 
 
@@ -65,7 +59,7 @@ def begun_as(folder: Path) -> RunRecord | None:
 def read_record(folder: Path) -> RunRecord | None:
     """What the run in this folder was last started with; None if the folder holds no record.
 
-    UserError if a record is damaged: no other settings are taken for the run's.
+    UserError if a record is damaged: no other settings are used in its place.
     """
     files = _files(folder)
     for path in files[:-1]:
@@ -91,10 +85,7 @@ def check_chain(checkpoint: Path) -> None:
     for name, checksum in json.loads((checkpoint / CHAIN).read_text()).items():
         if now.get(name) != checksum:
             what = "has been altered" if name in now else "is missing"
-            raise UserError(
-                f"{folder / name} {what}, and {checkpoint.name} was made with it: the settings of this run are not "
-                f"certain; put the file back, or start a new run from the checkpoint (model.path={checkpoint})"
-            )
+            raise _uncertain(folder / name, f"{what}, and {checkpoint.name} was made with it")
 
 
 def has_record(folder: Path) -> bool:
@@ -105,17 +96,11 @@ def has_record(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """`run.json` and its successors in their order. UserError if one between is gone."""
     later = sorted(folder.glob(EVERY_RESUMED))
-    names = [RUN, *(RESUMED.format(number) for number in range(1, len(later) + 1))]
-    files = [folder / name for name in names]
-    if not later:
-        return [path for path in files if path.exists()]
-    for path in files:
-        if not path.exists():
-            raise UserError(
-                f"{path} is missing, and {later[-1].name} is there: the settings of this run are not certain; put the "
-                "file back, or start a new run from a checkpoint of this one (model.path=<checkpoint>)"
-            )
-    return files
+    files = [folder / name for name in (RUN, *(RESUMED.format(number) for number in range(1, len(later) + 1)))]
+    missing = [path for path in files if not path.exists()]
+    if later and missing:
+        raise _uncertain(missing[0], f"is missing, and {later[-1].name} is there")
+    return [] if missing else files
 
 
 def _read(path: Path) -> RunRecord:
@@ -127,14 +112,18 @@ def _read(path: Path) -> RunRecord:
         if any(not isinstance(values[name], kind) for name, kind in _KINDS.items()):
             raise ValueError("its values are of other kinds")
         if not all(isinstance(word, str) for word in values["overrides"]):
-            raise ValueError("its overrides are no words")
+            raise ValueError("its overrides are not words")
         return RunRecord(**values | {"overrides": tuple(values["overrides"])}, source=path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(
-            f"{path} is damaged ({reason}), so that the settings of this run are not known; put back what it was, or "
-            "start a new run from a checkpoint of this one (model.path=<checkpoint>)"
-        ) from error
+        raise _uncertain(path, f"is damaged ({reason})") from error
+
+
+def _uncertain(path: Path, what: str) -> UserError:
+    return UserError(
+        f"{path} {what}, so the settings of this run are not certain; put it back as it was, or start a new run from a "
+        "checkpoint of this one (model.path=<checkpoint>)"
+    )
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
@@ -142,20 +131,21 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def _of_hydra(folder: Path) -> RunRecord | None:
-    """The record of a run that left it to Hydra. The overrides stand in two files: both must say the same."""
+    """The record of a run that left it to Hydra. The overrides stand in two files: both must agree."""
     paths = [folder / name for name in (HYDRA_CONFIG, HYDRA_SETTINGS, HYDRA_OVERRIDES)]
     if not any(path.exists() for path in paths):
         return None
     config, hydra, typed = (_yaml(path) for path in paths)
     try:
-        told, job = hydra["hydra"]["overrides"]["task"], hydra["hydra"]["job"]["config_name"]
+        recorded, job = hydra["hydra"]["overrides"]["task"], hydra["hydra"]["job"]["config_name"]
         choices = {str(group): str(choice) for group, choice in hydra["hydra"]["runtime"]["choices"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise _doubtful(paths[1], "is cut short") from error
-    if not isinstance(config, dict) or not isinstance(typed, list):
-        raise _doubtful(paths[2] if isinstance(config, dict) else paths[0], "is cut short")
-    if typed != told:
-        raise _doubtful(paths[2], f"lists other overrides than {paths[1].name}")
+        raise _uncertain(paths[1], "is cut short") from error
+    for path, value, kind in ((paths[0], config, dict), (paths[2], typed, list)):
+        if not isinstance(value, kind):
+            raise _uncertain(path, "is cut short")
+    if typed != recorded:
+        raise _uncertain(paths[2], f"lists other overrides than {paths[1].name}")
     ours = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     return RunRecord(str(job), tuple(map(str, typed)), ours, config, {}, paths[0].parent)
 
@@ -163,14 +153,6 @@ def _of_hydra(folder: Path) -> RunRecord | None:
 def _yaml(path: Path) -> Any:
     try:
         return yaml.load(content(path).decode(), Loader=_LOADER)
-    except FileNotFoundError as error:
-        raise _doubtful(path, "is missing") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise _doubtful(path, "cannot be read") from error
-
-
-def _doubtful(path: Path, what: str) -> UserError:
-    return UserError(
-        f"{path} {what}, so that the settings of this run are not certain; put it back as it was, or start a new run "
-        "from a checkpoint of this one (model.path=<checkpoint>)"
-    )
+        missing = isinstance(error, FileNotFoundError)
+        raise _uncertain(path, "is missing" if missing else "cannot be read") from error

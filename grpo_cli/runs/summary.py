@@ -8,25 +8,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.runs.files import content, json_line, write_atomically
+from grpo_cli.runs.files import content, json_line, must_be_writable, write_atomically
 from grpo_cli.runs.layout import METRICS, SUMMARY
 from grpo_cli.support.errors import UserError
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
-    try:
+    with must_be_writable(run_dir / SUMMARY):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
-    except OSError as error:
-        raise UserError(f"{run_dir / SUMMARY} cannot be written ({error.strerror or error}).") from error
 
 
 @contextmanager
 def failure_noted(run_dir: Path) -> Iterator[None]:
     """What fails before the run has begun, such as reading its model, is in `summary.json` as what fails later is.
 
-    A folder that holds another summary, or records, tells of a run that did begin: it stays as it is.
+    A folder with another summary, or with records, is of a run that did begin, and is left alone.
     """
     try:
         yield

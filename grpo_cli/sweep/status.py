@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, regular, write_atomically
-from grpo_cli.runs.lock import NO_LOCKS_HERE, is_held
+from grpo_cli.runs.lock import is_held, try_lock
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 
@@ -113,14 +112,7 @@ def locked(log: Any) -> bool:
 
     Where the file system knows no locks (Lustre without `-o flock`), nobody is kept out.
     """
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS_HERE:
-            raise
-    return True
+    return try_lock(log) is not False
 
 
 def failure(code: int, folder: Path) -> str | None:

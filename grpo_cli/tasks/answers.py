@@ -182,33 +182,24 @@ def _plain_fraction(match: re.Match[str]) -> str:
     return f"{' ' if mixed else ''}{upper}/{lower}"
 
 
-def _read(text: str) -> tuple[Extracted, str] | None:
-    """The number at the beginning of a plain text, and what follows it; None for the beginning of an expression."""
-    match = _LEADING.match(text)
-    value = _value(match) if match else None
-    if match is None or value is None or _GOES_ON.match(text, match.end()):
-        return None
-    shown = match[0].strip(" \t\n*_`\"'([{:=~≈").rstrip(".,")
-    return Extracted(value, shown, False), text[match.end() :]
-
-
-def _leading(text: str, strict: bool = False) -> Extracted | None:
-    """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`)."""
+def _leading(text: str, strict: bool = False, max_words: int | None = None) -> Extracted | None:
+    """The number that `text` begins with, else the one after its last equals sign (`3 * 4 = 12`); None where it begins
+    an expression. With `max_words`, at most so many words, and no other number, may follow it."""
     text = _plain(text)
-    read = _read(text) or _read(text.rpartition("=")[2])
-    return Extracted(read[0].value, read[0].text, strict) if read else None
+    for piece in (text, text.rpartition("=")[2]):
+        match = _LEADING.match(piece)
+        value = _value(match) if match else None
+        if match is None or value is None or _GOES_ON.match(piece, match.end()):
+            continue
+        rest = piece[match.end() :]
+        if max_words is None or not (_ANOTHER_NUMBER.search(rest) or len(rest.split()) > max_words):
+            return Extracted(value, match[0].strip(" \t\n*_`\"'([{:=~≈").rstrip(".,"), strict)
+    return None
 
 
 def _only(text: str, strict: bool = False, max_words: int = MAX_ANSWER) -> Extracted | None:
-    """As `_leading`, but there must be no other number after it and at most `max_words` words."""
-    if len(text) > MAX_ANSWER:
-        return None
-    text = _plain(text)
-    for piece in (text, text.rpartition("=")[2]):
-        read = _read(piece)
-        if read and not _ANOTHER_NUMBER.search(read[1]) and len(read[1].split()) <= max_words:
-            return Extracted(read[0].value, read[0].text, strict)
-    return None
+    """As `_leading`, of a short text in which there is no other number."""
+    return _leading(text, strict, max_words) if len(text) <= MAX_ANSWER else None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

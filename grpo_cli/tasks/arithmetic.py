@@ -11,9 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Annotated
 
-from grpo_cli.support.errors import refuse
-from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
+from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -87,17 +89,18 @@ class Arithmetic(GeneratedTask[Sum]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_terms: int,
-        max_terms: int,
-        max_operand: int,
-        max_value: int,
-        train_problems: int,
-        eval_problems: int,
+        min_terms: Annotated[int, Range(2, 64)],
+        max_terms: Annotated[int, Range(2, 64)],
+        max_operand: Annotated[int, Range(1, 999)],
+        max_value: Annotated[int, Range(2, 9999)],
+        train_problems: TrainProblems,
+        eval_problems: EvalProblems,
     ) -> None:
-        _check_sizes(min_terms, max_terms, max_operand, max_value, train_problems, eval_problems)
+        if max_value < 2 * max_operand:
+            raise UserError(f"task.max_value={max_value} must be at least 2 * task.max_operand={2 * max_operand}")
         self._verbatim = Verbatim(tokenizer)
         self._max_operand, self._max_value = max_operand, max_value
-        super().__init__(self._verbatim, seed, range(min_terms, max_terms + 1), train_problems, eval_problems)
+        super().__init__(self._verbatim, seed, min_terms, max_terms, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Sum:
         return draw_sum(rng, size, self._max_operand, self._max_value)
@@ -110,16 +113,3 @@ class Arithmetic(GeneratedTask[Sum]):
         correct = float(completion is not None and final_answer(completion) == prompt.answer)
         parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
         return Reward(correct, parts, weights={"correct": 1.0})
-
-
-def _check_sizes(
-    min_terms: int, max_terms: int, max_operand: int, max_value: int, train_problems: int, eval_problems: int
-) -> None:
-    problems = []
-    if not 2 <= min_terms <= max_terms <= 64:
-        problems.append(f"task.min_terms={min_terms} and task.max_terms={max_terms} must satisfy 2 <= min <= max <= 64")
-    if not 1 <= max_operand <= 999:
-        problems.append(f"task.max_operand={max_operand} must be between 1 and 999")
-    if not 2 * max_operand <= max_value <= 9999:
-        problems.append(f"task.max_value={max_value} must be between 2 * task.max_operand={2 * max_operand} and 9999")
-    refuse([*problems, *count_problems(train_problems, eval_problems)])

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from random import Random
+from typing import Annotated
 
-from grpo_cli.support.errors import refuse
-from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
+from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -139,18 +141,19 @@ class Countdown(GeneratedTask[CountdownProblem]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_numbers: int,
-        max_numbers: int,
-        max_number: int,
-        max_target: int,
+        min_numbers: Annotated[int, Range(2, 8)],
+        max_numbers: Annotated[int, Range(2, 8)],
+        max_number: Annotated[int, Range(2, 999)],
+        max_target: Annotated[int, Range(2, 9999)],
         use_all: bool,
-        train_problems: int,
-        eval_problems: int,
+        train_problems: TrainProblems,
+        eval_problems: EvalProblems,
     ) -> None:
-        _check_sizes(min_numbers, max_numbers, max_number, max_target, train_problems, eval_problems)
+        if max_target < max_number:
+            raise UserError(f"task.max_target={max_target} must be at least task.max_number={max_number}")
         self._verbatim = Verbatim(tokenizer)
         self._max_number, self._max_target, self._use_all = max_number, max_target, use_all
-        super().__init__(self._verbatim, seed, range(min_numbers, max_numbers + 1), train_problems, eval_problems)
+        super().__init__(self._verbatim, seed, min_numbers, max_numbers, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> CountdownProblem:
         return draw_problem(rng, size, self._max_number, self._max_target)[0]
@@ -173,18 +176,3 @@ class Countdown(GeneratedTask[CountdownProblem]):
         correct = float(found is not None and allowed and found.value == int(target))
         parts = {"correct": correct, "well_formed": float(found is not None), "allowed": float(allowed)}
         return Reward(correct, parts, weights={"correct": 1.0})
-
-
-def _check_sizes(
-    min_numbers: int, max_numbers: int, max_number: int, max_target: int, train_problems: int, eval_problems: int
-) -> None:
-    problems = []
-    if not 2 <= min_numbers <= max_numbers <= 8:
-        problems.append(
-            f"task.min_numbers={min_numbers} and task.max_numbers={max_numbers} must satisfy 2 <= min <= max <= 8"
-        )
-    if not 2 <= max_number <= 999:
-        problems.append(f"task.max_number={max_number} must be between 2 and 999")
-    if not max_number <= max_target <= 9999:
-        problems.append(f"task.max_target={max_target} must be between task.max_number={max_number} and 9999")
-    refuse([*problems, *count_problems(train_problems, eval_problems)])

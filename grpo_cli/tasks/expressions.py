@@ -101,7 +101,7 @@ _UNIT = re.compile(r"(?<=[0-9}])\s?\\(?:text|textrm|mathrm|mbox)\s?\{[^{}0-9]*\}
 _BARE = re.compile(r"\\(frac|sqrt)\s?(?=[0-9A-Za-z{])")
 _EQUATION = re.compile(r"\s*[A-Za-z](?:_\{?[0-9A-Za-z]\}?)?\s*=(?!.*=)")
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?:\.[0-9]+)?")
-_NUMBER = re.compile(r"(-?)(?:([0-9]{0,64})(?:\.([0-9]{1,64}))?|([0-9]{1,64})/([0-9]{1,64}))")
+_NUMBER = re.compile(r"-?(?:[0-9]{0,64}(?:\.[0-9]{1,64})?|[0-9]{1,64}/[0-9]{1,64})")
 _FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]{1,64})\}\{([0-9]{1,64})\}")
 
 
@@ -145,18 +145,12 @@ def _braced_arguments(text: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """The number that a normalised expression is: an integer, a decimal or a fraction of integers; else None."""
-    plain, fraction = _NUMBER.fullmatch(text), _FRACTION.fullmatch(text)
-    if fraction:
-        upper, lower = int(f"{fraction[2]}"), int(fraction[3])
-        size = Fraction(upper, lower) if lower else None
-        return -size if size is not None and fraction[1] else size
-    if not plain or not (plain[2] or plain[3] or plain[4]):
+    if fraction := _FRACTION.fullmatch(text):
+        text = f"{fraction[1]}{fraction[2]}/{fraction[3]}".removeprefix("--")
+    try:
+        return Fraction(text) if _NUMBER.fullmatch(text) else None
+    except (ValueError, ZeroDivisionError):  # no digits, or 1/0
         return None
-    if plain[4]:
-        size = Fraction(int(plain[4]), int(plain[5])) if int(plain[5]) else None
-    else:
-        size = Fraction(f"{plain[2] or '0'}.{plain[3] or '0'}")
-    return -size if size is not None and plain[1] else size
 
 
 def settled(gold: str, answer: str) -> bool | None:

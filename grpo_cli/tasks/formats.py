@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_WHOLE = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
@@ -17,12 +18,7 @@ def strict_format(text: str) -> float:
 
     The format reward of open-r1.
     """
-    return float(_is_whole(text) and all(text.count(tag) == 1 for tag in TAGS))
-
-
-def _is_whole(text: str) -> bool:
-    thoughts, middle, answer = text.partition("\n</think>\n<answer>\n")
-    return bool(middle) and thoughts.startswith("<think>\n") and answer.endswith("\n</answer>")
+    return float(all(text.count(tag) == 1 for tag in TAGS) and _WHOLE.fullmatch(text) is not None)
 
 
 _FROM_THOUGHT_TO_ANSWER = re.compile(r"</think>\s{0,8}<answer>")

@@ -1,28 +1,23 @@
-"""What tasks with generated problems share: `train` is made as it is read, and `eval` is held out of it."""
+"""What tasks that generate their problems share: `train` is made as it is read, and `eval` is held out of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from random import Random
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, TypeVar
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
 MOST_TRIES = 10_000  # draws for one more problem of the eval split, before there are taken to be no more
-MOST_TRAIN, MOST_EVAL = 100_000_000, 1_000_000  # an order of the former is kept (800 MB), and all of the latter
-
-
-def count_problems(train: int, evaluated: int) -> Iterator[str]:
-    """What is wrong with the numbers of problems to train on and to evaluate on."""
-    for key, count, most in (("train", train, MOST_TRAIN), ("eval", evaluated, MOST_EVAL)):
-        if not 1 <= count <= most:
-            few = f"task.{key}_problems={count} must be at least 1"
-            yield few if count < 1 else f"{few} and at most {most}: they take memory from the start"
+_MEMORY = "they take memory from the start"
+TrainProblems = Annotated[int, Range(1, 100_000_000, _MEMORY)]  # an order of them is kept: 800 MB
+EvalProblems = Annotated[int, Range(1, 1_000_000, _MEMORY)]  # all of them are kept
 
 
 def is_held_out(problem: str) -> bool:
@@ -43,15 +38,18 @@ class GeneratedTask(ABC, Generic[P]):
     """
 
     name: ClassVar[str]
-    sizes_are: ClassVar[str]  # "terms", in a message
+    sizes_are: ClassVar[str]  # "terms", whose settings are min_terms and max_terms
     makes_more: ClassVar[str]  # the setting that makes more problems possible
 
     def __init__(
-        self, writing: Prompting | Verbatim, seed: int, sizes: range, train_problems: int, eval_problems: int
+        self, prompting: Prompting | Verbatim, seed: int, least: int, most: int, train_problems: int, eval_problems: int
     ) -> None:
-        self._writing, self._seed, self._sizes = writing, seed, sizes
+        """`least` and `most` are the sizes of problems."""
+        if least > most:
+            raise UserError(f"task.min_{self.sizes_are}={least} must be at most task.max_{self.sizes_are}={most}")
+        self._prompting, self._seed, self._sizes = prompting, seed, range(least, most + 1)
         self._train = MadePrompts(self._train_prompt, train_problems)
-        self._eval = tuple(self._prompt(f"eval-{i}", *told) for i, told in enumerate(self._held_out(eval_problems)))
+        self._eval = tuple(self._prompt(f"eval-{i}", *found) for i, found in enumerate(self._held_out(eval_problems)))
 
     @abstractmethod
     def draw(self, rng: Random, size: int) -> P:
@@ -65,11 +63,11 @@ class GeneratedTask(ABC, Generic[P]):
         """What decides the split."""
         return str(problem)
 
-    def tell(self, problem: P, rng: Random) -> str:
+    def question(self, problem: P, rng: Random) -> str:
         """The text of its prompt."""
         return f"{problem}="
 
-    def name_of(self, problem: P, told: str) -> str:
+    def distinct_by(self, problem: P, question: str) -> str:
         """What no two problems of `eval` have in common."""
         return self.key(problem)
 
@@ -81,7 +79,7 @@ class GeneratedTask(ABC, Generic[P]):
         raise UserError(f"task={self.name} was asked for the split {split!r}; it has train and eval")
 
     def text(self, token_ids: Sequence[int]) -> str:
-        return self._writing.decode(token_ids)
+        return self._prompting.decode(token_ids)
 
     def _train_prompt(self, index: int) -> Prompt:
         """Problem `index` of the train split: a function of the seed and the index alone."""
@@ -89,7 +87,7 @@ class GeneratedTask(ABC, Generic[P]):
         size = rng.choice(self._sizes)
         while is_held_out(self.key(problem := self.draw(rng, size))):
             pass
-        return self._prompt(f"train-{index}", problem, self.tell(problem, rng))
+        return self._prompt(f"train-{index}", problem, self.question(problem, rng))
 
     def _held_out(self, count: int) -> list[tuple[P, str]]:
         """The problems of the eval split with their texts; UserError where there are not so many."""
@@ -101,16 +99,16 @@ class GeneratedTask(ABC, Generic[P]):
                 problem = self.draw(rng, size)
                 if not is_held_out(self.key(problem)):
                     continue
-                told = self.tell(problem, rng)
-                if (name := self.name_of(problem, told)) not in found:
-                    found[name] = problem, told
+                question = self.question(problem, rng)
+                if (name := self.distinct_by(problem, question)) not in found:
+                    found[name] = problem, question
                     break
             else:
                 raise UserError(
-                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, there are no more of "
-                    f"{size} {self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
+                    f"task.eval_problems={count}: only {i} distinct held-out problems were found, no more of {size} "
+                    f"{self.sizes_are}; ask for fewer, or raise task.{self.makes_more}"
                 )
         return list(found.values())
 
-    def _prompt(self, prompt_id: str, problem: P, told: str) -> Prompt:
-        return Prompt(prompt_id, self._writing.encode(told), self.answer(problem))
+    def _prompt(self, prompt_id: str, problem: P, question: str) -> Prompt:
+        return Prompt(prompt_id, self._prompting.encode(question), self.answer(problem))

@@ -1,21 +1,22 @@
-"""Questions with answers, from a JSONL file of one's own or the hub: what `gsm8k`, `math` and `jsonl` have in common.
+"""Questions with answers, from a JSONL file or the hub: the one class of `gsm8k`, `math` and `jsonl`.
 
-What differs between them are their sources, their fields and who judges; all of that is in their YAML files.
+They differ in their sources, their fields and who judges; all of that is in their YAML files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from grpo_cli.support.errors import UserError, refuse
-from grpo_cli.tasks.judges import GRADINGS, Completion, Judge, Numbers, weighing
-from grpo_cli.tasks.math_judge import MathJudge, limit_problems
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
+from grpo_cli.tasks.math_judge import MOST_WORKERS, ON_CRASH, MathJudge
 from grpo_cli.tasks.own_reward import OwnReward
-from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
+from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
-from grpo_cli.tasks.rows import read_rows
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
@@ -24,7 +25,7 @@ class Jsonl:
 
     With `eval_path` that file is the eval split, and no question may be in both. Without, the `eval_fraction` of the
     questions with the smallest hashes is held out: the same for every seed, and copies of a question stay together.
-    `reward` is `numbers`, `math` or `module:function`; what else there is to set is said in `conf/task/jsonl.yaml`.
+    `reward` is `numbers`, `math` or `module:function`; `conf/task/jsonl.yaml` explains the other settings.
     The data that `default_path` names is read when training asks for it, a `path` at once.
     """
 
@@ -42,40 +43,39 @@ class Jsonl:
         system_prompt: str | None,
         template: str,
         use_chat_template: bool,
-        few_shot: int,
+        few_shot: Annotated[int, Range(0)],
         few_shot_path: str | None,
-        long_prompts: str,
-        eval_fraction: float,
-        max_unreadable: float,
+        long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
+        eval_fraction: Annotated[float, Range(0, 1, above=True)],
+        max_unreadable: Annotated[float, Range(0, 1, below=True)],
         reward: str,
-        grading: str,
+        grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: Mapping[str, Any] | None,
-        formats_on: str,
-        judge_seconds: float,
-        judge_workers: int,
-        on_crash: str,
+        formats_on: Annotated[str, OneOf(FORMATS_ON)],
+        judge_seconds: Annotated[float, Range(0, above=True)],
+        judge_workers: Annotated[int, Range(1, MOST_WORKERS)],
+        on_crash: Annotated[str, OneOf(ON_CRASH)],
         max_prompt_tokens: int | None = None,
         warn: Callable[[str], None],
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
-        _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
+        if not (source := path or default_path):
+            raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
         self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
-        refuse([*limit_problems(judge_seconds, judge_workers, on_crash)])
-        self._weighing = weighing(weights or {}, formats_on, self._judge.main)
-        self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)
-        self._fields = (question_field, answer_field)
-        self._sources: dict[str, list[Problem]] = {}
-        self._source, self._is_default = path or default_path or "", path is None
-        self._eval_source = default_eval_path if path is None and eval_path is None else eval_path
-        self._eval_key = "task.path" if eval_path is None else "task.eval_path"  # what helps where the hub does not
-        self._eval_fraction = eval_fraction
-        self._few_shot, self._few_shot_source, self._warn = few_shot, few_shot_path, warn
-        Prompting(tokenizer, template, system_prompt, use_chat_template)  # says what is wrong before any data is read
-        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, self._examples())
+        self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
+        self._reader = Reader(self._judge, question_field, answer_field, max_unreadable, warn)
+        self._source, self._is_default, self._eval_fraction = source, path is None, eval_fraction
+        self._eval_source = eval_path or (default_eval_path if path is None else None)
+        self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
+        self._warn = warn
+        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        self._shown = self._examples(few_shot, few_shot_path)
+        texts = tuple((problem.question, str(problem.row[answer_field]).strip()) for problem in self._shown)
+        self._prompting = replace(prompting, examples=texts)
         self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn)
         if not self._is_default and self._own_problems[0]:
-            self.prompts("train")  # so that what is wrong with it is said at once
-        self._eval = LazyPrompts("eval", self._held_out, *self._limits)
+            self.prompts("train")  # so that what is wrong with it is found at once
+        self.prompts("eval")
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         if split not in ("train", "eval"):
@@ -95,31 +95,33 @@ class Jsonl:
         return self._prompting.decode(token_ids)
 
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
+        problems = self._train if prompt.id.startswith("train-") else self._eval
         return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
             text=self.text(rollout.token_ids),
             answer=prompt.answer,
             finished=rollout.finish.complete,
             length=len(rollout),
-            problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
+            problem=problems.of(prompt.id) if isinstance(self._judge, OwnReward) else None,
         )
-
-    def _problem(self, prompt: Prompt) -> Problem:
-        return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
 
     @cached_property
     def _train(self) -> LazyPrompts:
         train = self._own_problems[0]
         if not train:
-            raise UserError(f"task.eval_fraction=1 leaves nothing of {self._source} to train on; lower it")
+            raise UserError(f"nothing of {self._source} is left to train on; lower task.eval_fraction or task.few_shot")
         if self._eval_source is not None and self._is_default:
             train = self._without_evaluated(train)
         elif self._eval_source is not None:
             check_disjoint(train, self._held_out, f"task.path={self._source}", self._eval_source)
         return LazyPrompts("train", train, *self._limits)
 
+    @cached_property
+    def _eval(self) -> LazyPrompts:
+        return LazyPrompts("eval", self._held_out, *self._limits)
+
     def _without_evaluated(self, train: Sequence[Problem]) -> list[Problem]:
-        """A published data set may repeat itself; nobody can be asked to repair it."""
+        """A published data set may repeat itself, and a user cannot be asked to repair it."""
         evaluated = {problem.question for problem in self._held_out}
         left = [problem for problem in train if problem.question not in evaluated]
         if len(left) < len(train):
@@ -133,43 +135,28 @@ class Jsonl:
     def _held_out(self) -> Sequence[Problem]:
         if self._eval_source is None:
             return self._own_problems[1]
-        held_out = self._read(self._eval_source, self._eval_key)
+        held_out = self._reader.read(self._eval_source, self._eval_key)
         check_disjoint(self._shown, held_out, "the examples of task.few_shot", self._eval_source)
         return held_out
 
     @cached_property
-    def _all(self) -> list[Problem]:
-        return self._read(self._source, "task.path")
-
-    @cached_property
     def _own_problems(self) -> tuple[list[Problem], list[Problem]]:
-        """What to train on and, without a source of its own, what to evaluate on. Examples are in neither."""
+        """The problems of `path` to train on and, without an eval source, those to evaluate on; examples are in
+        neither."""
         shown = {problem.question for problem in self._shown}
-        problems = [problem for problem in self._all if problem.question not in shown]
+        problems = [problem for problem in self._reader.read(self._source) if problem.question not in shown]
         if self._eval_source is not None:
             return problems, []
         return split_by_hash(problems, self._eval_fraction, self._source)
 
-    def _read(self, source: str, key: str) -> list[Problem]:
-        """A source's problems. One that serves twice (for its examples too) is read, and warned of, once."""
-        if source not in self._sources:
-            self._sources[source] = self._reading.problems(read_rows(source, key, *self._fields), source)
-        return self._sources[source]
-
-    @cached_property
-    def _shown(self) -> list[Problem]:
-        """The examples: the first problems of `few_shot_path`, or of what is trained on."""
-        if self._few_shot == 0:
+    def _examples(self, count: int, path: str | None) -> list[Problem]:
+        """The first `count` problems of `path`, or of what is trained on."""
+        if count == 0:
             return []
-        source = self._few_shot_source or self._source
-        problems = self._all if self._few_shot_source is None else self._read(source, "task.few_shot_path")
-        if len(problems) < self._few_shot:
-            raise UserError(f"task.few_shot={self._few_shot} examples were asked for, but {source} has {len(problems)}")
-        return problems[: self._few_shot]
-
-    def _examples(self) -> tuple[tuple[str, str], ...]:
-        """Questions with their answers as they are written."""
-        return tuple((problem.question, str(problem.row[self._fields[1]]).strip()) for problem in self._shown)
+        problems = self._reader.read(path, "task.few_shot_path") if path else self._reader.read(self._source)
+        if len(problems) < count:
+            raise UserError(f"task.few_shot={count}, but {path or self._source} has only {len(problems)} problems")
+        return problems[:count]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, on_crash: str) -> Judge:
@@ -180,22 +167,3 @@ def _judge(reward: str, main: str, seconds: float, workers: int, on_crash: str) 
     if main != GRADINGS["lenient"]:
         raise UserError("task.grading=strict is for task.reward=numbers and math; your own function grades as it likes")
     return OwnReward(reward)
-
-
-def _check(
-    source: str | None, eval_fraction: float, max_unreadable: float, grading: str, long_prompts: str, few_shot: int
-) -> None:
-    problems = []
-    if not source:
-        problems.append("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
-    if not 0 < eval_fraction <= 1:
-        problems.append(f"task.eval_fraction={eval_fraction} must be more than 0 and at most 1 (nothing to train on)")
-    if not 0 <= max_unreadable < 1:
-        problems.append(f"task.max_unreadable={max_unreadable} must be at least 0 and less than 1")
-    if grading not in GRADINGS:
-        problems.append(f"task.grading={grading} must be one of {', '.join(GRADINGS)}")
-    if long_prompts not in LONG_PROMPTS:
-        problems.append(f"task.long_prompts={long_prompts} must be one of {', '.join(LONG_PROMPTS)}")
-    if few_shot < 0:
-        problems.append(f"task.few_shot={few_shot} must be at least 0")
-    refuse(problems)

@@ -1,4 +1,4 @@
-"""Who says whether completions are right: `numbers` here, `math` in `math_judge.py`, one's own function in `own.py`."""
+"""Who decides whether completions are right: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Protocol, runtime_checkable
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
 from grpo_cli.tasks.formats import FORMATS
-from grpo_cli.tasks.problems import Problem
+from grpo_cli.tasks.rows import Problem
 from grpo_cli.types import LARGEST_REWARD, Reward
 
 GRADINGS = {"lenient": "correct", "strict": "correct_strict"}
 FORMATS_ON = ("all", "wrong")
-RESERVED = frozenset({"mean", "std", "kept_mean"})  # of reward/<part>: these names are metrics of their own
+RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics of their own
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One rollout as a judge reads it. `place` names it to a person, `answer` is what its prompt carries.
+    """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer.
 
-    `problem` is None for a prompt that did not come from this task.
+    `problem` is given to your own reward function only, which may ask for its row.
     """
 
     place: str
@@ -35,9 +35,9 @@ class Completion:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Named parts of each completion's reward. `advice` tells how an answer has to be written for `gold` to read it.
+    """Named parts of each completion's reward. `advice` says how an answer must be written for `gold` to read it.
 
-    `main` is the part that alone counts as the answer's reward; None if all parts count, each with a weight of 1.
+    `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """
 
     @property
@@ -47,7 +47,7 @@ class Judge(Protocol):
     def main(self) -> str | None: ...
 
     def gold(self, text: str) -> str | None:
-        """A data set's answer field as an answer, or None if it holds none."""
+        """The answer in a data set's answer field, or None if there is none."""
 
     def __call__(self, completions: Sequence[Completion]) -> Sequence[Mapping[str, float]]: ...
 
@@ -64,67 +64,60 @@ class Numbers:
         return None if value is None else str(value)
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
-        return [self._parts(completion) for completion in completions]
+        found = [extract_answer(completion.text) for completion in completions]
+        correct = [equal(f.value, Fraction(c.answer)) for f, c in zip(found, completions, strict=True)]
+        return [
+            {"correct": float(right), "correct_strict": float(right and f.strict)}
+            for right, f in zip(correct, found, strict=True)
+        ]
 
-    def _parts(self, completion: Completion) -> dict[str, float]:
-        found = extract_answer(completion.text)
-        correct = equal(found.value, Fraction(completion.answer))
-        return {"correct": float(correct), "correct_strict": float(correct and found.strict)}
 
-
-@dataclass(frozen=True)
 class Weighing:
     """From a judge's parts to a reward: the total is the sum of weight times part, and every part is kept for the log.
 
-    `weights` names the form's parts that are looked at (0: only logged) and gives those of the judge other weights.
-    With `formats_on=wrong` the form counts in completions without the right answer only.
+    `weights` names the format parts that are computed (0: only logged; null: not at all) and may give the judge's own
+    parts other weights. With `formats_on=wrong` the format counts in completions without the right answer only. `main`
+    is the judge's; where it is given, the judge's parts are known, and a weight for any other is a UserError.
     """
 
-    weights: Mapping[str, float]
-    formats_on: str
-    main: str | None
+    def __init__(self, weights: Mapping[str, Any], formats_on: str, main: str | None) -> None:
+        given = {name: weight for name, weight in weights.items() if weight is not None}
+        known = ("correct", *FORMATS)
+        problems = [
+            f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
+            for name, weight in given.items()
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD
+        ]
+        if main is not None:
+            problems += [
+                f"task.weights.{name} must be one of {', '.join(known)}" for name in given if name not in known
+            ]
+        refuse(problems)
+        self._weights = {name: float(weight) for name, weight in given.items()}
+        self._formats_on, self._main = formats_on, main
 
     def reward(self, parts: Mapping[str, float], text: str) -> Reward:
-        forms = {name: form(text) for name, form in FORMATS.items() if name in self.weights}
-        self._check(parts, forms)
-        answer_part = self.main or "correct"
-        judged = {name: self.weights.get(name, 1.0) for name in parts}
-        if self.main is not None:
-            judged = {self.main: self.weights.get("correct", 1.0)}
-        form_counts = self.formats_on == "all" or parts[answer_part] < 1
-        formed = {name: self.weights[name] for name in forms} if form_counts else {}
+        formats = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
+        if self._main is None:
+            self._check(parts, formats)
+            judged = {name: self._weights.get(name, 1.0) for name in parts}
+        else:
+            judged = {self._main: self._weights.get("correct", 1.0)}
+        answer_part = self._main or "correct"
+        counts = self._formats_on == "all" or parts[answer_part] < 1
+        formed = {name: self._weights[name] for name in formats} if counts else {}
         total = sum(weight * parts[name] for name, weight in judged.items())
-        total += sum(weight * forms[name] for name, weight in formed.items())
-        return Reward(total, {**parts, **forms}, answer_part, {**judged, **formed})
+        total += sum(weight * formats[name] for name, weight in formed.items())
+        return Reward(total, {**parts, **formats}, answer_part, {**judged, **formed})
 
-    def _check(self, parts: Mapping[str, float], forms: Mapping[str, float]) -> None:
-        """A person's own function may name its parts as it likes: what does not go together shows only now."""
-        if self.main is not None:
-            return
+    def _check(self, parts: Mapping[str, float], formats: Mapping[str, float]) -> None:
+        """Your own function may name its parts as it likes, so what does not go together shows only now."""
         found = f"the reward function named the parts {', '.join(parts)}"
-        if both := sorted(parts.keys() & forms.keys()):
-            raise UserError(f"{found}, but task.weights.{both[0]} adds a part of that name: call yours something else")
+        if both := sorted(parts.keys() & formats.keys()):
+            raise UserError(f"{found}, but task.weights.{both[0]} adds a part of that name: rename yours")
         if reserved := sorted(parts.keys() & RESERVED):
-            raise UserError(f"{found}, but reward/{reserved[0]} is a metric already: call the part something else")
-        if lost := [name for name in self.weights if name not in parts and name not in forms and name != "correct"]:
-            raise UserError(f"{found}, so task.weights.{lost[0]} weighs nothing: correct the name or remove it")
-        if self.formats_on == "wrong" and "correct" not in parts:
+            raise UserError(f"{found}, but reward/{reserved[0]} is already a metric: rename the part")
+        if unknown := self._weights.keys() - {*parts, *formats, "correct"}:
+            raise UserError(f"{found}, so task.weights.{min(unknown)} weighs nothing: correct the name or remove it")
+        if self._formats_on == "wrong" and "correct" not in parts:
             raise UserError(f"{found}, but task.formats_on=wrong needs one called correct: add it, or choose all")
-
-
-def weighing(weights: Mapping[str, Any], formats_on: str, main: str | None) -> Weighing:
-    """The weights that are given, once they are known to go together. A weight of null is none."""
-    given = {name: weight for name, weight in weights.items() if weight is not None}
-    known = ("correct", *FORMATS)
-    problems = []
-    for name, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= LARGEST_REWARD:
-            problems.append(
-                f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
-            )
-        if main is not None and name not in known:
-            problems.append(f"task.weights.{name} is none of the parts {', '.join(known)}")
-    if formats_on not in FORMATS_ON:
-        problems.append(f"task.formats_on={formats_on} must be one of {', '.join(FORMATS_ON)}")
-    refuse(problems)
-    return Weighing({name: float(weight) for name, weight in given.items()}, formats_on, main)

@@ -1,36 +1,40 @@
-"""Answers that are expressions: compared by their writing first, by `math-verify` in killable processes after that.
+"""Answers that are expressions: compared as normalised text first, then by `math-verify` in processes that are killed.
 
-`math-verify` brings sympy, whose arithmetic can take a lifetime on a short text and cannot be interrupted from within;
-a process that is killed is the one guard that works. Its time running out is a zero that is counted (`over_limit`).
+`math-verify` uses sympy, whose arithmetic can take forever on a short text and cannot be interrupted from within, so a
+process that is killed is the only guard that works. Running out of time is a zero that is counted (`over_limit`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.workers import DoesNotStart, Workers
 
 ON_CRASH = ("stop", "zero")
 MOST_WORKERS = 256
-_REMEMBERED = 50_000  # comparisons, before all are forgotten: a step's completions are often alike, and so are steps
+_REMEMBERED = 50_000  # comparisons, before all are forgotten: completions repeat within a step and between steps
 
 
 class MathJudge:
     """The parts `correct`, `correct_strict` (in the form asked for), `over_limit` and `incomparable`, each 1 or 0.
 
-    A comparison gets at most `seconds`. `on_crash` says what becomes of a completion that makes the judge itself fail:
-    the run stops with its text, or it is wrong and counted as incomparable.
+    A comparison gets at most `seconds`. `on_crash` says what happens when a completion makes the judge itself fail: the
+    run stops with its text, or it is wrong and counted as incomparable.
     """
 
     advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"
 
     def __init__(self, main: str, seconds: float, workers: int, on_crash: str) -> None:
-        refuse([*limit_problems(seconds, workers, on_crash), *_missing_package()])
+        if find_spec("math_verify") is None:
+            raise UserError(
+                "task.reward=math judges with the package `math-verify`, which is not installed: "
+                "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
+            )
         self.main = main
         self._on_crash = on_crash
         self._workers = Workers(Path(__file__).with_name("math_worker.py"), workers, seconds)
@@ -45,20 +49,17 @@ class MathJudge:
 
     def __call__(self, completions: Sequence[Completion]) -> list[dict[str, float]]:
         found = [final_expression(completion.text) for completion in completions]
-        pairs = [
-            (completion.answer, f.expression) if f else None for completion, f in zip(completions, found, strict=True)
-        ]
-        verdicts = self._verdicts(
-            {pair: completion.place for pair, completion in zip(pairs, completions, strict=True) if pair}
-        )
+        said = zip(completions, found, strict=True)
+        pairs = [(completion.answer, final.expression) if final else None for completion, final in said]
+        places = {pair: completion.place for pair, completion in zip(pairs, completions, strict=True) if pair}
+        verdicts = self._verdicts(places)
         results = []
         for pair, final in zip(pairs, found, strict=True):
             verdict = verdicts[pair] if pair else "different"
-            correct = verdict == "equal"
             results.append(
                 {
-                    "correct": float(correct),
-                    "correct_strict": float(correct and final is not None and final.marked),
+                    "correct": float(verdict == "equal"),
+                    "correct_strict": float(verdict == "equal" and final is not None and final.marked),
                     "over_limit": float(verdict == "over limit"),
                     "incomparable": float(verdict == "incomparable"),
                 }
@@ -68,7 +69,7 @@ class MathJudge:
     def _verdicts(self, pairs: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], str]:
         """For each pair of a gold answer and an expression: equal, different, over limit or incomparable.
 
-        `pairs` says of each where it comes from.
+        `pairs` has the place that each comes from, for messages.
         """
         if len(self._known) > _REMEMBERED:
             self._known.clear()
@@ -101,21 +102,3 @@ def _verdict(reply: Mapping[str, object]) -> str:
     if "incomparable" in reply or "died" in reply:
         return "incomparable"
     return "equal" if reply["equal"] else "different"
-
-
-def limit_problems(seconds: float, workers: int, on_crash: str) -> Iterator[str]:
-    """What no judge can keep to, whether or not it is asked."""
-    if not 0 < seconds < float("inf"):
-        yield f"task.judge_seconds={seconds} must be more than 0"
-    if not 1 <= workers <= MOST_WORKERS:
-        yield f"task.judge_workers={workers} must be at least 1, and at most {MOST_WORKERS}"
-    if on_crash not in ON_CRASH:
-        yield f"task.on_crash={on_crash} must be one of {', '.join(ON_CRASH)}"
-
-
-def _missing_package() -> Iterator[str]:
-    if find_spec("math_verify") is None:
-        yield (
-            "task.reward=math judges with the package `math-verify`, which is not installed: "
-            "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
-        )

@@ -1,8 +1,7 @@
-"""The other side of `workers.py` for mathematics: compares two LaTeX expressions a line, as `math-verify` does.
+"""The program behind `math_judge.py`: compares two LaTeX expressions per line, with `math-verify`.
 
-Run as a file of its own, so that it can be killed; it imports nothing of this package. A line is a JSON object with
-`gold` and `answer`; the reply says `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the
-reason.
+It runs as a script, so that it can be killed, and imports nothing of this package. A line is a JSON object with `gold`
+and `answer`; the reply has `equal`, or `limit` (out of memory or depth), or `incomparable` or `died` with the reason.
 Only `math-verify`'s LaTeX grammar is used: its other reader hands text to a parser that evaluates it.
 """
 
@@ -18,25 +17,24 @@ from typing import Any
 
 MEMORY = 4 * 2**30  # bytes of address space
 LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
-# What computing with numbers and objects that do not go together raises; anything else is a crash.
+# What arithmetic on things that do not go together raises; anything else is a crash.
 INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError)
 
 
 def main(seconds: float) -> None:
     """Answer until the input ends. `seconds` is what one comparison may take by the asker's clock."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # a library's prints must not be taken for replies
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
 
     def say(reply: dict[str, Any]) -> None:
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        print(json.dumps(reply), file=replies, flush=True)
 
     try:
         import math_verify
 
-        _compared(math_verify, "x+1", "1+x")  # the first loads a grammar, which is not to count as somebody's time
+        _compared(math_verify, "x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
         caches = _caches()
         say({"ready": True})
         for line in sys.stdin:
@@ -52,16 +50,14 @@ def main(seconds: float) -> None:
 
 
 def _caches() -> list[Any]:
-    """What the libraries keep of past questions: huge numbers too, until a small question has no memory left.
-
-    Not all of them are known to sympy's own `clear_cache`.
-    """
+    """The libraries' caches, which would keep huge numbers until a small question has no memory left. Sympy's own
+    `clear_cache` does not know all of them."""
     found = (it for it in gc.get_objects() if isinstance(it, type(_gold)))
     return [cache for cache in found if cache.__module__.partition(".")[0] in LIBRARIES]
 
 
 def _let_live(seconds: float) -> None:
-    """So many more seconds of processor time: if the asker is gone and cannot kill us, the system does."""
+    """Limit the processor time that is left, so that the system ends us where the asker is gone and cannot."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 3)
 

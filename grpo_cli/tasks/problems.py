@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.judges import Judge
 from grpo_cli.tasks.prompting import MadePrompts, Prompting
-from grpo_cli.tasks.rows import Row, where
+from grpo_cli.tasks.rows import Problem, read_rows, where
 from grpo_cli.types import Prompt
 
 LONG_PROMPTS = ("refuse", "leave_out", "cut")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A question with its answer as the judge reads it. `line` and `place` say where it came from."""
-
-    line: int
-    place: str
-    question: str
-    answer: str
-    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields, for a reward function
 
 
 class LazyPrompts(MadePrompts):
     """Problems as prompts, tokenised one at a time when asked for: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
-    is dealt with before any step is taken: refused, left out or cut (its beginning goes), the latter two with a
-    warning. Of those, what has more characters than the tokens that fit could have is too long without being tokenised.
-    (A tokenizer that makes more tokens than bytes is noticed when it gets there, and refused unless cut.)
+    is found before any step is taken: it is refused, left out or cut (its beginning goes), the latter two with a
+    warning. (A tokenizer that makes more tokens than bytes is noticed when it gets there, and refused unless cut.)
     """
 
     def __init__(
@@ -46,23 +35,19 @@ class LazyPrompts(MadePrompts):
         long_prompts: str,
         warn: Callable[[str], None],
     ) -> None:
-        assert len({problem.line for problem in problems}) == len(problems), (
-            "a problem of a split has a line of its own"
-        )
-        self._split = split
-        self._prompting = prompting
-        self._max_tokens = max_tokens
+        assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
+        self._split, self._prompting, self._max_tokens = split, prompting, max_tokens
         self._cut = long_prompts == "cut"
         too_long = self._too_long(problems)
         self.problems = problems if self._cut else [p for p in problems if p.line not in too_long]
-        if too_long and long_prompts == "refuse":
-            line, count = next(iter(too_long.items()))
-            raise self._refusal(next(p for p in problems if p.line == line), count, len(too_long))
         if too_long:
-            done = "lose their beginning" if self._cut else "are left out"
+            first = next(problem for problem in problems if problem.line in too_long)
+            if long_prompts == "refuse":
+                raise self._refusal(first, too_long[first.line], len(too_long))
             warn(
-                f"{len(too_long)} of the {len(problems)} prompts to {split} on have more than {max_tokens} tokens and "
-                f"{done} (task.long_prompts={long_prompts}); the first: {where_of(problems, next(iter(too_long)))}"
+                f"{len(too_long)} of the {len(problems)} prompts of {split} have more than {max_tokens} tokens and "
+                f"{'lose their beginning' if self._cut else 'are left out'} (task.long_prompts={long_prompts}); the "
+                f"first: {first.place}"
             )
         if not self.problems:
             raise UserError(f"no prompt to {split} on is left: all have more than {max_tokens} tokens")
@@ -70,118 +55,106 @@ class LazyPrompts(MadePrompts):
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """Where the prompt of each id is, none of which is made for it."""
+        """The index of each prompt by its id; no prompt is made for it."""
         return {self._id(problem): place for place, problem in enumerate(self.problems)}
-
-    def _id(self, problem: Problem) -> str:
-        return f"{self._split}-{problem.line:06d}"
 
     def of(self, prompt_id: str) -> Problem:
         """The problem that a prompt was made of."""
-        if not self._by_line:
-            self._by_line = {problem.line: problem for problem in self.problems}
-        return self._by_line[int(prompt_id.rpartition("-")[2])]
+        return self.problems[self.places[prompt_id]]
 
-    _by_line: Mapping[int, Problem] = {}
+    def _id(self, problem: Problem) -> str:
+        return f"{self._split}-{problem.line:06d}"
 
     def _prompt(self, problem: Problem) -> Prompt:
         token_ids = self._prompting.encode(problem.question)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             if not self._cut:
-                raise self._refusal(problem, f"{len(token_ids)} tokens", count=1)
+                raise self._refusal(problem, len(token_ids), count=1)
             token_ids = token_ids[len(token_ids) - self._max_tokens :]
         return Prompt(self._id(problem), token_ids, problem.answer)
 
-    def _too_long(self, problems: Sequence[Problem]) -> dict[int, str]:
-        """The lines of the prompts that do not fit, each with its number of tokens."""
-        frame = len(self._prompting.encode("x"))  # also a rehearsal of the chat template
-        if self._max_tokens is None:
-            return {}
-        suspects = [p for p in problems if frame + len(p.question.encode()) > self._max_tokens]
-        longest = max(map(len, self._prompting.tokenizer.get_vocab())) if suspects else 0
-        found: dict[int, str] = {}
-        for problem in suspects:
-            if (characters := len(problem.question)) > longest * self._max_tokens:
-                found[problem.line] = (
-                    f"more than {self._max_tokens} tokens ({characters} characters, of which none of the vocabulary's "
-                    f"tokens has more than {longest})"
-                )
-            elif (length := len(self._prompting.encode(problem.question))) > self._max_tokens:
-                found[problem.line] = f"{length} tokens"
-        return found
+    def _too_long(self, problems: Sequence[Problem]) -> dict[int, int]:
+        """The lines of the prompts that do not fit, each with its number of tokens.
 
-    def _refusal(self, problem: Problem, length: str, count: int) -> UserError:
+        Of a question with more characters than the tokens that fit could have, only so many are tokenised: all of 10 MB
+        takes half a minute.
+        """
+        frame = len(self._prompting.encode("x"))  # also a rehearsal of the chat template
+        most = self._max_tokens
+        if most is None:
+            return {}
+        suspects = [p for p in problems if frame + len(p.question.encode()) > most]
+        characters = most * max(map(len, self._prompting.tokenizer.get_vocab())) + 1 if suspects else 0
+        lengths = {p.line: len(self._prompting.encode(p.question[:characters])) for p in suspects}
+        return {line: length for line, length in lengths.items() if length > most}
+
+    def _refusal(self, problem: Problem, length: int, count: int) -> UserError:
         others = f" (and {count - 1} more like it)" if count > 1 else ""
         return UserError(
-            f"{problem.place}: the prompt has {length}{others}, but at most {self._max_tokens} fit; shorten "
-            "or remove it, lower sampling.max_new_tokens, take a model with a longer context, or say what to do with "
-            "such prompts: task.long_prompts=leave_out or cut"
+            f"{problem.place}: the prompt has {length} tokens{others}, but at most {self._max_tokens} fit; shorten or "
+            "remove it, lower sampling.max_new_tokens, choose a model with a longer context, or set "
+            "task.long_prompts=leave_out or cut"
         )
 
 
-def where_of(problems: Sequence[Problem], line: int) -> str:
-    return next(problem.place for problem in problems if problem.line == line)
+class Reader:
+    """Reads sources into problems, each source once.
 
-
-@dataclass(frozen=True)
-class Reading:
-    """How rows become problems. `read` makes an answer of a field, or None; `advice` says how to write one.
-
-    Up to `max_unreadable` (a share) of the rows may have an answer that cannot be read; they are left out with a
-    warning. More is an error.
+    `judge` reads the answer of a field, or finds none. Up to `max_unreadable` (a share) of the rows may have an answer
+    that cannot be read; they are left out with a warning. More is a UserError.
     """
 
-    read: Callable[[str], str | None]
-    advice: str
-    answer_field: str
-    max_unreadable: float
-    warn: Callable[[str], None]
+    def __init__(
+        self, judge: Judge, question_field: str, answer_field: str, max_unreadable: float, warn: Callable[[str], None]
+    ) -> None:
+        self._judge, self._fields = judge, (question_field, answer_field)
+        self._max_unreadable, self._warn = max_unreadable, warn
+        self._read: dict[str, list[Problem]] = {}
 
-    def problems(self, rows: Sequence[Row], source: str) -> list[Problem]:
-        self._warn_of_repeated_ids(rows, source)
-        problems, bad = [], []
-        for row in rows:
-            answer = self.read(row.answer)
-            if answer is None:
-                bad.append(row)
-            else:
-                problems.append(Problem(row.number, where(source, row.number), row.question, answer, row.record))
-        if bad:
-            self._complain(bad, len(rows), source)
-        return problems
+    def read(self, source: str, key: str = "task.path") -> list[Problem]:
+        """The source's problems. `key` is the setting that names it, for messages."""
+        if source not in self._read:
+            rows = read_rows(source, key, *self._fields)
+            self._warn_of_repeated_ids(rows, source)
+            answers = [self._judge.gold(row.answer) for row in rows]
+            if unreadable := [row for row, answer in zip(rows, answers, strict=True) if answer is None]:
+                self._complain(unreadable, len(rows))
+            pairs = zip(rows, answers, strict=True)
+            self._read[source] = [replace(row, answer=answer) for row, answer in pairs if answer is not None]
+        return self._read[source]
 
-    def _warn_of_repeated_ids(self, rows: Sequence[Row], source: str) -> None:
-        """Rows that a data set itself calls the same are served all the same, as a prompt's id is its line.
+    def _warn_of_repeated_ids(self, rows: Sequence[Problem], source: str) -> None:
+        """Rows that share an `id` of their own are kept as different prompts, as a prompt's id is its line.
 
-        Not refused: published data sets list a problem once for each of its solutions. Not passed over in silence
-        either: copies in other words may end on both sides of a split, which goes by the question.
+        Published data sets list a problem once for each of its solutions, so this is no error; but copies in other
+        words may end on both sides of a split, which goes by the question.
         """
         first: dict[str, int] = {}
         repeated = []
-        for row in rows if self.answer_field != "id" else ():
-            name = _own_id(row.record)
-            if name and first.setdefault(name, row.number) != row.number:
-                repeated.append((name, row.number))
+        for row in rows if self._fields[1] != "id" else ():
+            name = _own_id(row.row)
+            if name and first.setdefault(name, row.line) != row.line:
+                repeated.append((name, row))
         if repeated:
-            name, number = repeated[0]
+            name, row = repeated[0]
             others = f" (and {len(repeated) - 1} more of {len(rows)} rows repeat an id)" if len(repeated) > 1 else ""
-            before = where(source, first[name]).rpartition(", ")[2]
-            self.warn(
-                f"{where(source, number)} has the id {_shortened(name)}, as {before} has{others}; they are different "
-                "prompts here, known by their places: remove those that are copies"
+            self._warn(
+                f"{row.place} has the id {_shortened(name)}, as {where(source, first[name]).rpartition(', ')[2]} has"
+                f"{others}; they are different prompts here, known by their lines: remove any that are copies"
             )
 
-    def _complain(self, bad: Sequence[Row], count: int, source: str) -> None:
+    def _complain(self, bad: Sequence[Problem], count: int) -> None:
         others = f" (and {len(bad) - 1} more of {count} rows)" if len(bad) > 1 else ""
         fault = (
-            f"{where(source, bad[0].number)}{others}: no answer was understood in the field {self.answer_field!r}: "
+            f"{bad[0].place}{others}: no answer was understood in the field {self._fields[1]!r}: "
             f"{_shortened(bad[0].answer)!r}"
         )
-        if len(bad) > self.max_unreadable * count:
+        if len(bad) > self._max_unreadable * count:
             raise UserError(
-                f"{fault}; {self.advice}. At most task.max_unreadable={self.max_unreadable:g} of the rows may be so"
+                f"{fault}; {self._judge.advice}. At most task.max_unreadable={self._max_unreadable:g} of the rows may "
+                "be unreadable"
             )
-        self.warn(f"{fault}; {'such rows are' if others else 'the row is'} left out")
+        self._warn(f"{fault}; {'such rows are' if others else 'the row is'} left out")
 
 
 def split_by_hash(problems: Sequence[Problem], fraction: float, source: str) -> tuple[list[Problem], list[Problem]]:
@@ -215,9 +188,9 @@ def check_disjoint(train: Sequence[Problem], held_out: Sequence[Problem], path: 
         )
 
 
-def _own_id(record: Mapping[str, Any]) -> str:
-    """What a row calls itself, as JSON; nothing if it has no `id`, or one that says nothing."""
-    value = record.get("id")
+def _own_id(row: Mapping[str, Any]) -> str:
+    """The row's `id` field as JSON; empty if it has none, or a blank one."""
+    value = row.get("id")
     if value is None or (isinstance(value, str) and not value.strip()):
         return ""
     return json.dumps(value, default=str, sort_keys=True, ensure_ascii=False)

@@ -1,10 +1,10 @@
-"""A question to the tokens a model reads: the tokenizer's chat template when it has one, else a plain text template."""
+"""From a question to the tokens a model reads: by the tokenizer's chat template if it has one, else a text template."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Rollout
@@ -38,13 +38,7 @@ class MadePrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+    def __getitem__(self, index: Any) -> Any:
         places = range(self._size)[index]
         return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
@@ -63,9 +57,9 @@ class Verbatim:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def completion(self, rollout: Rollout) -> str | None:
-        """What the rollout says, None if it did not end by itself.
+        """The rollout's text without its end token; None if it did not end by itself.
 
-        The end is taken off by its place and not by its kind: another special token inside an answer must spoil it.
+        Only the last token is dropped: another special token inside an answer must spoil it.
         """
         if rollout.finish is not Finish.EOS:
             return None
@@ -74,7 +68,7 @@ class Verbatim:
 
 @dataclass(frozen=True)
 class Prompting:
-    """How questions are put.
+    """How questions become prompts.
 
     With a chat template the question alone is the user's message and `system_prompt` the system's. Without one, or with
     `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
@@ -126,7 +120,7 @@ class Prompting:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # a template refuses by TemplateError; one that is wrong raises what its expressions raise
+            # A template refuses with TemplateError; one that is wrong raises what its expressions raise.
             roles = " and a ".join(dict.fromkeys(message["role"] for message in messages))
             raise UserError(
                 f"the tokenizer's chat template refused a {roles} message: {error}; "

@@ -1,12 +1,9 @@
-"""Questions and answers from a JSONL file or a data set of the Hugging Face hub: read and checked, row by row.
-
-The two sources differ only in where records come from and in how a row is named to a person.
-"""
+"""Questions and answers from a JSONL file or a data set of the Hugging Face hub: read and checked, row by row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -21,45 +18,50 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Row:
-    """One problem as it stands in the source. `number` counts from 1: the line of a file, the row of a hub split."""
+class Problem:
+    """A question with its answer. `line` counts from 1: the line of a file, the row of a hub split; `place` names it
+    in messages, and `row` holds all its fields, for a reward function."""
 
-    number: int
+    line: int
+    place: str
     question: str
     answer: str
-    record: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all its fields, these two among them
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def where(source: str, number: int) -> str:
-    """A row as a person finds it."""
+    """A row's place, for messages."""
     return f"{source}, {'row' if source.startswith(HUB) else 'line'} {number}"
 
 
-def read_rows(source: str, key: str, question_field: str, answer_field: str) -> list[Row]:
-    """All rows of a JSONL file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`.
+def read_rows(source: str, key: str, question_field: str, answer_field: str) -> list[Problem]:
+    """All rows of a JSONL file, or of `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, each with its answer field's text.
 
-    `key` is the setting that named the source (`task.path`), for messages. Blank lines are no rows; anything else that
+    `key` is the setting that named the source (`task.path`), for messages. Blank lines are skipped; anything else that
     is not a row is a UserError with its place. An answer may be a JSON number, which is kept as it was written.
     """
     records = _hub_records(source, key) if source.startswith(HUB) else _file_records(source, key)
-    fields = (question_field, answer_field)
-    rows = [Row(number, *_texts(record, fields, where(source, number)), record) for number, record in records]
+    fields = {question_field: "question", answer_field: "answer"}
+    rows = []
+    for number, record in records:
+        place = where(source, number)
+        _check(record, fields, place)
+        rows.append(Problem(number, place, str(record[question_field]), str(record[answer_field]), record))
     if not rows:
         raise UserError(f"{key}={source} is empty; it needs one JSON object per line with {' and '.join(fields)}")
     return rows
 
 
 def _file_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
+    path = Path(source).expanduser()
     try:
-        with open(Path(source).expanduser(), "rb", opener=regular) as file:
+        with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(file, 1):
                 if text := line.removeprefix(_BYTE_ORDER_MARK).strip():
                     yield number, _parsed(text, where(source, number))
     except OSError as error:
-        found = "there is no such file" if isinstance(error, FileNotFoundError) else f"{error.strerror}"
         raise UserError(
-            f"{key}={source} cannot be read: {found} (looked for {Path(source).expanduser().absolute()}); "
-            "give the path of a JSONL file"
+            f"{key}={source} cannot be read: {error.strerror} (tried {path.absolute()}); give the path of a JSONL file"
         ) from error
 
 
@@ -78,32 +80,26 @@ def _not_a_number(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON value")
 
 
-def _texts(record: Any, fields: tuple[str, str], place: str) -> tuple[str, str]:
-    """The question and the answer of a record, as text."""
+def _check(record: Any, fields: Mapping[str, str], place: str) -> None:
+    """UserError unless the record holds text or a number in each of the fields."""
     if not isinstance(record, Mapping):
         raise UserError(f"{place} must be a JSON object with {' and '.join(fields)}, but is a {type(record).__name__}")
-    missing = [f"{name!r} (task.{word}_field)" for name, word in _named(fields) if name not in record]
-    if missing:
+    if missing := [f"{name!r} (task.{word}_field)" for name, word in fields.items() if name not in record]:
         found = ", ".join(map(plain, record)) or "none"
         raise UserError(f"{place} has no field {' and no field '.join(missing)}; the fields found are: {found}")
-    for name, _ in _named(fields):
-        _check_text(record[name], f"{place}: field {name!r}")
-    return str(record[fields[0]]), str(record[fields[1]])
-
-
-def _check_text(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
-        raise UserError(f"{name} must be text or a number, but is {json.dumps(value, default=str)[:80]}")
-    if not str(value).strip():
-        raise UserError(f"{name} is blank")
-    try:
-        str(value).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{name} has half of a surrogate pair at character {error.start + 1}") from error
-
-
-def _named(fields: tuple[str, str]) -> Iterable[tuple[str, str]]:
-    return zip(fields, ("question", "answer"), strict=True)
+    for name in fields:
+        value = record[name]
+        if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+            shown = json.dumps(value, default=str)[:80]
+            raise UserError(f"{place}: field {name!r} must be text or a number, but is {shown}")
+        if not str(value).strip():
+            raise UserError(f"{place}: field {name!r} is blank")
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{place}: field {name!r} has half of a surrogate pair at character {error.start + 1}"
+            ) from error
 
 
 def _hub_records(source: str, key: str) -> Iterator[tuple[int, Any]]:

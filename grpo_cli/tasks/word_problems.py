@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
+from typing import Annotated
 
-from grpo_cli.support.errors import refuse
+from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer
-from grpo_cli.tasks.generated import GeneratedTask, count_problems
+from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -90,7 +91,7 @@ class Story:
         """
         return f"{self.groups}*" * (self.groups > 1) + str(self.start) + "".join(f"{c:+d}" for c in self.changes)
 
-    def told(self, rng: Random) -> str:
+    def in_words(self, rng: Random) -> str:
         """In the words of a random scene."""
         scene, who = rng.choice(SCENES), rng.choice(NAMES)
         begins = scene.begins_in_groups if self.groups > 1 else scene.begins
@@ -102,7 +103,7 @@ class Story:
 
 def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups: bool) -> Story:
     """Numbers from 2 on, so that every noun is a plural; something is left after every change, and the answer is none
-    of the numbers told.
+    of the numbers in it.
 
     >>> draw_story(Random(0), 2, 12, 9, groups=False)
     Story(groups=1, start=8, changes=(8, -6))
@@ -131,24 +132,23 @@ class WordProblems(GeneratedTask[Story]):
         tokenizer: Tokenizer,
         seed: int,
         *,
-        min_steps: int,
-        max_steps: int,
-        max_start: int,
-        max_change: int,
+        min_steps: Annotated[int, Range(1, MOST_STEPS)],
+        max_steps: Annotated[int, Range(1, MOST_STEPS)],
+        max_start: Annotated[int, Range(2, 9999)],
+        max_change: Annotated[int, Range(2, 9999)],
         groups: bool,
         must_end: bool,
         instruction: str | None,
         system_prompt: str | None,
         use_chat_template: bool,
         template: str,
-        train_problems: int,
-        eval_problems: int,
+        train_problems: TrainProblems,
+        eval_problems: EvalProblems,
     ) -> None:
-        _check_sizes(min_steps, max_steps, max_start, max_change, train_problems, eval_problems)
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        writing = Prompting(tokenizer, template, system_prompt, use_chat_template)
-        super().__init__(writing, seed, range(min_steps, max_steps + 1), train_problems, eval_problems)
+        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
         return draw_story(rng, size, *self._level)
@@ -156,12 +156,12 @@ class WordProblems(GeneratedTask[Story]):
     def answer(self, problem: Story) -> str:
         return str(problem.answer)
 
-    def tell(self, problem: Story, rng: Random) -> str:
-        told = problem.told(rng)
-        return f"{told} {self._instruction}" if self._instruction else told
+    def question(self, problem: Story, rng: Random) -> str:
+        story = problem.in_words(rng)
+        return f"{story} {self._instruction}" if self._instruction else story
 
-    def name_of(self, problem: Story, told: str) -> str:
-        return told
+    def distinct_by(self, problem: Story, question: str) -> str:
+        return question
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
@@ -169,17 +169,3 @@ class WordProblems(GeneratedTask[Story]):
         right = equal(found.value, Fraction(prompt.answer))
         correct = float(right and (ended or not self._must_end))
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
-
-
-def _check_sizes(
-    min_steps: int, max_steps: int, max_start: int, max_change: int, train_problems: int, eval_problems: int
-) -> None:
-    problems = []
-    if not 1 <= min_steps <= max_steps <= MOST_STEPS:
-        problems.append(
-            f"task.min_steps={min_steps} and task.max_steps={max_steps} must satisfy 1 <= min <= max <= {MOST_STEPS}"
-        )
-    for key, value in (("max_start", max_start), ("max_change", max_change)):
-        if not 2 <= value <= 9999:
-            problems.append(f"task.{key}={value} must be between 2 and 9999")
-    refuse([*problems, *count_problems(train_problems, eval_problems)])

@@ -1,8 +1,7 @@
-"""Questions to programs that may hang: a few processes of one's own, each killed when its time is up.
+"""Questions to programs that may hang: a few processes, each killed when its time is up, on pipes of JSON lines.
 
-Started when first asked and kept, since a start costs many questions; started anew after a kill. They share nothing
-with this process but a pipe that carries JSON lines, so threads, CUDA and open files here do not matter, and nothing
-they say is unpickled. (A process pool unpickles its workers' replies, and has each worker import the main program.)
+No process pool of a library (`pebble`, `concurrent.futures`): those unpickle what a worker replies, and this worker
+computes with text that a model wrote. Processes are started when first asked, kept, and started anew after a kill.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-START_SECONDS = 120.0  # for a start: it is imports, on a machine that may be busy
+START_SECONDS = 120.0  # imports, on a machine that may be busy
 LATE = {"limit": "time"}
 
 Question = Mapping[str, Any]
@@ -33,14 +32,14 @@ class DoesNotStart(Exception):
 
 
 class Worker:
-    """A place for one process, which is there from the first question on."""
+    """One process, which is started by the first question."""
 
     def __init__(self, command: Sequence[str], seconds: float) -> None:
         self._command, self._seconds = command, seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: Question) -> Reply:
-        """What it replies; `limit` if its time ran out, `died` with the reason if it ended. Raises DoesNotStart."""
+        """Its reply; `limit` if its time ran out, `died` with the reason if it ended. Raises DoesNotStart."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         reply = self._reply(json.dumps(question).encode() + b"\n", self._seconds)
@@ -54,8 +53,8 @@ class Worker:
 
     def end(self) -> None:
         """Kill and reap it, if it is there."""
+        self.kill()
         if self._process is not None:
-            self._process.kill()
             self._process.communicate()
         self._process = None
 
@@ -78,7 +77,7 @@ class Worker:
     def _reply(self, question: bytes, seconds: float) -> Reply:
         process, deadline, said = self._process, time.monotonic() + seconds, b""
         assert process is not None and process.stdin is not None and process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: so has what it says
+        with suppress(BrokenPipeError):  # it has ended, and so will its output
             process.stdin.write(question)
         while not said.endswith(b"\n"):
             left = deadline - time.monotonic()
@@ -96,15 +95,13 @@ class Workers:
     """At most `count` processes that run `script`, each given at most `seconds` for a question."""
 
     def __init__(self, script: Path, count: int, seconds: float) -> None:
-        # -P: the folder of the script is no place to import from
+        # -P: nothing is imported from the folder of the script
         command = [sys.executable, "-P", str(script), str(seconds)]
         self._workers = [Worker(command, seconds) for _ in range(count)]
         weakref.finalize(self, _end_own, self._workers, os.getpid())
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
         """The reply to each question; see `Worker.ask`."""
-        if not questions:
-            return []
         asked = self._workers[: len(questions)]
         free: SimpleQueue[Worker] = SimpleQueue()
         for worker in asked:
@@ -117,12 +114,12 @@ class Workers:
             finally:
                 free.put(worker)
 
-        with ThreadPoolExecutor(len(asked)) as threads:
+        with ThreadPoolExecutor(max(1, len(asked))) as threads:
             try:
                 return list(threads.map(reply, questions))
             except BaseException:
                 for worker in asked:
-                    worker.kill()  # nobody asks any more, and the threads are waited for
+                    worker.kill()  # the threads are waited for
                 raise
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, plain lines elsewhere. Keeps no records.
+"""A run on the console: a live view in a terminal, plain lines elsewhere. Keeps no records.
 
 Nothing here is written by the model: prompts and completions are in `rollouts.jsonl`.
 """
@@ -17,8 +17,6 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from grpo_cli.support import terminal as screen
@@ -33,6 +31,20 @@ GAP = 2  # columns between two things in a line of the view
 BAR = 30  # columns of the progress bar where there is room, and fewer where there is not
 LEAST_BAR = 8  # a shorter one says nothing and is left out
 LABEL = len("eval accuracy") + GAP  # columns of the labels
+# A label in the view, a metric, and how its value reads; nothing where it says nothing.
+FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
+    ("completions", "response/truncated", lambda value: f"{value:.0%} cut off"),
+    ("policy", "policy/entropy", lambda value: f"entropy {value:.3f}"),
+    ("speed", "speed/tokens_per_second", lambda value: f"{short(value)} tokens/s"),
+    ("speed", "time/step", lambda value: f"{value:.2f} s/step"),
+    ("memory", "memory/peak_bytes", lambda value: f"{size(value)} peak"),
+    ("workers", "engine/workers", lambda value: f"{value:.0f}"),
+    ("workers", "engine/worker_tokens_per_second_least", lambda value: f"least {short(value)} tokens/s"),
+    ("workers", "engine/worker_tokens_per_second_most", lambda value: f"most {short(value)} tokens/s"),
+    ("workers", "engine/weight_update_seconds", lambda value: f"weights {value:.2f} s"),
+    ("workers", "engine/requests_again", lambda value: f"{value:.0f} requests again" if value else ""),
+)
 
 
 class RunView:
@@ -70,9 +82,9 @@ class RunView:
             self._eval_step = record.step
 
     def interval(self, summary: Mapping[str, Any]) -> str:
-        """Of the last evaluation, if it is this one's that the summary tells of."""
-        fits = self._metrics.get("eval/accuracy") == summary.get("final_accuracy")
-        return ", ".join(_certainty(self._metrics)) if fits else ""
+        """That of the last evaluation, if it is the one whose accuracy the summary has."""
+        is_last = "eval/accuracy" in self._metrics and self._metrics["eval/accuracy"] == summary.get("final_accuracy")
+        return _certainty(self._metrics) if is_last else ""
 
     def phase(self, names: tuple[str, ...]) -> None:
         self.phases, self._phase_start = names, self._clock()
@@ -90,48 +102,46 @@ class RunView:
         return self._clock() - self._phase_start
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield self._progress(options.max_width)
-        room = options.max_width - LABEL
-        for name, parts in self._rows(room, bars=console.encoding.startswith("utf")):
+        room, fancy = options.max_width - LABEL, console.encoding.startswith("utf")
+        yield self._progress(options.max_width, "━" if fancy else "-")
+        for name, parts in self._rows(room, bars=fancy).items():
             label = Text(name.ljust(LABEL), style="dim", no_wrap=True, overflow="ellipsis")
             yield label.append(fitting(parts, room), style="not dim")
         if self._warning is not None:
             step, warning = self._warning  # whole above the view, where it was said
             yield Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
-    def _progress(self, width: int) -> RenderableType:
-        left = self.seconds_left()
-        step = Text("starting" if self.step is None else f"step {self.step}/{self.total}", style="bold")
-        texts = [Text("" if left is None or left <= 0 else f"{duration(left)} left"), Text(self._doing(), style="dim")]
-        texts = [text for text in texts if text]
-        while (bar := width - len(step) - sum(GAP + len(text) for text in texts) - GAP) < -GAP and texts:
-            texts.pop()
-        bars = [ProgressBar(max(self.total, 1), self.step or 0, width=min(BAR, bar))] if bar >= LEAST_BAR else []
-        line = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-        for _ in (step, *bars, *texts):
-            line.add_column(no_wrap=True)
-        line.add_row(step, *bars, *texts)
-        return line
+    def _progress(self, width: int, line: str) -> Text:
+        """The step, a bar of such lines where there is room for one, the time left, and what the run is busy with."""
+        left, step = self.seconds_left(), "starting" if self.step is None else f"step {self.step}/{self.total}"
+        parts = fitting([step, *([f"{duration(left)} left"] if left else []), *self._doing()], width)
+        text = Text(no_wrap=True, overflow="ellipsis").append(step, "bold")
+        if (bar := min(BAR, width - len(parts) - GAP)) >= LEAST_BAR:
+            done = bar * (self.step or 0) // max(self.total, 1)
+            text.append(" " * GAP).append(line * done, "bar.complete").append(line * (bar - done), "bar.back")
+        return text.append(parts[len(step) :], "dim")
 
-    def _doing(self) -> str:
+    def _doing(self) -> list[str]:
         waited = self.seconds_in_phase()
-        return "" if not self.phases else f"{self.phases[-1]}" + (f" {duration(waited)}" if waited >= 2 else "")
+        return [phase + f" {duration(waited)}" * (waited >= 2) for phase in self.phases[-1:]]
 
-    def _rows(self, room: int, bars: bool) -> list[tuple[str, list[str]]]:
-        """Labels, and what stands beside them, the most telling first."""
-        seen = self._metrics
-        rows = []
+    def _rows(self, room: int, bars: bool) -> dict[str, list[str]]:
+        """The parts beside each label, the most important first."""
+        seen, rows = self._metrics, {}
         if self._rewards:
             reward = f"{self._rewards[-1]:.3f}"
             latest = list(self._rewards)[-max(1, room - len(reward) - GAP) :]
-            rows.append(("reward", [reward, *([sparkline(latest)] if bars else [])]))
+            rows["reward"] = [reward, *([sparkline(latest)] if bars else [])]
         if "eval/accuracy" in seen:
-            rows.append(("eval accuracy", [*_accuracy(seen), f"at step {self._eval_step}"]))
-        rows += [("completions", _completions(seen)), ("policy", _policy(seen)), ("speed", _speed(seen))]
-        rows += [("workers", _workers(seen)), ("time", _phase_times(seen))]
-        if "memory/peak_bytes" in seen:
-            rows.append(("memory", [f"{size(seen['memory/peak_bytes'])} peak"]))
-        return [(name, parts) for name, parts in rows if parts]
+            rows["eval accuracy"] = [*_accuracy(seen), f"at step {self._eval_step}"]
+        for label, name, text in FACTS:
+            if name in seen and (part := text(seen[name])):
+                rows.setdefault(label, []).append(part)
+        phases = [name for name in seen if name.startswith("time/") and name != "time/step"]
+        if phases:
+            slowest = sorted(phases, key=lambda name: -seen[name])
+            rows["time"] = [f"{name.removeprefix('time/')} {seen[name]:.2f} s" for name in slowest]
+        return rows
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
@@ -257,52 +267,24 @@ def step_line(record: Record, total: int, left: float | None) -> str:
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
     parts += [f"eval {' '.join(_accuracy(seen))}"] if "eval/accuracy" in seen else []
-    parts += _completions(seen) + _policy(seen) + _speed(seen)
-    parts += [size(seen["memory/peak_bytes"])] if "memory/peak_bytes" in seen else []
+    parts += [text(seen[name]) for label, name, text in FACTS if name in seen and label != "workers"]
     parts += [f"{duration(left)} left"] if left is not None and record.step < total else []
     return "  ".join(parts)
 
 
 def _accuracy(seen: Mapping[str, float]) -> list[str]:
     certainty = _certainty(seen)
-    return [f"{seen['eval/accuracy']:.3f}", *([f"({', '.join(certainty)})"] if certainty else [])]
+    return [f"{seen['eval/accuracy']:.3f}", *([f"({certainty})"] if certainty else [])]
 
 
-def _certainty(seen: Mapping[str, float]) -> list[str]:
+def _certainty(seen: Mapping[str, float]) -> str:
     """The interval of the accuracy, and how many of how many problems were solved, as far as they are known."""
-    ends, count = [seen.get(f"eval/accuracy_{end}") for end in ("low", "high")], seen.get("eval/problems")
-    interval = [] if None in ends else [f"{ends[0]:.3f} to {ends[1]:.3f}"]
-    return interval + ([] if count is None else [f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}"])
-
-
-def _completions(seen: Mapping[str, float]) -> list[str]:
-    parts = [f"length {seen['response/length_mean']:.0f}"] if "response/length_mean" in seen else []
-    return parts + ([f"{seen['response/truncated']:.0%} cut off"] if "response/truncated" in seen else [])
-
-
-def _policy(seen: Mapping[str, float]) -> list[str]:
-    return [f"entropy {seen['policy/entropy']:.3f}"] if "policy/entropy" in seen else []
-
-
-def _speed(seen: Mapping[str, float]) -> list[str]:
-    parts = [f"{short(seen['speed/tokens_per_second'])} tokens/s"] if "speed/tokens_per_second" in seen else []
-    return parts + ([f"{seen['time/step']:.2f} s/step"] if "time/step" in seen else [])
-
-
-def _workers(seen: Mapping[str, float]) -> list[str]:
-    """Of engine=ray; of others nothing."""
-    if "engine/workers" not in seen:
-        return []
-    rates = [short(seen[f"engine/worker_tokens_per_second_{which}"]) for which in ("least", "most")]
-    again, seconds = seen["engine/requests_again"], seen["engine/weight_update_seconds"]
-    parts = [f"{seen['engine/workers']:.0f}", f"{' to '.join(rates)} tokens/s", f"weights {seconds:.2f} s"]
-    return parts + ([f"{again:.0f} requests again"] if again else [])
-
-
-def _phase_times(seen: Mapping[str, float]) -> list[str]:
-    times = {name.removeprefix("time/"): value for name, value in seen.items() if name.startswith("time/")}
-    times.pop("step", None)
-    return [f"{name} {value:.2f} s" for name, value in sorted(times.items(), key=lambda item: -item[1])]
+    parts = []
+    if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
+        parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
+    if (count := seen.get("eval/problems")) is not None:
+        parts.append(f"{seen['eval/accuracy'] * count:.0f} of {count:.0f}")
+    return ", ".join(parts)
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rollouts as a person reads them: rows of `rollouts.jsonl`, of `samples.jsonl` and of the table in W&B."""
+"""Rollouts as text to read: rows of `rollouts.jsonl`, of `samples.jsonl` and of the table in W&B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_cli.types import Example, Rollout, ScoredGroup
 
 
 def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: str, advantage: float | None) -> Example:
-    """One rollout of a scored group as a person reads it, and what became of it."""
+    """One rollout of a scored group as text, and whether it was trained on."""
     rollout, reward = group.rollouts[index], group.rewards[index]
     return Example(
         prompt_id=group.prompt.id,
@@ -39,8 +39,8 @@ def examples(
 ) -> tuple[Example, ...]:
     """Rows for `rollouts.jsonl`: `count` spread evenly over the rollouts that the step has made, all if it is negative.
 
-    `selected` begins with what became of the groups that were `made`; what follows was replayed, and has its row in
-    the record of where it was made. With `tokens` a row holds its token ids and log-probabilities too.
+    `selected` begins with the selections of the groups that were `made`; those that follow were replayed, and have
+    their rows in the record of the step that made them. With `tokens`, rows hold token ids and log-probabilities too.
     """
     pairs = list(zip(made, selected, strict=False))
     places = [(group, selection, index) for group, selection in pairs for index in range(len(group.rollouts))]

@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-TRUNCATED_SHARE = 0.25  # ours: PODS's and TRL's runs lose a few per cent
-NEARLY_ALL = 0.75  # truncated: then it is no wonder that rewards are equal
+TRUNCATED_SHARE = 0.25  # our choice: runs of PODS and TRL lose a few per cent
+NEARLY_ALL = 0.75  # truncated: then equal rewards follow from that
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
-RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # of which a step has one at most
+RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # a step has at most one of them
 EQUAL_STEPS = 5
 FEW_PROBLEMS_STEPS = 50
-FEWEST_HELD_OUT = 20  # of so many, the 95 % interval of an accuracy is up to 0.4 wide
+FEWEST_HELD_OUT = 20  # with so many, the 95 % interval of an accuracy is up to 0.4 wide
 TWICE = 2.0
 LEAST_ESS = 0.1
-FIRST_ENTROPIES = 5  # steps, whose mean is what a run began with
+FIRST_ENTROPIES = 5  # steps, whose mean is the entropy that a run began with
 ENTROPY_LEFT = 0.1  # of that
 LEAST_ENTROPY = 0.05  # nats
 ALIKE_SHARE = 0.5  # of the groups
@@ -28,8 +28,8 @@ SOLVED_SHARE = 0.8
 
 
 class Cause(NamedTuple):
-    """Why a run does not learn what it should. `badness` doubles as it becomes twice as bad; what has none is said
-    once."""
+    """Why a run does not learn what it should. `badness` doubles as it becomes twice as bad; where that means nothing,
+    the cause is reported once."""
 
     name: str
     text: str
@@ -37,10 +37,10 @@ class Cause(NamedTuple):
 
 
 class HealthCheck:
-    """Remembers which conditions hold, how long all rewards have been equal, and how many steps there were.
+    """Remembers which causes were reported, how long all rewards have been equal, and how many steps there were.
 
     `reuse_is_answered`: a correction looks at how far tokens are from the policy, or the learning rate does.
-    `weighed_parts`: those of the reward that the advantage was told to weigh by name.
+    `weighed_parts`: those of the reward that the advantage weighs by name.
     """
 
     def __init__(self, reuse_is_answered: bool = False, weighed_parts: Iterable[str] = ()) -> None:
@@ -53,61 +53,52 @@ class HealthCheck:
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """The warnings that are new with this step's metrics, the most important first."""
         causes = [
-            *_truncated(metrics),
-            *self._all_equal(metrics),
-            *_zero_std(metrics),
-            *_mismatch(metrics),
-            *_ess(metrics),
+            *self._uniform_rewards(metrics),
+            *_sampler_and_policy(metrics, self._reuse_is_answered),
             *self._entropy(metrics),
-            *([] if self._reuse_is_answered else _reuse(metrics)),
-            *self._weigh_nothing(metrics),
-            *self._few_problems(metrics),
-            *_few_held_out(metrics),
+            *self._too_few(metrics),
         ]
-        names = {cause.name for cause in causes}
-        if metrics.get("response/truncated", 0.0) > NEARLY_ALL:
-            names -= {"equal", "zero_std"}
-        if "equal" in names:
-            names -= {"zero_std"}
-        return [cause.text for cause in causes if cause.name in names and self._is_new(cause)]
+        return [cause.text for cause in causes if self._is_new(cause)]
 
     def _is_new(self, cause: Cause) -> bool:
-        """Whether it was never warned of, or has become twice as bad since."""
-        before = self._warned_of.get(cause.name)
-        if before is not None and (
-            not cause.badness >= TWICE * before > 0.0 or cause.badness == before
-        ):  # both endless
+        """Whether it was never reported, or has become twice as bad since."""
+        before = self._warned_of.get(cause.name, 0.0)
+        if before and (cause.badness < TWICE * before or cause.badness == before):  # equal: both infinite
             return False
         self._warned_of[cause.name] = cause.badness
         return True
 
-    def _all_equal(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
+    def _uniform_rewards(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
+        """Rewards without a signal, and what they follow from."""
+        mean, truncated = metrics.get("reward/mean", math.nan), metrics.get("response/truncated", 0.0)
         if "reward/std" in metrics:
             self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
+        if truncated > TRUNCATED_SHARE:
+            text = (
+                f"response/truncated is {truncated:.2f}: that share of the rollouts was cut off before it ended, so "
+                "its reward says little. Raise sampling.max_new_tokens."
+            )
+            yield Cause("truncated", text, truncated)
+        if truncated > NEARLY_ALL:
+            return
         if "reward/std" in metrics and self._equal_steps >= EQUAL_STEPS:
             text = (
-                f"every reward of the last {self._equal_steps} steps was {metrics.get('reward/mean', math.nan):g}, so "
-                "nothing was learnt. Read a few completions in rollouts.jsonl: if they look right, the task's answers "
-                "or its judge are wrong (task); if not, choose easier problems (task), a stronger model (model.path) "
-                "or a higher sampling.temperature."
+                f"every reward of the last {self._equal_steps} steps was {mean:g}, so nothing was learnt. Read a few "
+                "completions in rollouts.jsonl: if they look right, the task's answers or its judge are wrong (task); "
+                "if not, choose easier problems (task), a stronger model (model.path) or a higher sampling.temperature."
             )
             yield Cause("equal", text, self._equal_steps)
-
-    def _weigh_nothing(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        if "reward/mean" not in metrics:
-            return
-        self._unseen_parts = [part for part in self._unseen_parts if f"reward/{part}" not in metrics]
-        if self._unseen_parts:
-            keys = " and ".join(f"advantage.weights.{part}" for part in self._unseen_parts)
+        elif (share := metrics.get("group/zero_std", 0.0)) > ZERO_STD_SHARE:
             text = (
-                f"{keys} weighs nothing so far: no rollout's reward has a part of that name. Correct it to one of the "
-                "parts that metrics.jsonl has as reward/<part>, or leave it out."
+                f"group/zero_std is {share:.2f}: in that share of the groups all rewards are equal, and such a group "
+                f"teaches nothing (reward/mean is {mean:.2f}). Raise n or sampling.temperature, or choose problems "
+                "that are neither too easy nor too hard (task)."
             )
-            yield Cause("weights", text)
+            yield Cause("zero_std", text)
 
     def _entropy(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        """A policy that solves its problems is certain with good reason. One that is certain, draws the same answers
-        over and over and is still wrong has stopped exploring."""
+        """A policy that solves its problems may be certain. One that is certain, draws the same answers over and over
+        and is still wrong has stopped exploring."""
         entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
@@ -126,42 +117,38 @@ class HealthCheck:
             )
             yield Cause("entropy", text)
 
-    def _few_problems(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        if "prompts/distinct" not in metrics:
-            return
-        self._steps += 1
-        met, of_step = metrics["prompts/distinct"], metrics["collect/problems"]
-        if self._steps >= FEW_PROBLEMS_STEPS and met < 2 * of_step:
+    def _too_few(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
+        """Parts of a reward, problems to train on, problems to evaluate on."""
+        if "reward/mean" in metrics:
+            self._unseen_parts = [part for part in self._unseen_parts if f"reward/{part}" not in metrics]
+            if self._unseen_parts:
+                keys = " and ".join(f"advantage.weights.{part}" for part in self._unseen_parts)
+                text = (
+                    f"{keys} weighs nothing so far: no rollout's reward has a part of that name. Correct it to one of "
+                    "the parts that metrics.jsonl has as reward/<part>, or leave it out."
+                )
+                yield Cause("weights", text)
+        if "prompts/distinct" in metrics:
+            self._steps += 1
+            distinct, per_step = metrics["prompts/distinct"], metrics["collect/problems"]
+            if self._steps >= FEW_PROBLEMS_STEPS and distinct < 2 * per_step:
+                text = (
+                    f"prompts/distinct is {distinct:.0f} with {per_step:.0f} problems a step: the run trains on the "
+                    "same few over and over, and may learn them by heart. Give the task more problems "
+                    "(task.train_problems), or choose a curriculum that looks at more of them (curriculum=epochs, or a "
+                    "smaller curriculum.pool)."
+                )
+                yield Cause("few_problems", text)
+        if (count := metrics.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
             text = (
-                f"prompts/distinct is {met:.0f} with {of_step:.0f} problems a step: the run trains on the same few "
-                "over and over, and may learn them by heart. Give the task more problems (task.train_problems), or "
-                "choose a curriculum that looks at more of them (curriculum=epochs, or a smaller curriculum.pool)."
+                f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little, look at its "
+                "interval. Hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
             )
-            yield Cause("few_problems", text)
+            yield Cause("few_held_out", text)
 
 
-def _truncated(metrics: Mapping[str, float]) -> Iterator[Cause]:
-    share = metrics.get("response/truncated", 0.0)
-    if share > TRUNCATED_SHARE:
-        text = (
-            f"response/truncated is {share:.2f}: that share of the rollouts was cut off before it ended, so its reward "
-            "says little. Raise sampling.max_new_tokens."
-        )
-        yield Cause("truncated", text, share)
-
-
-def _zero_std(metrics: Mapping[str, float]) -> Iterator[Cause]:
-    share = metrics.get("group/zero_std", 0.0)
-    if share > ZERO_STD_SHARE:
-        text = (
-            f"group/zero_std is {share:.2f}: in that share of the groups all rewards are equal, and such a group "
-            f"teaches nothing (reward/mean is {metrics.get('reward/mean', math.nan):.2f}). Raise n or "
-            "sampling.temperature, or choose problems that are neither too easy nor too hard (task)."
-        )
-        yield Cause("zero_std", text)
-
-
-def _mismatch(metrics: Mapping[str, float]) -> Iterator[Cause]:
+def _sampler_and_policy(metrics: Mapping[str, float], reuse_is_answered: bool) -> Iterator[Cause]:
+    """How far the policy is from what drew the rollouts."""
     name = next((name for name in RATIOS if name in metrics), RATIOS[0])
     ratio, (low, high) = metrics.get(name, 1.0), RATIO_RANGE
     if not low <= ratio <= high:  # so is NaN
@@ -171,35 +158,17 @@ def _mismatch(metrics: Mapping[str, float]) -> Iterator[Cause]:
             "precision (model.dtype=float32 model.autocast=none), or evict fewer KV entries (sparsity)."
         )
         yield Cause("mismatch", text, abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf)
-
-
-def _ess(metrics: Mapping[str, float]) -> Iterator[Cause]:
-    share = metrics.get("off/ess", 1.0)
-    if share < LEAST_ESS:
+    if (ess := metrics.get("off/ess", 1.0)) < LEAST_ESS:
         text = (
-            f"off/ess is {share:.3f}: the rollouts of an update are worth that share of their number, as the policy "
+            f"off/ess is {ess:.3f}: the rollouts of an update are worth that share of their number, as the policy "
             "has gone far from what drew them. Let the learning rate follow (optim.ess=sqrt), lower optim.lr, make "
-            "fewer updates of a step (train.epochs, train.minibatches), or use less that is old again."
+            "fewer updates of a step (train.epochs, train.minibatches), or reuse less."
         )
-        yield Cause("ess", text, 1.0 / share if share > 0.0 else math.inf)
-
-
-def _reuse(metrics: Mapping[str, float]) -> Iterator[Cause]:
-    share = metrics.get("off/token_share", 0.0)
-    if share > 0.0:
+        yield Cause("ess", text, 1.0 / ess if ess > 0.0 else math.inf)
+    if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not reuse_is_answered:
         text = (
             f"off/token_share is {share:.2f}: that share of the tokens was drawn by weights of earlier updates, and "
-            "nothing answers for it. Reweigh them (correction=tis), let the learning rate follow (optim.ess=sqrt), or "
+            "nothing corrects for it. Reweigh them (correction=tis), let the learning rate follow (optim.ess=sqrt), or "
             "train on the new ones alone (credit=fresh)."
         )
         yield Cause("reuse", text, share)
-
-
-def _few_held_out(metrics: Mapping[str, float]) -> Iterator[Cause]:
-    count = metrics.get("eval/problems", math.inf)
-    if count < FEWEST_HELD_OUT:
-        text = (
-            f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little, look at its "
-            "interval. Hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
-        )
-        yield Cause("few_held_out", text)

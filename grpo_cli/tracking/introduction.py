@@ -1,4 +1,4 @@
-"""What a person should know of a run before its first step."""
+"""What a user should know about a run before its first step."""
 
 from __future__ import annotations
 

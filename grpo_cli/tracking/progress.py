@@ -34,7 +34,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step's updates were made from, and what came of them. `reuse` is empty where nothing was used again.
+    """What a step's updates were made from, and their metrics. `reuse` is empty where no old rollout was trained on.
 
     `selected` says of every rollout whether it was trained on, and `tokens` counts the tokens that were.
     """

@@ -1,4 +1,4 @@
-"""What looks like a secret is shown to nobody: texts are hidden by their name, by their value and by their looks."""
+"""Hides what looks like a secret, by its name, its value or its form."""
 
 from __future__ import annotations
 

@@ -9,15 +9,16 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record
@@ -30,15 +31,14 @@ class WandbTracker:
     """Sends records to Weights & Biases, its files below `run_dir`.
 
     `mode=auto` is WANDB_MODE if that is set, else online where W&B finds an API key and offline where it does not;
-    offline, it says how to send the run later. What W&B cannot start, for as long as its own `WANDB_INIT_TIMEOUT`, is a
-    UserError. Once it has started, its first failure is told through `warn` and ends the sending; metrics.jsonl has
-    everything anyway.
+    offline, it says how to send the run later. A W&B that does not start within its own `WANDB_INIT_TIMEOUT` is a
+    UserError. Once it has started, its first failure is a warning and ends the sending; metrics.jsonl has everything.
 
     The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run; under `wandb
     agent` it is the agent's. A job of a sweep is in the group of the sweep's name, unless one is given. `choices`
-    (group to choice) go into the config and, with `tags`, make the tags. Steps are a metric of their own (`step`) and
-    the x axis of all others: W&B's internal counter cannot go back to a checkpoint. Examples are gathered in a table
-    `rollouts`, sent every `table_every` records and at the end.
+    (group to choice) go into the config and the tags. Steps are a metric of their own (`step`) and the x axis of all
+    others: W&B's internal counter cannot go back to a checkpoint. Examples are gathered in a table `rollouts`, sent
+    every `table_every` records and at the end.
     """
 
     def __init__(
@@ -51,17 +51,13 @@ class WandbTracker:
         name: str | None,
         group: str | None,
         tags: Sequence[str],
-        mode: str,
-        table_every: int,
+        mode: Annotated[str, OneOf(MODES)],
+        table_every: Annotated[int, Range(0)],
         job_type: str | None = None,
         choices: Mapping[str, str] | None = None,
         say: Say = to_stderr,
         warn: Say = to_stderr,
     ) -> None:
-        if mode not in MODES:
-            raise UserError(f"logger.mode={mode} must be one of {', '.join(MODES)}")
-        if table_every < 0:
-            raise UserError(f"logger.table_every={table_every} must be at least 0, which is never")
         environment_mode = os.environ.get("WANDB_MODE", "")
         self._mode = environment_mode if mode == "auto" and environment_mode in MODES else mode
         self._run_dir, self._table_every = run_dir, table_every
@@ -69,35 +65,38 @@ class WandbTracker:
         self._rows: list[list[Any]] = []
         self._records = 0
         self._run: Any = None
-        self._folders = "*run-*"
-        if self._mode != "disabled":
-            arguments = {
-                "project": project,
-                "entity": entity,
-                "name": name,
-                "group": group or _sweep_of(run_dir),
-                "job_type": job_type,
-                "tags": [*tags, *_choice_tags(choices or {})],
-                "config": without_secrets({**config, "choices": choices or {}}),
-            }
-            with self._own_folders():
-                self._start(arguments)
+        self._online = False
+        if self._mode == "disabled":
+            return
+        choices = choices or {}
+        found_by = [f"{group}={choice}" for group, choice in choices.items() if group != "logger" and choice != "none"]
+        arguments = {
+            "project": project,
+            "entity": entity,
+            "name": name,
+            "group": group or _sweep_of(run_dir),
+            "job_type": job_type,
+            "tags": [*tags, *(tag[:64] for tag in found_by)],  # W&B takes up to 64 characters
+            "config": without_secrets({**config, "choices": choices}),
+        }
+        with self._wandb(self._not_started):
+            self._start(arguments)
 
     def log(self, record: Record) -> None:
         if self._run is None:
             return
         self._rows += [_table_row(record.step, example) for example in record.examples]
         self._records += 1
-        send_table = self._rows and self._table_every > 0 and self._records % self._table_every == 0
-        with self._warn_only():
+        send_table = self._table_every > 0 and self._records % self._table_every == 0
+        with self._wandb(self._given_up):
             self._run.log({"step": record.step, **record.metrics, **(self._take_table() if send_table else {})})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._run is None:
             return
-        with self._warn_only():
-            if self._rows and self._table_every > 0:
-                self._run.log(self._take_table())
+        with self._wandb(self._given_up):
+            if self._table_every > 0 and (table := self._take_table()):
+                self._run.log(table)
             scalar = (str, int, float, bool, type(None))
             self._run.summary.update({k: v if isinstance(v, scalar) else json_line(v) for k, v in summary.items()})
             self._run.finish(exit_code=1 if summary.get("status") == "failed" else 0)
@@ -106,81 +105,85 @@ class WandbTracker:
     def _start(self, arguments: Mapping[str, Any]) -> None:
         import wandb
 
-        try:
-            wandb.setup(settings=wandb.Settings(silent=True))
-            online = self._mode in ("auto", "online") and wandb.login(prompt=False, verify=False)
-            if self._mode == "online" and not online:
-                raise UserError(
-                    "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or "
-                    "choose logger.mode=offline."
-                )
-            self._run = wandb.init(
-                dir=str(self._run_dir),
-                mode="online" if online else "offline",
-                id=_run_id(self._run_dir),
-                resume="allow",
-                reinit="create_new",
-                settings=wandb.Settings(
-                    silent=True,
-                    console="off",  # it would record the live view's every frame
-                    disable_code=True,
-                    finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
-                    finish_timeout_raises=True,
-                ),
-                **arguments,
-            )
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            if not _is_wandb_failure(error):
-                raise
-            _stop_service()
+        wandb.setup(settings=wandb.Settings(silent=True))
+        self._online = self._mode in ("auto", "online") and bool(wandb.login(prompt=False, verify=False))
+        if self._mode == "online" and not self._online:
             raise UserError(
-                f"logger.mode={self._mode}, but W&B did not start: {_first_line(error)}. Check the key and the "
-                "network, or choose logger.mode=offline or logger=jsonl."
-            ) from error
-        self._folders = "run-*" if online else "offline-run-*"
-        self._say(f"W&B: {self._run.url if online else f'offline; send this run later with: {self._sync_command()}'}")
+                "logger.mode=online, but W&B is not logged in, or WANDB_MODE says offline. Run `wandb login`, or take "
+                "logger.mode=offline."
+            )
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # it would record the live view's every frame
+            disable_code=True,
+            finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
+            finish_timeout_raises=True,
+        )
+        self._run = wandb.init(
+            dir=str(self._run_dir),
+            mode="online" if self._online else "offline",
+            id=_run_id(self._run_dir),
+            resume="allow",
+            reinit="create_new",
+            settings=settings,
+            **arguments,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._say(f"W&B: {self._run.url if self._online else f'offline; send this run later with: {self._sync()}'}")
 
     def _take_table(self) -> dict[str, Any]:
         import wandb
 
+        if not self._rows:
+            return {}
         rows, self._rows = self._rows, []
         return {"rollouts": wandb.Table(columns=["step", *_COLUMNS], data=rows, allow_mixed_types=True)}
 
-    @contextmanager
-    def _warn_only(self) -> Iterator[None]:
-        try:
-            with self._own_folders():
-                yield
-        except Exception as error:
-            if not _is_wandb_failure(error):
-                raise
-            self._run = None
-            _stop_service()
-            self._warn(
-                f"W&B failed ({_first_line(error)}), and gets nothing more of this run; metrics.jsonl has it all. "
-                f"What W&B has on disk can be sent with: {self._sync_command()}"
-            )
+    def _sync(self) -> str:
+        folders = shlex.quote(str(self._run_dir / layout.WANDB))
+        return f"wandb sync {folders}/{'' if self._online else 'offline-'}run-*"
+
+    def _not_started(self, reason: str) -> None:
+        raise UserError(
+            f"logger.mode={self._mode}, but W&B did not start: {reason}. Check the key and the network, or choose "
+            "logger.mode=offline or logger=jsonl."
+        )
+
+    def _given_up(self, reason: str) -> None:
+        self._warn(
+            f"W&B failed ({reason}), and gets nothing more of this run; metrics.jsonl has it all. What W&B has on disk "
+            f"can be sent with: {self._sync()}"
+        )
 
     @contextmanager
-    def _own_folders(self) -> Iterator[None]:
-        """W&B stages tables and writes its service's logs in the home directory unless these variables name another,
-        and keeps the command line, which may hold a secret."""
+    def _wandb(self, failed: Callable[[str], None]) -> Iterator[None]:
+        """Around calls of W&B. `failed` is told why W&B or its connection failed; an error of ours passes.
+
+        W&B stages tables and writes its service's logs in the home directory unless these variables name another, and
+        keeps the command line, which may hold a secret.
+        """
         folder, argv = self._run_dir / layout.WANDB, sys.argv
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
-        missing = {name: value for name, value in ours.items() if name not in os.environ}
-        os.environ.update(missing)
+        missing = ours.keys() - os.environ.keys()
+        os.environ.update({name: ours[name] for name in missing})
         sys.argv = arguments_without_secrets(argv)
         try:
             yield
+        except Exception as error:
+            # W&B's errors have no common base class.
+            if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "wandb":
+                raise
+            import wandb
+
+            self._run = None
+            with suppress(Exception):  # its process would be waited for at exit; one that has died cannot be told
+                wandb.teardown(1)
+            failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
         finally:
             sys.argv = argv
             for name in missing:
                 del os.environ[name]
-
-    def _sync_command(self) -> str:
-        return f"wandb sync {shlex.quote(str(self._run_dir / layout.WANDB))}/{self._folders}"
 
 
 _COLUMNS = [field.name for field in fields(Example) if field.name not in FOR_RUNS]
@@ -189,23 +192,6 @@ _COLUMNS = [field.name for field in fields(Example) if field.name not in FOR_RUN
 def _table_row(step: int, example: Example) -> list[Any]:
     values = (getattr(example, name) for name in _COLUMNS)
     return [step, *(json_line(value) if isinstance(value, Mapping) else value for value in values)]
-
-
-def _is_wandb_failure(error: Exception) -> bool:
-    """Whether W&B or its connection failed, rather than this program. W&B's errors have no common base class."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "wandb"
-
-
-def _stop_service() -> None:
-    """End W&B's process, which would otherwise be waited for at exit."""
-    import wandb
-
-    with suppress(Exception):  # one that has died cannot be told to stop
-        wandb.teardown(1)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _run_id(run_dir: Path) -> str:
@@ -224,9 +210,3 @@ def _sweep_of(run_dir: Path) -> str | None:
     """The name of the sweep that a run is a job of: its folder's, where Hydra or our launcher has left its mark."""
     folder = run_dir.absolute().parent
     return folder.name if any((folder / mark).exists() for mark in (layout.SWEEP, layout.HYDRAS_SWEEP)) else None
-
-
-def _choice_tags(choices: Mapping[str, str]) -> list[str]:
-    """Choices as words to find a run by; W&B takes up to 64 characters."""
-    left_out = ("logger",)
-    return [f"{group}={choice}"[:64] for group, choice in choices.items() if group not in left_out and choice != "none"]

@@ -23,13 +23,16 @@ Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy
 class SampleSettings:
     """How completions are drawn, at whatever temperature. `top_p=1` and `top_k=0` are off.
 
-    A completion ends with the token that completes one of the strings of `stop`, if not before.
+    A completion ends with the token that completes one of the strings of `stop`, if not before. In an episode of
+    several turns `max_new_tokens` bounds all of it, what the environment answers included, and `max_turn_tokens` each
+    turn of the model.
     """
 
     top_p: Annotated[float, Range(0, 1, above=True)]
     top_k: Annotated[int, Range(0)]
     max_new_tokens: Count
     stop: tuple[str, ...]
+    max_turn_tokens: Count | None = None  # checkpoints from before there were turns do not have it
 
     @property
     def truncated(self) -> bool:

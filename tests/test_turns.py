@@ -1,0 +1,164 @@
+"""Episodes of several turns: the same tokens whichever way they are made, and none of the environment's trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from made import infinite, micro
+from small import EOS, FakeEngine, make_engine, small_model, some_requests
+from talk import Talk
+from test_kv_budget import Ledger
+
+from grpo_cli.collect import episodes
+from grpo_cli.collect.episodes import play
+from grpo_cli.collect.resuming import begun
+from grpo_cli.config.instantiate import ready
+from grpo_cli.engine.kv import cache
+from grpo_cli.types import ENVIRONMENT, Finish, Rollout
+
+REQUESTS = dict(prompts=3, n=4, tokens=60, max_turn_tokens=9)
+
+
+class InRounds(FakeEngine):
+    """The same engine, which says that it cannot answer in place."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def generate(self, requests: Any, *enough: Any) -> Iterator[Rollout]:
+        return self._engine.generate(requests, *enough)
+
+    def stats(self) -> Any:
+        return self._engine.stats()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+def played(engine: Any, talk: Any = None, requests: Any = None, **words: Any) -> dict[Any, Rollout]:
+    found = play(engine, talk or Talk(), [begun(one) for one in requests or some_requests(**REQUESTS)], **words)
+    return {(one.request.prompt.id, one.request.sample): one for one in found}
+
+
+def said(rollouts: dict[Any, Rollout]) -> dict[Any, Any]:
+    return {name: (one.token_ids, one.finish, one.spans) for name, one in rollouts.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[Any, Any]:
+    return said(played(InRounds(make_engine(model))))
+
+
+def test_what_is_compared_has_turns_of_all_kinds(expected):
+    parts = [spans for _, _, spans in expected.values()]
+    assert max(len(spans) for spans in parts) >= 5 and min(len(spans) for spans in parts) == 1
+    assert {finish for _, finish, _ in expected.values()} == {Finish.EOS, Finish.LENGTH}
+    theirs = [(ids, spans) for ids, _, spans in expected.values() if len(spans) > 1]
+    assert any(EOS in ids[spans[0].count : spans[0].count + spans[1].count] for ids, spans in theirs)
+
+
+WAYS: dict[str, Any] = {
+    "full": {},
+    "micro": {"sampler": micro(slots=3)},
+    "infinite": {"sampler": infinite(slots=3)},
+    "one slot": {"sampler": infinite(slots=1)},
+}
+
+
+@pytest.mark.parametrize("looks", [0, 3, 40])
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks):
+    monkeypatch.setattr(episodes, "GRACE", 0)
+    monkeypatch.setattr(episodes, "POLL", 0)
+    engine = make_engine(model, **WAYS[way])
+    assert said(played(engine, Talk(looks=looks))) == expected
+    assert engine.stats().generated_tokens == sum(
+        sum(span.count for span in spans if span.version != ENVIRONMENT) for _, _, spans in expected.values()
+    )
+
+
+def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(model):
+    rounds, in_place = played(InRounds(make_engine(model))), played(make_engine(model))
+    for name, one in in_place.items():
+        theirs = torch.cat([torch.full((len(ids),), by) for by, ids in one.parts])
+        found, wanted = (torch.tensor(some.sampler_logprobs) for some in (one, rounds[name]))
+        assert torch.equal(found.isnan(), theirs) and torch.equal(wanted.isnan(), theirs)
+        torch.testing.assert_close(found[~theirs], wanted[~theirs], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("looks", [0, 7])
+def test_a_row_that_begins_anew_for_room_says_the_same(model, expected, monkeypatch, looks):
+    """With room for about two of twelve rows. One whose environment is slow keeps no keys either, and begins anew."""
+    unbounded, talk = Talk(), Talk(looks=looks)
+    played(make_engine(model), unbounded)
+    monkeypatch.setattr(cache, "PAGE_BYTES", 0)  # pages are as small as they may be, so that rows grow
+    monkeypatch.setattr(cache, "PAGE_TOKENS", 1)
+    ledger = Ledger()
+    with ledger.open():
+        engine = make_engine(model, sampler=infinite(slots=6, kv_budget="44KB"), warn=lambda text: None)
+        assert said(played(engine, talk)) == expected
+    assert engine.stats().details["engine/restarts"] > 0
+    assert ledger.peak <= 44_000
+    assert talk.asked == unbounded.asked, "what has been answered is known"
+
+
+@pytest.mark.parametrize("looks", [0, 5])
+@pytest.mark.parametrize("rule", ["streaming", "rkv"])
+def test_eviction_sees_what_the_environment_says_as_part_of_the_response(model, rule, looks):
+    """With room for all it is the dense episode; with less each way of batching makes the same one."""
+
+    def made_with(budget: int, **sampler: Any) -> dict[Any, Any]:
+        own = {"window": 4} if rule == "rkv" else {"window": 2, "sinks": 2}
+        kept = ready("sparsity", rule, budget=budget, buffer=4, **own)
+        engine = make_engine(model, sparsity=kept, **sampler)
+        return said(played(engine, Talk(looks=looks)))
+
+    assert made_with(200) == said(played(InRounds(make_engine(model))))
+    assert made_with(16) == made_with(16, sampler=infinite(slots=3)) != made_with(200)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("looks", [0, 5])
+def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expected, in_place, looks):
+    """Wherever the cut falls: in a turn, at its end, or in what the environment says."""
+    whole, cut_in = {}, set()
+    for first in range(1, 11, 3):
+        engine = make_engine(model, sampler=infinite(slots=5))
+        engine = engine if in_place else InRounds(engine)
+        left = [begun(one) for one in some_requests(**REQUESTS)]
+        whole = {}
+        while left:
+            ends = iter(range(1, 99))
+            found = list(play(engine, Talk(looks=looks), left, enough=lambda _, ends=ends, at=first: next(ends) >= at))
+            left = [one for one in found if one.finish is Finish.PARTIAL]
+            cut_in |= {one.parts[-1][0] for one in left if one.parts}
+            whole |= {(r.request.prompt.id, r.request.sample): r for r in found if r.finish is not Finish.PARTIAL}
+        assert said(whole) == expected
+    assert cut_in == {True, False}
+
+
+def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
+    """ "7 7" is never one token of the model's and one of the environment's, since those are two who say it."""
+    decode = Talk().text
+    requests = some_requests(**REQUESTS)
+
+    class Ends(Talk):
+        turn_ends = ("5",)
+
+    plain = played(make_engine(model, decode=decode), Ends(), requests)
+    rounds = played(InRounds(make_engine(model, decode=decode)), Ends(), requests)
+    assert said(plain) == said(rounds)
+    for one in plain.values():
+        for turn in one.turns:
+            assert not any("5" in str(token) for token in turn[:-1])
+    assert any("5" in str(turn[-1]) for one in plain.values() for turn in one.turns[:-1])
+
+
+@pytest.mark.parametrize("threads", [3, 8], indirect=True)
+def test_the_tokens_are_those_of_one_thread(model, expected, threads):
+    assert said(played(make_engine(model, sampler=infinite(slots=4)))) == expected

@@ -72,11 +72,11 @@ class Dialogue(Task, Protocol):
     def turn_ends(self) -> Sequence[str]:
         """Strings that end a turn besides `sampling.stop`."""
 
-    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[str | None]:
-        """What the environment says after these turns, None if the episode is over. Each turn is token ids as they were
-        drawn, with the token or the stop string that ended it. The future has an end, be it an exception."""
+    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
+        """The messages that the environment says after these turns, None if the episode is over. Each turn is token ids
+        as they were drawn, with the token or the stop string that ended it. The future has an end, be it an error."""
 
-    def between(self, turns: Sequence[Sequence[int]], said: str) -> Sequence[int]:
+    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
         """The tokens that tell the model so, from the end of the last turn to the beginning of the next: at least one,
         and none that was there before is told again."""
 

@@ -15,7 +15,7 @@ from grpo_cli.types import Prompt, Reward, Rollout
 class Slow(Future):
     """Is answered once it has been looked at so often."""
 
-    def __init__(self, looks: int, text: str | None) -> None:
+    def __init__(self, looks: int, text: list[str] | None) -> None:
         super().__init__()
         self._left, self._text = looks, text
 
@@ -35,15 +35,15 @@ class Talk:
     def __init__(self, turns: int = 4, looks: int = 0) -> None:
         self.turns, self.looks, self.asked = turns, looks, 0
 
-    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[str | None]:
+    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[list[str] | None]:
         self.asked += 1
         digest = hashlib.blake2b(repr((prompt.id, tuple(turns))).encode()).digest()
         count = digest[0] % 6 + 1
-        said = None if digest[1] % 5 == 0 else " ".join(str(byte % VOCABULARY) for byte in digest[2 : 2 + count])
+        said = None if digest[1] % 5 == 0 else [str(byte % VOCABULARY) for byte in digest[2 : 2 + count]]
         return Slow(self.looks, said)
 
-    def between(self, turns: Sequence[Sequence[int]], said: str) -> Sequence[int]:
-        return [EOS] * (turns[-1][-1] != EOS) + [int(word) for word in said.split()]
+    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+        return [EOS] * (turns[-1][-1] != EOS) + [int(word) for word in said]
 
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

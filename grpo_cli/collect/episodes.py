@@ -75,13 +75,13 @@ class Conversation:
     def __init__(self, task: Dialogue, whole: Callable[[Rollout], Episode], spent: Spent) -> None:
         self._task, self._whole, self._spent = task, whole, spent
         self._numbers = count()
-        self._open: dict[int, tuple[Episode, Future[str | None]]] = {}
+        self._open: dict[int, tuple[Episode, Future[Sequence[str] | None]]] = {}
         self._fresh = False  # whether something was asked since the last look
 
     def ask(self, rollout: Rollout) -> int:
         """A turn is over. The number by which its answer is known."""
         episode, number = self._whole(rollout), next(self._numbers)
-        said: Future[str | None] = Future()
+        said: Future[Sequence[str] | None] = Future()
         if len(episode.turns) < self._task.turns:
             said = self._task.respond(episode.request.prompt, episode.turns)
         else:
@@ -112,10 +112,10 @@ class Conversation:
 
     def _reply(self, number: int) -> tuple[int, ...] | None:
         episode, said = self._open.pop(number)
-        text = said.result()
-        if text is None:
+        messages = said.result()
+        if messages is None:
             return None
-        reply = tuple(self._task.between(episode.turns, text))
+        reply = tuple(self._task.between(episode.turns, messages))
         assert reply, "between two turns there is at least a token"
         return reply
 

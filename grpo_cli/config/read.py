@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from grpo_cli.support.errors import closest
 from grpo_cli.support.formatting import is_a, shown
+from grpo_cli.support.ranges import declared
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A part's settings as its constructor declares them, where that is a plain type; the rest as it is."""
     plain = isinstance(target, type) and not dataclasses.is_dataclass(target)
-    hints = typing.get_type_hints(target.__init__ if plain else target)
+    hints = declared(target.__init__ if plain else target)
     return {
         name: _read(kind, value, f"{group}.{name}", problems) if _is_plain(kind := hints.get(name)) else value
         for name, value in kwargs.items()

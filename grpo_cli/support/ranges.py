@@ -9,7 +9,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, Unpack, get_args, get_origin, get_type_hints
 
 from grpo_cli.support.errors import closest
 
@@ -66,9 +66,18 @@ def out_of_range(kind: Any, values: Mapping[str, Any], key: str = "") -> Iterato
     their names."""
     plain = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
     target = kind.__init__ if plain else kind
-    hints = get_type_hints(target, include_extras=True)
+    hints = declared(target, include_extras=True)
     for name, value in values.items():
         yield from _problems(hints.get(name), value, f"{key}.{name}" if key else name)
+
+
+def declared(target: Any, include_extras: bool = False) -> dict[str, Any]:
+    """The types of a class's fields or a function's arguments, those of `**words: Unpack[...]` among them."""
+    hints = get_type_hints(target, include_extras=include_extras)
+    for hint in tuple(hints.values()):
+        if get_origin(hint) is Unpack:
+            hints |= get_type_hints(get_args(hint)[0], include_extras=include_extras)
+    return hints
 
 
 def _problems(kind: Any, value: Any, key: str) -> Iterator[str]:

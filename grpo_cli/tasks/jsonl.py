@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.judges import GRADINGS, Completion, Judge, Numbers, weighing
@@ -16,10 +16,11 @@ from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reading, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.rows import read_rows
+from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
-class Jsonl:
+class Jsonl(Speaks):
     """The task. A prompt's id is its split and its line in the file, as in `train-000012`.
 
     With `eval_path` that file is the eval split, and no question may be in both. Without, the `eval_fraction` of the
@@ -56,6 +57,7 @@ class Jsonl:
         on_crash: str,
         max_prompt_tokens: int | None = None,
         warn: Callable[[str], None],
+        **turns: Unpack[TurnSettings],
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
@@ -71,7 +73,10 @@ class Jsonl:
         self._eval_fraction = eval_fraction
         self._few_shot, self._few_shot_source, self._warn = few_shot, few_shot_path, warn
         Prompting(tokenizer, template, system_prompt, use_chat_template)  # says what is wrong before any data is read
-        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, self._examples())
+        environment = environment_of(turns, self._is_right)
+        tools = environment.tools if environment else ()
+        self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, self._examples(), tools)
+        self._talk(environment, self._prompting, turns)
         self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn)
         if not self._is_default and self._own_problems[0]:
             self.prompts("train")  # so that what is wrong with it is said at once
@@ -94,13 +99,23 @@ class Jsonl:
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
+    def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
+        return self._problem(prompt).row
+
+    def _is_right(self, prompt: Prompt, text: str) -> bool:
+        said = Completion(f"prompt {prompt.id}", text, (text,), prompt.answer, True, 0, self._problem(prompt))
+        parts = self._judge([said])[0]
+        return parts.get(self._judge.main or "correct", 0.0) >= 1.0
+
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
+        texts = tuple(self.text(turn) for turn in rollout.turns)
         return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
-            text=self.text(rollout.token_ids),
+            text=texts[-1] if texts else "",
+            turns=texts,
             answer=prompt.answer,
             finished=rollout.finish.complete,
-            length=len(rollout),
+            length=rollout.num_drawn,
             problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
         )
 

@@ -20,13 +20,15 @@ RESERVED = frozenset({"mean", "std", "kept_mean"})  # of reward/<part>: these na
 
 @dataclass(frozen=True)
 class Completion:
-    """One rollout as a judge reads it. `place` names it to a person, `answer` is what its prompt carries.
+    """One rollout as a judge reads it. `place` names it to a person, `answer` is what its prompt carries. `text` is the
+    last of the model's `turns`.
 
     `problem` is None for a prompt that did not come from this task.
     """
 
     place: str
     text: str
+    turns: tuple[str, ...]
     answer: str
     finished: bool
     length: int

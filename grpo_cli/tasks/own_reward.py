@@ -19,6 +19,7 @@ from grpo_cli.types import LARGEST_REWARD
 # What a function may ask for by the names of its arguments: about one rollout, or lists about all of a step's.
 ONE: Mapping[str, Callable[[Completion], Any]] = {
     "reply": lambda completion: completion.text,
+    "turns": lambda completion: list(completion.turns),
     "answer": lambda completion: completion.answer,
     "question": lambda completion: None if completion.problem is None else completion.problem.question,
     "row": lambda completion: None if completion.problem is None else completion.problem.row,

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from made import infinite, micro
-from small import EOS, FakeEngine, make_engine, small_model, some_requests
+from made import correction, fptas, infinite, loss, micro, prefix_head
+from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, some_requests
 from talk import Talk
 from test_kv_budget import Ledger
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import begun, from_plain, to_plain
 from grpo_cli.config.instantiate import ready
 from grpo_cli.engine.kv import cache
-from grpo_cli.types import ENVIRONMENT, Finish, Rollout
+from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
+from grpo_cli.learner.forward import pack
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.settings import Sampling
+from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 REQUESTS = dict(prompts=3, n=4, tokens=60, max_turn_tokens=9)
 
@@ -64,15 +70,20 @@ def test_what_is_compared_has_turns_of_all_kinds(expected):
 
 WAYS: dict[str, Any] = {
     "full": {},
+    "predicted": {"sampler": infinite(slots=3), "scheduler": fptas(), "predictor": prefix_head(prefix_tokens=6)},
     "micro": {"sampler": micro(slots=3)},
     "infinite": {"sampler": infinite(slots=3)},
     "one slot": {"sampler": infinite(slots=1)},
 }
 
 
+@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("looks", [0, 3, 40])
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks):
+@pytest.mark.parametrize("way", one_and_the_rest([*WAYS], "infinite"))
+def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks, behind):
+    """With `behind` the next step is launched before the last one is looked at, as on a GPU: what it has drawn after a
+    turn's end is taken back."""
+    monkeypatch.setitem(BEHIND, "cpu", behind)
     monkeypatch.setattr(episodes, "GRACE", 0)
     monkeypatch.setattr(episodes, "POLL", 0)
     engine = make_engine(model, **WAYS[way])
@@ -162,3 +173,55 @@ def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(
 @pytest.mark.parametrize("threads", [3, 8], indirect=True)
 def test_the_tokens_are_those_of_one_thread(model, expected, threads):
     assert said(played(make_engine(model, sampler=infinite(slots=4)))) == expected
+
+
+def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
+    """Behind a prompt of 2 tokens: 3 drawn, 2 of the environment's, 1 drawn; and a rollout of one turn, 2 tokens."""
+    prompt = Prompt("p", (5, 6), "")
+    spans = (Span(version, 3), Span(ENVIRONMENT, 2), Span(version, 1))
+    request = Request(prompt, 0, 0, Sampling.plain(9))
+    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, 6, spans)
+    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, 2, (Span(version, 2),))
+    return ScoredGroup(prompt, (one, other), (Reward(1.0), Reward(0.0)))
+
+
+def test_what_the_environment_says_is_read_and_is_no_response():
+    batch = collate([two_turns(float("nan"))], pad_token_id=0)
+    assert batch.input_ids[0].tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0, 0]]
+    assert batch.lags is None and batch.lengths.tolist() == [8, 4]
+    older = collate([two_turns(float("nan"), version=3)], pad_token_id=0, version=5).lags
+    assert older is not None and older[0].tolist() == [0, 0, 2, 2, 2, 0, 0, 2]
+
+
+def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):
+    def gradient(logprob: float) -> tuple[float, list[torch.Tensor]]:
+        batch = replace(collate([two_turns(logprob)], pad_token_id=0), advantages=torch.tensor([1.0, -1.0]))
+        verdict = verdict_on(correction("tis"), batch, torch.zeros(batch.input_ids.shape))
+        batch = corrected(batch, verdict)
+        model.zero_grad()
+        found = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
+        output = loss("grpo")(found, batch, totals(batch, 9))
+        output.loss.backward()
+        return output.loss.item(), [weight.grad.clone() for weight in model.parameters()]
+
+    value, slopes = gradient(float("nan"))
+    for other in (0.0, -7.0, 1e30):
+        found, others = gradient(other)
+        assert found == value and all(map(torch.equal, slopes, others))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_packed_rows_ask_for_the_tokens_that_padded_rows_do(share):
+    batch = collate([two_turns(float("nan"))], pad_token_id=0)
+    packed = pack(batch, share)
+    asked = sorted(zip(packed.rows[packed.targets].tolist(), packed.columns[packed.targets].tolist(), strict=True))
+    assert asked == [(0, 2), (0, 3), (0, 4), (0, 7), (1, 2), (1, 3)]
+    before = packed.columns[packed.predicting].tolist()
+    assert sorted(before) == sorted(column - 1 for _, column in asked)
+    assert len(packed.rows) == (8 + 4 - 2 * share), "what the environment says goes through the model"
+
+
+def test_a_group_of_several_turns_comes_back_from_a_checkpoint():
+    group = Group(two_turns(0.0).prompt, two_turns(0.0).rollouts)
+    assert from_plain(to_plain(group)) == group

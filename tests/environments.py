@@ -63,6 +63,9 @@ class Stepping:
         said = [{"role": "user", "content": " ".join(self.heard)}]
         return {"observations": said, "reward": 0.0, "done": turn == "end"}
 
+    def get_reward(self):
+        return len(self.heard)
+
 
 class Random:
     def reset(self, **row):

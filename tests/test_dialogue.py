@@ -131,6 +131,7 @@ def test_a_class_that_says_different_things_is_refused(rows):
         ({"respond": "environments:respond", "respond_seconds": 0.0}, "task.respond_seconds"),
         ({"respond": "environments:respond", "respond_workers": 0}, "task.respond_workers"),
         ({"turns": 0}, "task.turns=0"),
+        ({"feedback": "No.", "reward": "environment"}, "get_reward"),
     ],
 )
 def test_what_cannot_answer_is_refused_at_the_start(rows, words, named):
@@ -196,6 +197,7 @@ def test_rewards_see_the_last_turn_and_own_functions_all_of_them(rows):
     for words, parts in (
         ({"feedback": "No."}, {"correct": 1.0}),
         ({"respond": "environments:respond", "reward": "environments:score"}, {"correct": 1.0, "turns": 2.0}),
+        ({"environment": "environments:Stepping", "reward": "environment"}, {"environment": 2.0}),
     ):
         (scored,) = score_all(talking(rows, **words), [Group(prompt, (episode,))])
         assert {name: scored.rewards[0].parts[name] for name in parts} == parts

@@ -61,7 +61,13 @@ class Jsonl(Speaks):
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         _check(path or default_path, eval_fraction, max_unreadable, grading, long_prompts, few_shot)
-        self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
+        environment = environment_of(turns, self._is_right)
+        if reward == "environment":
+            if environment is None or environment.score is None:
+                raise UserError("task.reward=environment needs a task.environment with get_reward()")
+            self._judge: Judge = OwnReward("environment", environment.score)
+        else:
+            self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
         refuse([*limit_problems(judge_seconds, judge_workers, on_crash)])
         self._weighing = weighing(weights or {}, formats_on, self._judge.main)
         self._reading = Reading(self._judge.gold, self._judge.advice, answer_field, max_unreadable, warn)
@@ -73,7 +79,6 @@ class Jsonl(Speaks):
         self._eval_fraction = eval_fraction
         self._few_shot, self._few_shot_source, self._warn = few_shot, few_shot_path, warn
         Prompting(tokenizer, template, system_prompt, use_chat_template)  # says what is wrong before any data is read
-        environment = environment_of(turns, self._is_right)
         tools = environment.tools if environment else ()
         self._prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, self._examples(), tools)
         self._talk(environment, self._prompting, turns)

@@ -43,9 +43,10 @@ class OwnReward:
     main = None
     advice = "let it be text"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, function: Callable[..., Any] | None = None) -> None:
+        """The function of this name, if it is not given."""
         self._name = name
-        self._function = _find(name)
+        self._function = _find(name) if function is None else function
         self._words, self._takes_many = _words(name, self._function)
 
     def gold(self, text: str) -> str | None:

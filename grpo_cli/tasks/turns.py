@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypedDict
 
@@ -55,6 +55,7 @@ class Environment:
     role: str = "user"
     tools: tuple[Any, ...] = ()
     slow: bool = True  # a person's own, which may take its time
+    score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # what it says a whole episode is worth
 
 
 def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], bool]) -> Environment | None:
@@ -79,8 +80,9 @@ def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], boo
         module, _, names = settings["tools"].partition(":")
         functions = [_found(f"{module}:{name.strip()}", "task.tools") for name in names.split(",")]
         by_name = {function.__name__: function for function in functions}
-        return _tools_environment(
-            lambda prompt, row, turns: _called(by_name, turns[-1]), by_name, f"task.tools={settings['tools']}"
+        name = f"task.tools={settings['tools']}"
+        return Environment(
+            lambda prompt, row, turns: _called(by_name, turns[-1]), name, "tool", _schemas(by_name, name)
         )
     return _of_class(str(settings["environment"]))
 
@@ -110,10 +112,6 @@ def _function(name: str, key: str) -> Says:
         return None if said is None else [said]
 
     return says
-
-
-def _tools_environment(says: Says, functions: Mapping[str, Callable[..., Any]], name: str) -> Environment:
-    return Environment(says, name, "tool", _schemas(functions, name))
 
 
 def _schemas(functions: Mapping[str, Callable[..., Any]], name: str) -> tuple[Any, ...]:
@@ -205,9 +203,14 @@ def _of_class(name: str) -> Environment:
         checked.set()
         return said
 
-    if member is not None:
-        return Environment(says, f"task.environment={name}")
-    return _tools_environment(says, {word: getattr(made(), word) for word in tools}, f"task.environment={name}")
+    def score(row: Mapping[str, Any], turns: Sequence[str]) -> Any:
+        return replayed(row, turns)[0].get_reward()
+
+    found = Environment(says, f"task.environment={name}", score=score if hasattr(made, "get_reward") else None)
+    if member is None:
+        schemas = _schemas({word: getattr(made(), word) for word in tools}, f"task.environment={name}")
+        found = replace(found, role="tool", tools=schemas)
+    return found
 
 
 class Speaks:

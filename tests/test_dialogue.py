@@ -150,8 +150,8 @@ THINKING = (
 )
 NO_ANSWER = (
     (
-        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ raise_exception('no more') }}{% endif %}"
-        "TURN_START{{ m.role }}\n{{ m.content }}TURN_END\n{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}{{ raise_exception('no more') }}"
+        "{% endif %}TURN_START{{ m.role }}\n{{ m.content }}TURN_END\n{% endfor %}"
     )
     .replace("TURN_START", TURN_START)
     .replace("TURN_END", TURN_END)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,18 @@ from made import correction, fptas, infinite, loss, micro, prefix_head
 from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, some_requests
 from talk import Talk
 from test_kv_budget import Ledger
+from test_resume import cut_off_and_resumed, rows
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.resuming import begun, from_plain, to_plain
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import ready
+from grpo_cli.config.prepare import prepare
 from grpo_cli.engine.kv import cache
 from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.evaluate import evaluate_with
+from grpo_cli.experiment import set_up
 from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
 from grpo_cli.learner.forward import pack
 from grpo_cli.learner.logprobs import token_logprobs
@@ -225,3 +231,26 @@ def test_packed_rows_ask_for_the_tokens_that_padded_rows_do(share):
 def test_a_group_of_several_turns_comes_back_from_a_checkpoint():
     group = Group(two_turns(0.0).prompt, two_turns(0.0).rollouts)
     assert from_plain(to_plain(group)) == group
+
+
+GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]
+
+
+def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alone(tmp_path):
+    words = [*GUESS, "collector=partial", "collector.surplus=2.0", "correction=tis", "record.tokens=true"]
+    cut_off_and_resumed(tmp_path, *words, "train.steps=4", step=2)
+    found = rows(tmp_path / "alone")
+    assert any(row.get("collect/carried_tokens", 0) for row in found), "episodes were carried over"
+    assert all(row["turns/mean"] > 1 and row["tokens/environment"] > 0 for row in found[1:]), "but for step 0"
+    recorded = [json.loads(line) for line in (tmp_path / "alone" / "rollouts.jsonl").read_text().splitlines()]
+    for row in recorded:
+        lengths = [end - start for start, end in row.get("environment", [])]
+        assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]
+        assert len(row.get("turns", [])) in (0, 2 * len(lengths) + 1)
+
+
+def test_an_evaluation_plays_episodes(tmp_path):
+    settings = settings_of(*GUESS, "logger=jsonl", f"run_dir={tmp_path}")
+    bench = set_up(prepare(settings), settings.model)
+    result = evaluate_with(bench, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
+    assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)

@@ -120,7 +120,7 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups:
             return story
 
 
-class WordProblems(Speaks, GeneratedTask[Story]):
+class WordProblems(GeneratedTask[Story], Speaks):
     """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
     The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion

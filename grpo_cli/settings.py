@@ -32,7 +32,7 @@ class SampleSettings:
     top_k: Annotated[int, Range(0)]
     max_new_tokens: Count
     stop: tuple[str, ...]
-    max_turn_tokens: Count | None = None  # checkpoints from before there were turns do not have it
+    max_turn_tokens: Count | None
 
     @property
     def truncated(self) -> bool:
@@ -52,7 +52,9 @@ class Sampling(SampleSettings):
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
         """As the model says: nothing is truncated, and no string ends a completion."""
-        return cls(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=())
+        return cls(
+            temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
+        )
 
 
 @dataclass(frozen=True)

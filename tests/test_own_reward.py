@@ -146,7 +146,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     assert judged(make(tmp_path, "array"), ["a", "bcd"]) == [
         Reward(size, {"array": size}, weights={"array": 1.0}) for size in (1.0, 3.0)
     ]
-    assert judged(make(tmp_path, "anything"), ["a"])[0].total == 6.0
+    assert judged(make(tmp_path, "anything"), ["a"])[0].total == 7.0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
         ("short", ["a", "b", "c"], "returned 2 rewards for 3 rollouts .from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean is a metric already"),
-        ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
+        ("wants", ["a"], "asks for temperature; by name it can have reply, turns, answer"),
         ("exits", ["abc"], "raised SystemExit: 0 .* for sample 0 of prompt train-"),
         ("ends", ["abc"], "raised GeneratorExit "),
         ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),

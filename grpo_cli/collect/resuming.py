@@ -131,4 +131,4 @@ def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Roll
 
 
 def _sampling(state: Mapping[str, Any]) -> Sampling:
-    return Sampling(**{**state, "stop": tuple(state["stop"])})
+    return Sampling(**{"max_turn_tokens": None, **state, "stop": tuple(state["stop"])})

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_cli.collect.episodes import play
 from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
+from grpo_cli.collect.resuming import begun
 from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
@@ -39,7 +41,7 @@ def evaluate(
     certain = replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
     greedy = requests_for(prompts, 1, certain, seed, "eval-greedy", held_out=True)
     drawn: list[Request] = [] if k < 1 else requests_for(prompts, k, sampling, seed, "eval", held_out=True)
-    rollouts = list(engine.generate([*greedy, *drawn]))
+    rollouts = list(play(engine, task, [begun(request) for request in (*greedy, *drawn)]))
     greedy_groups = _scored(task, prompts, [r for r in rollouts if r.request.sampling.temperature == 0.0])
     metrics = _greedy_metrics(greedy_groups)
     examples = _examples(task, greedy_groups, "greedy")

@@ -6,6 +6,7 @@ A part is one function or one small class, chosen by a YAML file.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -53,6 +54,44 @@ class BatchTask(Task, Protocol):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
         """One reward for each prompt and rollout, in their order."""
+
+
+@runtime_checkable
+class Dialogue(Task, Protocol):
+    """A task whose problems are episodes: the model says something, its environment answers, until one of them ends it.
+
+    What the environment says is a pure function of the prompt and of what the model has said. So an episode that is cut
+    off, made twice, or taken up again by another process comes out the same, and no environment is ever stored.
+    """
+
+    @property
+    def turns(self) -> int:
+        """Most turns of the model; with 1 nobody answers it, and the task is one like any other."""
+
+    @property
+    def turn_ends(self) -> Sequence[str]:
+        """Strings that end a turn besides `sampling.stop`."""
+
+    def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:
+        """The messages that the environment says after these turns, None if the episode is over. Each turn is token ids
+        as they were drawn, with the token or the stop string that ended it. The future has an end, be it an error."""
+
+    def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
+        """The tokens that tell the model so, from the end of the last turn to the beginning of the next: at least one,
+        and none that was there before is told again."""
+
+
+@runtime_checkable
+class Replies(Protocol):
+    """What environments answer to the turns of one `generate`, for an engine that keeps rows waiting in their slots
+    (`facts`: answers_in_place)."""
+
+    def ask(self, rollout: Rollout) -> int:
+        """A turn of the rollout is over. The number by which its answer is known."""
+
+    def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
+        """What has been answered since: numbers, and tokens or None where the episode is over. With `wait` at least one
+        of those that are open."""
 
 
 @runtime_checkable
@@ -123,6 +162,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
     | engine | stops_early | whether it can stop rollouts before their end |
+    | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
     """
 
     def with_facts(part: Part) -> Part:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -25,9 +25,14 @@ METRICS: Mapping[str, str] = {
     "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
     "or a credit took any of them out of the policy loss.",
-    "response/length_mean": "Mean number of generated tokens per rollout, the end-of-sequence token included.",
+    "response/length_mean": "Mean number of tokens per rollout, with the end-of-sequence token and, in an episode of "
+    "several turns, with what the environment answered.",
     "response/length_max": "Number of tokens of the longest rollout of the step.",
     "response/truncated": "Share of rollouts that reached sampling.max_new_tokens without ending.",
+    "turns/mean": "Mean number of the model's turns in an episode, where the task has several.",
+    "turns/max": "Most turns of an episode of the step.",
+    "turns/limit": "Share of episodes that sampling.max_new_tokens has ended, before the model or its environment did.",
+    "tokens/environment": "Tokens of the step that environments answered: read, not drawn, and not trained on.",
     "prompts/distinct": "Different problems that rollouts were made of since the run began.",
     "collect/rounds": "Rounds in which the collector requested the step's rollouts.",
     "collect/problems": "Problems that rollouts were made of in the step.",
@@ -105,6 +110,7 @@ METRICS: Mapping[str, str] = {
     "predictor/kendall_tau": "Rank agreement of predicted and true lengths, from -1 to 1.",
     "predictor/mean_absolute_error": "Mean absolute difference of predicted and true lengths, in tokens.",
     "time/rollout": "Seconds of this step spent generating.",
+    "time/environment": "Of time/rollout, seconds in which all that was left waited for an environment's answer.",
     "time/reward": "Seconds of this step spent judging.",
     "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
     "time/update": "Seconds of this step spent on forward, backward and optimizer.",
@@ -168,6 +174,20 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
+    }
+
+
+def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How episodes of several turns went. Those that are partial are of a later step."""
+    episodes = [one for group in groups for one in group.rollouts if one.finish is not Finish.PARTIAL]
+    if not episodes:
+        return {}
+    turns = [len(episode.turns) for episode in episodes]
+    return {
+        "turns/mean": sum(turns) / len(turns),
+        "turns/max": float(max(turns)),
+        "turns/limit": sum(episode.finish is Finish.LENGTH for episode in episodes) / len(episodes),
+        "tokens/environment": float(sum(len(episode) - episode.num_drawn for episode in episodes)),
     }
 
 

@@ -23,13 +23,16 @@ Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy
 class SampleSettings:
     """How completions are drawn, at whatever temperature. `top_p=1` and `top_k=0` are off.
 
-    A completion ends with the token that completes one of the strings of `stop`, if not before.
+    A completion ends with the token that completes one of the strings of `stop`, if not before. In an episode of
+    several turns `max_new_tokens` bounds all of it, what the environment answers included, and `max_turn_tokens` each
+    turn of the model.
     """
 
     top_p: Annotated[float, Range(0, 1, above=True)]
     top_k: Annotated[int, Range(0)]
     max_new_tokens: Count
     stop: tuple[str, ...]
+    max_turn_tokens: Count | None
 
     @property
     def truncated(self) -> bool:
@@ -49,7 +52,9 @@ class Sampling(SampleSettings):
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
         """As the model says: nothing is truncated, and no string ends a completion."""
-        return cls(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=())
+        return cls(
+            temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
+        )
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` says that it is made to measure: nothing may be learnt from it, not even how long such rollouts are.
-    `resumed` is how many tokens at the prompt's end are the rollout's own, drawn before: a stop string may have begun
-    in them, and how many more it takes says little of how long rollouts are.
+    `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
+    little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
+    may have begun there.
     """
 
     prompt: Prompt
@@ -58,6 +59,7 @@ class Request:
     sampling: Sampling
     held_out: bool = False
     resumed: int = 0
+    in_turn: int = 0
 
     @property
     def teaches_length(self) -> bool:
@@ -73,9 +75,9 @@ class GroupRequest:
     count: int
 
 
-# In place of a version, and of the number of updates by which a token is older: nobody drew it, or another run, whose
-# updates are no measure of ours.
-GIVEN, FOREIGN = -1, -2
+# In place of a version, and of the number of updates by which a token is older: nobody drew it; another run did, whose
+# updates are no measure of ours; or it is what the environment answered, and is read but never trained on.
+GIVEN, FOREIGN, ENVIRONMENT = -1, -2, -3
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion. `token_ids` ends with the end-of-sequence token when `finish` is `EOS`.
+    """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
+    `EOS`.
 
     `sampler_logprobs` has one entry per token: the log-probability under the distribution the token was really drawn
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
     most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
-    tokens; an engine leaves it empty, the step that asked knows.
+    tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
+    nothing where all is drawn. The step that asked knows the version.
     """
 
     request: Request
@@ -105,6 +109,42 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def parts(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
+        """The tokens, cut where the model and its environment take turns: whether each part is the environment's.
+
+        >>> from grpo_cli.settings import Sampling
+        >>> one = Request(Prompt("p", (5,), ""), 0, 0, Sampling.plain(9))
+        >>> spans = (Span(3, 1), Span(4, 1), Span(ENVIRONMENT, 2))
+        >>> Rollout(one, (7, 8, 1, 2), (-1.0, -1.0) + (float("nan"),) * 2, Finish.PARTIAL, 4, spans).parts
+        ((False, (7, 8)), (True, (1, 2)))
+        """
+        parts: list[tuple[bool, tuple[int, ...]]] = []
+        start = 0
+        for span in self.spans or (Span(0, len(self)),) * (len(self) > 0):
+            theirs, tokens = span.version == ENVIRONMENT, self.token_ids[start : start + span.count]
+            start += span.count
+            if parts and parts[-1][0] == theirs:
+                tokens = parts.pop()[1] + tokens
+            parts.append((theirs, tokens))
+        return tuple(parts)
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """What the model said, turn by turn."""
+        return tuple(tokens for theirs, tokens in self.parts if not theirs)
+
+    @property
+    def in_turn(self) -> int:
+        """Tokens of the turn that is under way, or has just ended: those after the environment's last word."""
+        parts = self.parts
+        return len(parts[-1][1]) if parts and not parts[-1][0] else 0
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens without the environment's."""
+        return sum(map(len, self.turns))
 
 
 @dataclass(frozen=True)
@@ -202,10 +242,11 @@ class Batch:
     """Rollouts as tensors, one row each: prompt, response, padding on the right.
 
     Position t of every `B T` field speaks of token t (so a log-probability at t was predicted from t - 1); outside
-    `response_mask` the fields are zero, and `sampler_logprobs` also where a token was given. `loss_mask` is the part of
-    `response_mask` that is trained on (a correction may take tokens away) and `weights` multiplies each token's loss.
-    `policy_logprobs is None` means that the learner has not moved since the step began: its own detached
-    log-probabilities are the old policy's. Advantages are 0 until the rows that are trained on have been selected.
+    `response_mask` the fields are zero, and `sampler_logprobs` also where a token was given. What an environment
+    answered is no response. `loss_mask` is the part of `response_mask` that is trained on (a correction may take tokens
+    away) and `weights` multiplies each token's loss. `policy_logprobs is None` means that the learner has not moved
+    since the step began: its own detached log-probabilities are the old policy's. Advantages are 0 until the rows that
+    are trained on have been selected.
     `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
     (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
     """
@@ -283,7 +324,9 @@ class EngineStats:
 class Example:
     """One rollout as a person reads it: a row of `rollouts.jsonl` and of the W&B table.
 
-    `token_ids` and `logprobs` (None for a token that was given) are for other runs to train on, if they are wanted.
+    `turns` is what the model and the environment said, each part with whether it is the environment's; None for a
+    completion of one turn. `token_ids`, `logprobs` (None for a token that was given) and `environment` (from where to
+    where tokens are not the model's) are for other runs to train on, if they are wanted.
     """
 
     prompt_id: str
@@ -299,15 +342,18 @@ class Example:
     kept: bool
     reason: str
     advantage: float | None
+    turns: tuple[tuple[bool, str], ...] | None = None
     token_ids: tuple[int, ...] | None = None
     logprobs: tuple[float | None, ...] | None = None
+    environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
         """What is written of it: everything, the tokens only where they were wanted."""
-        return {name: value for name, value in vars(self).items() if value is not None or name not in FOR_RUNS}
+        return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 
-FOR_RUNS = ("token_ids", "logprobs")  # the fields that no person reads
+FOR_RUNS = ("token_ids", "logprobs", "environment")  # the fields that no person reads
+_MAY_LACK = ("turns", *FOR_RUNS)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ DOORS = {
     "omegaconf": {"cli/", "config/", "sweep/"},
     "wandb": {"tracking/"},
     "vllm": {"engine/"},
-    "transformers": {"model/"},
+    "transformers": {"model/", "tasks/"},
     "peft": {"model/"},
     "bitsandbytes": {"learner/"},
     "safetensors": {"model/"},

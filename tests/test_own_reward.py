@@ -146,7 +146,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
     assert judged(make(tmp_path, "array"), ["a", "bcd"]) == [
         Reward(size, {"array": size}, weights={"array": 1.0}) for size in (1.0, 3.0)
     ]
-    assert judged(make(tmp_path, "anything"), ["a"])[0].total == 6.0
+    assert judged(make(tmp_path, "anything"), ["a"])[0].total == 7.0
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_function_of_many_sees_all_rollouts_of_a_step(tmp_path: Path) -> None:
         ("short", ["a", "b", "c"], "returned 2 rewards for the 3 rollouts from sample 0 of prompt train-"),
         ("named", ["a/b"], "called a part 'a/b' for sample 0"),
         ("named", ["mean"], "reward/mean"),
-        ("wants", ["a"], "asks for temperature; by name it can have reply, answer, question"),
+        ("wants", ["a"], "asks for temperature; by name it can have reply, turns, answer, question"),
         ("huge", ["400"], f"returned 1{199 * '0'}... as huge for sample 0"),
         ("huge", ["5000"], "returned a number of 16610 bits as huge for sample 0"),
         ("far", ["above"], "returned 1.3510798882111488e.16 as far.*from -2.53 to 2.53"),
@@ -185,9 +185,9 @@ def test_the_largest_rewards_are_those_that_are_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        ("maths", "written as module:function"),
-        (":f", "written as module:function"),
-        ("..mod:f", "written as module:function"),
+        ("maths", "written as module:name"),
+        (":f", "written as module:name"),
+        ("..mod:f", "written as module:name"),
         ("no_such_module:f", "the module no_such_module cannot be imported: No module named 'no_such_module'"),
         ("builtins:int", "wrap it"),
         ("syntax_of_mine:f", "raised SyntaxError: invalid syntax (syntax_of_mine.py, line 1)"),

@@ -44,7 +44,8 @@ def show_rollouts(
                 "dim" if row.step and not row.kept else "bold",
                 2,
             )
-            _print(console, visible(row.reply), indent=4)
+            for theirs, text in row.turns or ((False, row.reply),):
+                _print(console, visible(text), "dim" if theirs else "", 6 if theirs else 4)
     for note in found.notes:
         _print(console, f"\nnote: {note}", "yellow")
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import score_all, seed_of
-from grpo_cli.collect.resuming import begun, joined, rest_of
+from grpo_cli.collect.resuming import begun
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
+from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
@@ -55,7 +57,7 @@ class StepCollection:
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in the order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
         self._notes: dict[str, float] = {}
-        self._costs: list[EngineStats] = []
+        self._rounds, self._spent = 0, Spent()
         self.rollout_seconds = 0.0
 
     @property
@@ -221,17 +223,12 @@ class StepCollection:
         return None if enough is None else _Goal(enough, whole, partial)
 
     def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine) -> None:
-        asked = [rest_of(rollout) for rollout in partial]
-        of = {_key(request): rollout for request, rollout in zip(asked, partial, strict=True)}
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
-            # An engine of one's own need not know how to stop as long as it is not asked to.
-            for rest in engine.generate(asked) if goal is None else engine.generate(asked, goal):
-                assert rest.finish is not Finish.PARTIAL or goal, "an engine stops nothing unless it is asked to"
-                rollout = joined(of[_key(rest.request)], rest, self._version)
+            for rollout in play(engine, self._task, partial, self._version, goal, self._spent):
                 self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start
-        self._costs.append(engine.stats())
+        self._rounds += 1
 
     def _chosen(self, names: Sequence[str] | None) -> list[Group]:
         if not self._rollouts:
@@ -253,13 +250,15 @@ class StepCollection:
     @property
     def stats(self) -> EngineStats:
         """What all rounds cost together."""
-        return together(self._costs)
+        return together(self._spent.costs)
 
     def metrics(self) -> dict[str, float]:
         """How much was requested, and what the collector has noted."""
         sizes = [len(of) for of in self._rollouts.values()]
+        with_turns = has_turns(self._task)
         return {
-            "collect/rounds": float(len(self._costs)),
+            **(turn_metrics(self.groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
+            "collect/rounds": float(self._rounds),
             "collect/problems": float(len(sizes)),
             "collect/rollouts_min": float(min(sizes)),
             "collect/rollouts_max": float(max(sizes)),
@@ -272,11 +271,10 @@ class _Goal:
 
     def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
         self._enough, self._whole = enough, whole
-        self._problems = {_key(rest_of(rollout)): rollout.request.prompt.id for rollout in under_way}
-        self._left = Counter(self._problems.values())
+        self._left = Counter(rollout.request.prompt.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
-        problem = self._problems[_key(rollout.request)]
+        problem = rollout.request.prompt.id
         self._left[problem] -= 1
         self._whole += not self._left[problem]
         return self._whole >= self._enough

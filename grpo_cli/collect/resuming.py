@@ -9,6 +9,7 @@ decoded.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Group, Prompt, Request, Rollout, Span
+from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -43,6 +44,7 @@ def rest_of(partial: Rollout) -> Request:
         seed=(request.seed + count * GOLDEN) % 2**64,
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - count),
         resumed=count,
+        in_turn=partial.in_turn,
     )
 
 
@@ -61,16 +63,30 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         finish=rest.finish,
         # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
-        spans=_longer(partial.spans, version, len(rest)),
+        spans=_longer(partial.spans, version, rest),
     )
 
 
-def _longer(spans: tuple[Span, ...], version: int, count: int) -> tuple[Span, ...]:
-    if not count:
-        return spans
-    if spans and spans[-1].version == version:
-        return (*spans[:-1], Span(version, spans[-1].count + count))
-    return (*spans, Span(version, count))
+def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
+    """An episode whose turn is over, with what its environment answered: partial, since it goes on."""
+    return replace(
+        episode,
+        token_ids=episode.token_ids + tuple(reply),
+        sampler_logprobs=episode.sampler_logprobs + (math.nan,) * len(reply),
+        finish=Finish.PARTIAL,
+        spans=(*episode.spans, Span(ENVIRONMENT, len(reply))),
+    )
+
+
+def _longer(spans: tuple[Span, ...], version: int, rest: Rollout) -> tuple[Span, ...]:
+    """With those of the rest, whose own version an engine does not know."""
+    longer = list(spans)
+    for span in rest.spans or (Span(version, len(rest)),) * (len(rest) > 0):
+        which, count = (span.version if span.version == ENVIRONMENT else version), span.count
+        if longer and longer[-1].version == which:
+            count += longer.pop().count
+        longer.append(Span(which, count))
+    return tuple(longer)
 
 
 def to_plain(group: Group) -> dict[str, Any]:
@@ -115,4 +131,4 @@ def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Roll
 
 
 def _sampling(state: Mapping[str, Any]) -> Sampling:
-    return Sampling(**{**state, "stop": tuple(state["stop"])})
+    return Sampling(**{"max_turn_tokens": None, **state, "stop": tuple(state["stop"])})

@@ -68,7 +68,7 @@ def prompt_of(state: Mapping[str, Any]) -> Prompt:
 def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
-    sampling = Sampling(**{**fate["sampling"], "stop": tuple(fate["sampling"]["stop"])})
+    sampling = Sampling(**{"max_turn_tokens": None, **fate["sampling"], "stop": tuple(fate["sampling"]["stop"])})
     request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
     spans = tuple(Span(*span) for span in fate["spans"])
     return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)

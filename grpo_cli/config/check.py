@@ -35,6 +35,7 @@ def check(settings: RunSettings) -> Tried:
         *_group_problems(settings),
         *_train_problems(settings.train, settings.m),
         *_sampling_problems(settings.sampling),
+        *_turn_problems(settings),
         *_optim_problems(settings.optim),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
@@ -63,11 +64,26 @@ def _resume_problems(settings: RunSettings) -> Iterator[str]:
 def check_profile(settings: ProfileRunSettings) -> Tried:
     """The same for `grpo profile`: those of the training run, then those of the profile."""
     tried = check(settings)
-    refuse([*_profile_problems(settings.profile, settings.sampling)])
+    refuse([*_profile_problems(settings.profile, settings.sampling, _turns(settings))])
     return tried
 
 
-def _profile_problems(profile: ProfileSettings, sampling: Sampling) -> Iterator[str]:
+def _turns(settings: RunSettings | EvalRunSettings) -> int:
+    """Most turns of an episode, as the task has it."""
+    return settings.parts["task"].get("turns", 1)
+
+
+def _turn_problems(settings: RunSettings | EvalRunSettings) -> Iterator[str]:
+    if settings.sampling.max_turn_tokens is not None and _turns(settings) == 1:
+        yield (
+            f"sampling.max_turn_tokens={settings.sampling.max_turn_tokens} bounds each of several turns, and the task "
+            "has one: use sampling.max_new_tokens"
+        )
+
+
+def _profile_problems(profile: ProfileSettings, sampling: Sampling, turns: int) -> Iterator[str]:
+    if profile.lengths != "natural" and turns > 1:
+        yield f"profile.lengths={profile.lengths} cannot be had with task.turns={turns}: use profile.lengths=natural"
     if profile.mean is not None and not 1 <= profile.mean <= sampling.max_new_tokens:
         yield (
             f"profile.mean={profile.mean} must be from 1 to sampling.max_new_tokens={sampling.max_new_tokens}: "
@@ -96,7 +112,8 @@ def check_eval(settings: EvalRunSettings) -> None:
     """The same for `grpo eval`."""
     count = settings.eval.problems
     problems = [f"eval.problems={count} must be at least 1, or -1 for all"] if count < 1 and count != -1 else []
-    problems += [*_stop_problems(settings.sampling), *_model_problems(settings.model, settings.device)]
+    problems += [*_stop_problems(settings.sampling), *_turn_problems(settings)]
+    problems += _model_problems(settings.model, settings.device)
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
     refuse(problems)

@@ -33,9 +33,13 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 
 
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A part's settings as its constructor declares them; what it declares nothing plain of stays as it is."""
+    """A part's settings as its constructor declares them, one by one or as `**words: Unpack[...]`; what it declares
+    nothing plain of stays as it is."""
     constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
     hints = typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
+    for hint in tuple(hints.values()):
+        if typing.get_origin(hint) is typing.Unpack:
+            hints |= typing.get_type_hints(typing.get_args(hint)[0], include_extras=True)
     return {name: _read(hints.get(name), value, f"{group}.{name}", problems) for name, value in kwargs.items()}
 
 

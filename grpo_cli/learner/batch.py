@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import GIVEN, Batch, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
@@ -24,8 +24,9 @@ PASS_COST = 512
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
     """One row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the step.
 
-    Every response token is to be trained on with weight 1 until a correction says otherwise. The NaN of given tokens
-    ends here; one of a token that was drawn stays, for the correction to refuse.
+    Every response token is to be trained on with weight 1 until a correction says otherwise; what an environment
+    answered is read and is no response. The NaN of tokens that were not drawn ends here; one of a token that was drawn
+    stays, for the correction to refuse.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     starts = [len(rollout.request.prompt.token_ids) for rollout in rollouts]
@@ -37,6 +38,10 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
         input_ids[row, :length] = torch.tensor([*rollout.request.prompt.token_ids, *rollout.token_ids])
         sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
         response_mask[row, start:length] = True
+        for theirs, tokens in rollout.parts:
+            response_mask[row, start : start + len(tokens)] = not theirs
+            start += len(tokens)
+    sampler_logprobs.masked_fill_(~response_mask, 0.0)
     lags = _lags(rollouts, starts, input_ids.shape, version)
     if lags is not None:
         sampler_logprobs.masked_fill_(lags == GIVEN, 0.0)
@@ -56,12 +61,13 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
     """By how many updates each token is older than `version`, or why there is no such number; None: all are of now."""
-    if all(span.version == version for rollout in rollouts for span in rollout.spans):
+    if all(span.version in (version, ENVIRONMENT) for rollout in rollouts for span in rollout.spans):
         return None
     lags = torch.zeros(shape, dtype=torch.long)
     for row, (rollout, start) in enumerate(zip(rollouts, starts, strict=True)):
         for span in rollout.spans:
-            lags[row, start : start + span.count] = span.version if span.version < 0 else version - span.version
+            if span.version != ENVIRONMENT:
+                lags[row, start : start + span.count] = span.version if span.version < 0 else version - span.version
             start += span.count
     return lags
 

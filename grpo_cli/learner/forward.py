@@ -207,13 +207,14 @@ def pack(batch: Batch, share: bool) -> Packed:
             end += completion
     joined = (torch.cat(parts) for parts in (rows, columns, targets, predicting))
     all_rows, all_columns, all_targets, all_predicting = joined
-    return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets, all_predicting)
+    asked = batch.response_mask[all_rows[all_targets], all_columns[all_targets]]  # not what an environment answered
+    return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets[asked], all_predicting[asked])
 
 
 def row_shapes(batch: Batch, share: bool) -> list[RowShape]:
     """The rows' lengths; with `share` also which have the same prompt."""
-    completions = batch.response_mask.sum(dim=1)
-    lengths = zip((batch.lengths - completions).tolist(), completions.tolist(), strict=True)
+    prompts = torch.where(batch.response_mask.any(dim=1), batch.response_mask.int().argmax(dim=1), batch.lengths)
+    lengths = zip(prompts.tolist(), (batch.lengths - prompts).tolist(), strict=True)
     if not share:
         return [RowShape(prompt, completion) for prompt, completion in lengths]
     return [

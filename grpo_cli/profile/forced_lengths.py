@@ -77,11 +77,11 @@ class ProfiledEngine:
         self._forced: dict[int, int] = {}  # by the seed that a rollout began with: its length
 
     def generate(
-        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None, **replies: Any
     ) -> Iterator[Rollout]:
         for request in requests:
             self._work.setdefault(request.prompt, [])
-        for rollout in self._told(requests, enough):
+        for rollout in self._told(requests, enough, **replies):
             if len(rollout):  # of what was stopped before it began nothing was made
                 self._work[rollout.request.prompt].append(len(rollout))
             yield rollout
@@ -96,9 +96,12 @@ class ProfiledEngine:
         self._work, self._costs, self._longest = {}, [], 0
         return work, cost
 
-    def _told(self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[Rollout]:
+    def _told(
+        self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None, **replies: Any
+    ) -> Iterator[Rollout]:
         if self._lengths is None:
-            yield from self._engine.generate(requests, enough)
+            inner: Any = self._engine
+            yield from inner.generate(requests, enough, **replies)
             return
         longest = max(request.resumed + request.sampling.max_new_tokens for request in requests)
         fresh = [request for request in requests if not request.resumed]
@@ -122,6 +125,10 @@ class ProfiledEngine:
 
     def update_weights(self) -> None:
         self._engine.update_weights()
+
+    @property
+    def answers_in_place(self) -> bool:
+        return getattr(self._engine, "answers_in_place", False)
 
     @property
     def reads_stop_strings(self) -> bool:

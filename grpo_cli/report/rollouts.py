@@ -37,6 +37,7 @@ class Recorded:
     kept: bool = False
     reason: str = ""
     advantage: float | None = None
+    turns: tuple[tuple[bool, str], ...] = ()  # what was said, and whether the environment said it
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,5 @@ def _recorded(line: bytes, has_step: bool) -> Recorded:
         parts={str(name): float(value) for name, value in row.get("parts", {}).items()},
         kept=row.get("kept") is True,
         advantage=None if row.get("advantage") is None else float(row["advantage"]),
+        turns=tuple((bool(theirs), str(text)) for theirs, text in row.get("turns") or ()),
     )

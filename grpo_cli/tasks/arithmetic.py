@@ -74,9 +74,14 @@ def final_answer(completion: str) -> str | None:
     return last if _NUMBER.fullmatch(last) else None
 
 
+def is_sum(line: str) -> bool:
+    """Whether it is a sum of whole numbers of up to four digits, or one of them."""
+    return _LINE.fullmatch(line) is not None
+
+
 def is_well_formed(completion: str) -> bool:
     """Whether the completion is lines of sums joined by `=`, the last of them a plain number."""
-    return final_answer(completion) is not None and all(_LINE.fullmatch(line) for line in completion.split("="))
+    return final_answer(completion) is not None and all(map(is_sum, completion.split("=")))
 
 
 class Arithmetic(GeneratedTask[Sum]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
@@ -17,15 +17,16 @@ from grpo_cli.tasks.math_judge import MOST_WORKERS, ON_CRASH, MathJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
+from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_judge, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
 
 
-class Jsonl:
+class Jsonl(Speaks):
     """The task. A prompt's id is its split and its line in the file, as in `train-000012`.
 
     With `eval_path` that file is the eval split, and no question may be in both. Without, the `eval_fraction` of the
     questions with the smallest hashes is held out: the same for every seed, and copies of a question stay together.
-    `reward` is `numbers`, `math` or `module:function`; `conf/task/jsonl.yaml` explains the other settings.
+    `reward` is `numbers`, `math`, `environment` or `module:function`; `conf/task/jsonl.yaml` explains the rest.
     The data that `default_path` names is read when training asks for it, a `path` at once.
     """
 
@@ -57,11 +58,17 @@ class Jsonl:
         on_crash: Annotated[str, OneOf(ON_CRASH)],
         max_prompt_tokens: int | None = None,
         warn: Callable[[str], None],
+        **turns: Unpack[TurnSettings],
     ) -> None:
         del seed  # nothing here is random: runs that differ in their seed share their problems
         if not (source := path or default_path):
             raise UserError("task.path is missing: give a JSONL file, or hub:<dataset>:<split>")
-        self._judge = _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
+        environment = environment_of(turns, self._is_right)
+        self._judge = (
+            environment_judge(environment)
+            if reward == "environment"
+            else _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
+        )
         self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
         self._reader = Reader(self._judge, question_field, answer_field, max_unreadable, warn)
         self._source, self._is_default, self._eval_fraction = source, path is None, eval_fraction
@@ -71,7 +78,8 @@ class Jsonl:
         prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
         self._shown = self._examples(few_shot, few_shot_path)
         texts = tuple((problem.question, str(problem.row[answer_field]).strip()) for problem in self._shown)
-        self._prompting = replace(prompting, examples=texts)
+        self._prompting = replace(prompting, examples=texts, tools=environment.tools if environment else ())
+        self._talk(environment, self._prompting, turns)
         self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn)
         if not self._is_default and self._own_problems[0]:
             self.prompts("train")  # so that what is wrong with it is found at once
@@ -94,15 +102,26 @@ class Jsonl:
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
+    def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
+        return self._problem(prompt).row
+
+    def _problem(self, prompt: Prompt) -> Problem:
+        return (self._train if prompt.id.startswith("train-") else self._eval).of(prompt.id)
+
+    def _is_right(self, prompt: Prompt, text: str) -> bool:
+        said = Completion(f"prompt {prompt.id}", text, (text,), prompt.answer, True, 0, self._problem(prompt))
+        return self._judge([said])[0].get(self._judge.main or "correct", 0.0) >= 1.0
+
     def _completion(self, prompt: Prompt, rollout: Rollout) -> Completion:
-        problems = self._train if prompt.id.startswith("train-") else self._eval
+        texts = tuple(self.text(turn) for turn in rollout.turns)
         return Completion(
             place=f"sample {rollout.request.sample} of prompt {prompt.id}",
-            text=self.text(rollout.token_ids),
+            text=texts[-1] if texts else "",
+            turns=texts,
             answer=prompt.answer,
             finished=rollout.finish.complete,
-            length=len(rollout),
-            problem=problems.of(prompt.id) if isinstance(self._judge, OwnReward) else None,
+            length=rollout.num_drawn,
+            problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
         )
 
     @cached_property

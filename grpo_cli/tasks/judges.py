@@ -20,13 +20,15 @@ RESERVED = frozenset({"mean", "std", "kept_mean"})  # reward/<these> are metrics
 
 @dataclass(frozen=True)
 class Completion:
-    """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer.
+    """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
+    last of the model's `turns`.
 
     `problem` is given to your own reward function only, which may ask for its row.
     """
 
     place: str
     text: str
+    turns: tuple[str, ...]
     answer: str
     finished: bool
     length: int

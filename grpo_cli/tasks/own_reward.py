@@ -19,6 +19,7 @@ from grpo_cli.types import LARGEST_REWARD
 # What a function may ask for by the names of its arguments: values of one rollout, or lists of all of a step's.
 ONE: Mapping[str, Callable[[Completion], Any]] = {
     "reply": lambda completion: completion.text,
+    "turns": lambda completion: list(completion.turns),
     "answer": lambda completion: completion.answer,
     "question": lambda completion: completion.problem and completion.problem.question,
     "row": lambda completion: completion.problem and completion.problem.row,
@@ -42,9 +43,10 @@ class OwnReward:
     main = None
     advice = "let it be text"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, function: Callable[..., Any] | None = None) -> None:
+        """The function of this name, if it is not given."""
         self._name = name
-        self._function = _find(name)
+        self._function = own(name, "task.reward") if function is None else function
         self._words, self._takes_many = _words(name, self._function)
 
     def gold(self, text: str) -> str | None:
@@ -106,21 +108,23 @@ class OwnReward:
         return UserError(f"task.reward={self._name} {text}")
 
 
-def _find(name: str) -> Callable[..., Any]:
+def own(name: str, key: str) -> Any:
+    """The function or class of your own that `key` names as module:name."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name or module_name.startswith("."):
-        raise UserError(f"task.reward={name} must be numbers, math, or your own function, written as module:function")
-    with own_code(f"task.reward={name}: the module {module_name}"):
+        others = "numbers, math, environment, or " if key == "task.reward" else ""
+        raise UserError(f"{key}={name} must be {others}something of your own, written as module:name")
+    with own_code(f"{key}={name}: the module {module_name}"):
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise UserError(
-                f"task.reward={name}: the module {module_name} cannot be imported: {error}; it must be in the current "
+                f"{key}={name}: the module {module_name} cannot be imported: {error}; it must be in the current "
                 "folder or installed"
             ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"task.reward={name}: {module_name} has no function {function_name}")
+        raise UserError(f"{key}={name}: {module_name} has no function {function_name}")
     return function
 
 

@@ -7,15 +7,17 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
-from typing import Annotated
+from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
+from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
 
 MOST_STEPS = 8
@@ -118,7 +120,7 @@ def draw_story(rng: Random, steps: int, max_start: int, max_change: int, groups:
             return story
 
 
-class WordProblems(GeneratedTask[Story]):
+class WordProblems(GeneratedTask[Story], Speaks):
     """The task. No sum of one split is in the other, whatever the words; no two texts of `eval` are alike.
 
     The reward is 1 where the completion's final number is the answer, else 0; with `must_end` only where the completion
@@ -144,10 +146,14 @@ class WordProblems(GeneratedTask[Story]):
         template: str,
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
+        **turns: Unpack[TurnSettings],
     ) -> None:
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
-        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        environment = environment_of(turns, self._is_right)
+        tools = environment.tools if environment else ()
+        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, tools=tools)
+        self._talk(environment, prompting, turns)
         super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
 
     def draw(self, rng: Random, size: int) -> Story:
@@ -165,7 +171,12 @@ class WordProblems(GeneratedTask[Story]):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
-        found = extract_answer(self.text(rollout.token_ids))
-        right = equal(found.value, Fraction(prompt.answer))
+        right = self._is_right(prompt, self.text(rollout.turns[-1]))
         correct = float(right and (ended or not self._must_end))
         return Reward(correct, {"correct": correct, "ended": float(ended)}, weights={"correct": 1.0})
+
+    def _is_right(self, prompt: Prompt, text: str) -> bool:
+        return equal(extract_answer(text).value, Fraction(prompt.answer))
+
+    def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
+        return {"question": self.text(prompt.token_ids), "answer": prompt.answer}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from grpo_cli.interfaces import Task
 from grpo_cli.select import Selection
@@ -28,6 +29,7 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
         kept=kept,
         reason=reason,
         advantage=advantage,
+        turns=tuple((theirs, task.text(ids)) for theirs, ids in rollout.parts) if len(rollout.parts) > 1 else None,
     )
 
 
@@ -60,4 +62,6 @@ def examples(
 
 def _with_tokens(row: Example, rollout: Rollout) -> Example:
     logprobs = tuple(None if math.isnan(logprob) else logprob for logprob in rollout.sampler_logprobs)
-    return replace(row, token_ids=rollout.token_ids, logprobs=logprobs)
+    ends = accumulate(len(ids) for _, ids in rollout.parts)
+    theirs = tuple((end - len(ids), end) for end, (by, ids) in zip(ends, rollout.parts, strict=True) if by)
+    return replace(row, token_ids=rollout.token_ids, logprobs=logprobs, environment=theirs or None)

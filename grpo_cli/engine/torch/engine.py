@@ -22,7 +22,7 @@ from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
 from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
-from grpo_cli.interfaces import Meter, facts
+from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, is_out_of_memory
@@ -30,7 +30,7 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
-@facts(is_policy=True)
+@facts(is_policy=True, answers_in_place=True)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
     `invariance.py` finds that they can, which `facts` reports.
@@ -84,9 +84,15 @@ class TorchEngine:
         self._stats = EngineStats()
         self._invariance: Invariance | None = None
 
-    def generate(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None = None) -> Iterator[Rollout]:
+    def generate(
+        self,
+        requests: Seq[Request],
+        enough: Callable[[Rollout], bool] | None = None,
+        replies: Replies | None = None,
+    ) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing. Once `enough` says yes of one that has ended, the others come
-        partial; those that end in the same step have ended too.
+        partial; those that end in the same step have ended too. With `replies` a rollout is an episode, and at the end
+        of each turn its environment is asked.
 
         Out of memory, with on_oom=halve, it serves what is left with half the slots, now and in every later call.
         """
@@ -98,7 +104,7 @@ class TorchEngine:
             ended: set[int] = set()
             short = False
             try:
-                for index, rollout in self._serve(left, enough):
+                for index, rollout in self._serve(left, enough, replies):
                     ended.add(index)
                     yield rollout
             except (MemoryError, RuntimeError) as error:
@@ -143,11 +149,13 @@ class TorchEngine:
             f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"
         )
 
-    def _serve(self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None) -> Iterator[tuple[int, Rollout]]:
+    def _serve(
+        self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None, replies: Replies | None
+    ) -> Iterator[tuple[int, Rollout]]:
         """Rollouts with the place of their request, their lengths predicted where the scheduler needs them. `stats`
         says what it cost, however it ends."""
         self._stats = EngineStats()
-        generation = self._generation(requests)
+        generation = self._generation(requests, replies)
         prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
         try:
             if probing:
@@ -174,11 +182,11 @@ class TorchEngine:
         finally:
             self._stats = generation.stats()
 
-    def _generation(self, requests: Seq[Request]) -> Generation:
+    def _generation(self, requests: Seq[Request], replies: Replies | None) -> Generation:
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         workspace = self._workspace(requests)
         self._say_what_has_no_room(workspace.sizes)
-        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills)
+        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills, replies)
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
         """The last one where graphs are of it and it serves, else a new one."""

@@ -4,6 +4,9 @@ admit     whom the scheduler chooses enters a free slot; its prompt is prefilled
 run       one batched forward pass, one drawn token per running row
 settle    sequences that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
 
+In an episode of several turns a sequence stays in its slot while its environment answers, and reads the answer token by
+token in the steps that run anyway. Where the answer takes time, the slot is another's meanwhile.
+
 A GPU is given the next step before the host looks at what the last one drew, so that it never waits for the host. A row
 that has ended meanwhile computes one token more, which is dropped.
 """
@@ -25,9 +28,9 @@ from grpo_cli.engine.torch.forecast import Forecast, RunningRows
 from grpo_cli.engine.torch.queue import WaitingQueue
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.stop import NeverStop, StopStrings
-from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts
+from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts, Turns
 from grpo_cli.engine.torch.workspace import Workspace
-from grpo_cli.interfaces import Meter
+from grpo_cli.interfaces import Meter, Replies
 from grpo_cli.model.transfer import send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
@@ -52,6 +55,7 @@ class Generation:
         stop: StopStrings | NeverStop,
         meter: Meter,
         refills: bool,
+        replies: Replies | None = None,
     ) -> None:
         self.workspace, self.refills = workspace, refills
         self.decoder, self.sizes = workspace.decoder, workspace.sizes
@@ -59,7 +63,15 @@ class Generation:
         self.prompts = PromptPool(self.kv)
         self.waiting = [Sequence(index, request) for index, request in enumerate(requests)]
         self._requests, self._sequences = requests, tuple(self.waiting)
-        self._transcripts = Transcripts([request.sampling.max_new_tokens for request in requests], eos_token_ids)
+        limits = [request.sampling.max_new_tokens for request in requests]
+        turns = None
+        if replies is not None:
+            most = [request.sampling.max_turn_tokens for request in requests]
+            turns = Turns(max(limits), [request.in_turn for request in requests], most)
+        self._transcripts = Transcripts(limits, eos_token_ids, turns)
+        self._replies = replies
+        self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
+        self._answered: list[Sequence] = []  # that have lost their slots meanwhile
         self._drawn: list[StepTokens] = []  # and not looked at yet
         self._behind = BEHIND.get(self.decoder.device.type, 0)
         self.details: dict[str, float] = {}
@@ -83,14 +95,17 @@ class Generation:
             self.kv.set_aside = self.kv.parked
         queue = WaitingQueue(self.waiting, scheduler, self._rows_that_fit(self.waiting))
         self.waiting = []
-        while not self.halted and (queue or self.slots.running or self._drawn):
+        while not self.halted and (queue or self.slots.running or self._drawn or self._asked or self._answered):
             done = self._look(0) if self._admit(queue) and not self._behind else []
             if not done:
                 with self._span("decode"):
                     done = self._run(queue, park_at) if self.slots.running else self._look(0)
             yield from self._settle(done)
+            yield from self._hear(queue)
         if self.halted:
             yield from self._settle(self._look(0))
+            while self._asked:  # so that what is partial goes on with a turn of the model
+                yield from self._hear(queue)
             yield from self._left_over()
 
     def halt(self) -> None:
@@ -101,12 +116,11 @@ class Generation:
         """All that has not ended, with the tokens that it has: running, parked, waiting, or given back."""
         for sequence in self._sequences:
             if not self._transcripts.has_ended(sequence.index):
-                self._give_up_slot(sequence)
-                yield sequence, self._rollout(sequence, Finish.PARTIAL)
+                yield sequence, self._given_up(sequence, Finish.PARTIAL)
 
     def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
         """About how many of them will run at a time."""
-        if self.sizes.room.budget is None or not sequences:
+        if not self._bounded or not sequences:
             return self.slots.count
         room = self.kv.most_tokens - self.sizes.prompt_page
         if not self.sizes.rows_grow:
@@ -117,10 +131,14 @@ class Generation:
     def _admit(self, queue: WaitingQueue) -> bool:
         """Whether a sequence has entered, and drawn a first token."""
         free = self.slots.free()
+        if self._answered and free:
+            back, self._answered = self._answered[: len(free)], self._answered[len(free) :]
+            self._enter(free[: len(back)], back)
+            free = self.slots.free()
         if not queue or not free or (self.slots.running and not self.refills):
             return False
         rows_now = None
-        if self.sizes.room.budget is not None and self.sizes.rows_grow:
+        if self._bounded and self.sizes.rows_grow:
             rows_now = self._running_rows()
             if self.slots.running and (self._forecast.full or not rows_now.fits):
                 return False
@@ -225,6 +243,8 @@ class Generation:
             return self._look(0)  # there may be room then
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
+        if self._replies is not None:
+            self._feed(running)
         hidden, tokens, logprobs = self._turn(*self.slots.rows(running, self.prompts))
         self.slots.advance(running)
         self._drawn.append(self.slots.go_on(running, tokens, logprobs))
@@ -237,6 +257,13 @@ class Generation:
         self._leave_full_slots()
         return done
 
+    def _feed(self, running: int) -> None:
+        """Rows whose environment has answered read that, and not what they have drawn."""
+        sequences = np.array([-1 if s is None else s.index for s in self.slots.sequences[:running]])
+        given, tokens = self._transcripts.feed(sequences, self.slots.made(range(running)))
+        if given.any():
+            self.slots.feed(np.flatnonzero(given), tokens)
+
     def _leave_full_slots(self) -> None:
         """Whoever has drawn all its tokens needs no slot until they are looked at."""
         for slot in self.slots.at_their_limit() if self._behind else ():
@@ -247,8 +274,8 @@ class Generation:
         ready, self._drawn = self._drawn[: len(self._drawn) - behind], self._drawn[len(self._drawn) - behind :]
         found = list[int]()
         for drawn in ready:
-            new, ended = self._transcripts.note(drawn)
-            self._row_steps -= len(drawn.sequences) - len(new)
+            count, new, ended = self._transcripts.note(drawn)
+            self._row_steps -= len(drawn.sequences) - count
             hits = self._stop.hits(self._transcripts, new, self._requests)
             self._transcripts.end(hits)
             self._stopped.update(hits)
@@ -277,11 +304,20 @@ class Generation:
         slot = taken[int(np.argmin(self.slots.made(taken)[::-1])) * -1 - 1]
         sequence = self.slots.sequences[slot]
         assert sequence is not None, "a row that runs has a sequence"
-        self._restarts += 1
-        self._restarted_tokens += self.slots.generated(slot)
-        self.slots.release(slot)
+        self._begin_anew(sequence)
         self._forecast.full = True
         queue.give_back(sequence)
+
+    def _begin_anew(self, sequence: Sequence) -> None:
+        """Later: it gives its slot up, and has nothing then."""
+        self._restarts += 1
+        self._restarted_tokens += self.slots.generated(sequence.slot)
+        self.slots.release(sequence.slot)
+
+    @property
+    def _bounded(self) -> bool:
+        """Whether there are so many bytes for keys and values, and no more."""
+        return self.sizes.room.budget is not None
 
     def _park(self, slots: Seq[int], hidden: Tensor) -> None:
         if not slots:
@@ -289,7 +325,7 @@ class Generation:
         (index,) = send(hidden.device, np.array(slots))
         states = hidden[index].float().cpu()
         sequences = [s for slot in slots if (s := self.slots.sequences[slot]) is not None]
-        last = [self._transcripts.tail(sequence.index, 1)[0] for sequence in sequences]
+        last = [self._transcripts.last(sequence.index) for sequence in sequences]
         for slot, sequence, parked, state in zip(slots, sequences, self.slots.park(slots, last), states, strict=True):
             sequence.parked, sequence.hidden = parked, state
             self.slots.release(slot)
@@ -299,23 +335,73 @@ class Generation:
 
     def _settle(self, done: Seq[Sequence]) -> Iterator[tuple[Sequence, Rollout]]:
         for sequence in done:
-            self._give_up_slot(sequence)
-            rollout = self._rollout(sequence, self._finish(sequence))
-            self._forecast.ended(len(rollout))
-            yield sequence, rollout
+            if self._replies is None or self._transcripts.is_full(sequence.index):
+                yield sequence, self._ended(sequence, self._finish(sequence))
+            else:
+                self._asked[self._replies.ask(self._rollout(sequence, self._finish(sequence)))] = sequence
 
-    def _give_up_slot(self, sequence: Sequence) -> None:
+    def _hear(self, queue: WaitingQueue) -> Iterator[tuple[Sequence, Rollout]]:
+        """Whose environment has answered goes on or is over; who still waits gives its slot to others."""
+        if self._replies is None or not self._asked:
+            return
+        in_slots = sum(sequence.slot >= 0 for sequence in self._asked.values())
+        idle = self.halted or not (queue or self._answered or self._drawn or self.slots.running > in_slots)
+        for number, reply in self._replies.answers(wait=idle):
+            sequence = self._asked.pop(number, None)
+            if sequence is None:
+                continue  # it was asked before memory ran out, and began anew
+            has_room = reply is not None and self._transcripts.has_room(sequence.index, len(reply))
+            if reply is None or not has_room:
+                yield sequence, self._ended(sequence, Finish.LENGTH if reply else self._finish(sequence))
+                continue
+            self._transcripts.go_on(sequence.index, reply)
+            self._stopped.discard(sequence.index)
+            if sequence.slot < 0 and self._bounded:
+                queue.give_back(sequence)
+            elif sequence.slot < 0:
+                self._answered.append(sequence)
+        self._set_aside([sequence for sequence in self._asked.values() if sequence.slot >= 0])
+
+    def _set_aside(self, sequences: Seq[Sequence]) -> None:
+        """They give up their slots and keep their keys. Where memory is bounded they begin anew instead, once they have
+        been answered, and make the same tokens."""
+        if self._bounded:
+            for sequence in sequences:
+                self._begin_anew(sequence)
+            return
+        slots = [sequence.slot for sequence in sequences]
+        last = [self._transcripts.last(sequence.index) for sequence in sequences]
+        for sequence, parked in zip(sequences, self.slots.park(slots, last), strict=True):
+            sequence.parked = parked
+            self.slots.release(sequence.slot)
+            self.kv.parked += parked.nbytes
+            self.kv.set_aside += parked.nbytes
+            self.kv.note_peak()
+
+    def _ended(self, sequence: Sequence, finish: Finish) -> Rollout:
+        rollout = self._given_up(sequence, finish)
+        self._forecast.ended(len(rollout))
+        return rollout
+
+    def _given_up(self, sequence: Sequence, finish: Finish) -> Rollout:
+        """What a sequence has become that needs neither its slot nor its prompt any more."""
+        self._transcripts.read_all(sequence.index)
         if sequence.slot >= 0:
             self.slots.release(sequence.slot)
         self._leave_prompt(sequence.request.prompt.id)
+        rollout = self._rollout(sequence, finish)
+        self._generated += rollout.num_drawn
+        return rollout
 
     def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
-        token_ids, logprobs = self._transcripts.of(sequence.index)
-        self._generated += len(token_ids)
-        return Rollout(sequence.request, token_ids, logprobs, finish, self._transcripts.kept(sequence.index))
+        index = sequence.index
+        transcripts = self._transcripts
+        return Rollout(
+            sequence.request, *transcripts.of(index), finish, transcripts.kept(index), transcripts.spans(index)
+        )
 
     def _finish(self, sequence: Sequence) -> Finish:
-        if self._transcripts.tail(sequence.index, 1)[0] in self._eos_ids:
+        if self._transcripts.last(sequence.index) in self._eos_ids:
             return Finish.EOS
         return Finish.STOP if sequence.index in self._stopped else Finish.LENGTH
 
@@ -333,7 +419,7 @@ class Generation:
 
     def stats(self) -> EngineStats:
         """What serving has cost so far."""
-        bounded = self.sizes.room.budget is not None
+        bounded = self._bounded
         slots = self._most_rows if bounded else self.slots.count
         capacity = self._steps * slots
         found = {"engine/rows_mean": self._row_steps / self._steps} if self._steps else {}

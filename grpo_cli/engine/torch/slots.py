@@ -135,6 +135,11 @@ class Slots:
         self._last[rows] = tokens
         return tokens, logprobs
 
+    def feed(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """These slots read a token next that they have not drawn."""
+        index, given = send(self._last.device, slots, tokens)
+        self._last[index] = given
+
     def _drawn(self, rows: np.ndarray, drawn: tuple[Tensor, Tensor], prompt_kept: Seq[Tensor]) -> StepTokens:
         sequences = np.array([s.index for row in rows.tolist() if (s := self.sequences[row]) is not None])
         _, made, held, seen, _ = self._numbers[:, rows]

@@ -34,11 +34,8 @@ class StopStrings:
         """Those of `sequences`, each of which has a new token, whose text now ends their rollout."""
         found = []
         for sequence in sequences:
-            request, tokens = requests[sequence], transcripts.tail(sequence, self._tokens)
-            before = min(request.resumed, self._tokens - len(tokens))  # where a string may have begun
-            if before:
-                tokens = [*request.prompt.token_ids[-before:], *tokens]
-            text = self._decode(tokens)
+            request = requests[sequence]
+            text = self._decode(transcripts.tail(request, sequence, self._tokens))
             if any(string in text for string in request.sampling.stop):
                 found.append(sequence)
         return found

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from grpo_cli.model.transfer import Fetched
+from grpo_cli.types import ENVIRONMENT, Request, Span
 
 
 @dataclass(frozen=True)
@@ -28,28 +30,79 @@ class StepTokens:
     fetched: Fetched
 
 
-class Transcripts:
-    """Of sequences that may make so many tokens each (`limits`)."""
+class Turns:
+    """Which places of each sequence are an environment's, and where its turn began. `before`: how many tokens of the
+    first turn were made before; `most`: how many a turn may have."""
 
-    def __init__(self, limits: Seq[int], eos_token_ids: Seq[int]) -> None:
+    def __init__(self, places: int, before: Seq[int], most: Seq[int | None]) -> None:
+        self._given = np.zeros((len(before), places), dtype=bool)
+        self._starts = -np.array(before, dtype=np.int64)
+        self._most = np.array([np.iinfo(np.int64).max if some is None else some for some in most])
+
+    def given(self, sequences: np.ndarray, places: np.ndarray) -> np.ndarray:
+        return self._given[sequences, places]
+
+    def over(self, sequences: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """Whose turn has all the tokens that it may."""
+        return made - self._starts[sequences] >= self._most[sequences]
+
+    def answered(self, sequences: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """Whether what comes next is known to be the environment's."""
+        inside = made < self._given.shape[1]
+        return inside & self._given[sequences, made * inside]
+
+    def give(self, sequence: int, start: int, end: int) -> None:
+        self._given[sequence, start:end], self._starts[sequence] = True, end
+
+    def start(self, sequence: int) -> int:
+        """The place of its turn's first token, below 0 where that was made before."""
+        return int(self._starts[sequence])
+
+    def end(self, sequence: int, place: int) -> int:
+        """The first place from this one on that is not the environment's."""
+        rest = self._given[sequence, place:]
+        return place + len(rest) if rest.all() else place + int(rest.argmin())
+
+    def spans(self, sequence: int, made: int) -> tuple[Span, ...]:
+        given = self._given[sequence, :made]
+        if not given.any():
+            return ()
+        starts = [0, *(np.flatnonzero(given[1:] != given[:-1]) + 1).tolist(), made]
+        return tuple(Span(ENVIRONMENT * int(given[a]), b - a) for a, b in pairwise(starts))
+
+
+class Transcripts:
+    """Of sequences that may make so many tokens each (`limits`), and so many in a row (`Turns`, if there are any)."""
+
+    def __init__(self, limits: Seq[int], eos_token_ids: Seq[int], turns: Turns | None = None) -> None:
         self._limits, self._eos = np.array(limits), np.array(eos_token_ids, dtype=np.int64)
         self._tokens = np.zeros((len(limits), max(limits)), dtype=np.int64)
         self._logprobs = np.zeros(self._tokens.shape, dtype=np.float32)
         self._made, self._kept = np.zeros((2, len(limits)), dtype=np.int64)
         self._over = np.zeros(len(limits), dtype=bool)
+        self.turns = turns
 
-    def note(self, drawn: StepTokens) -> tuple[list[int], list[int]]:
-        """Write down what has arrived. Returns the sequences that it is news of, and those of them that end with it."""
+    def note(self, drawn: StepTokens) -> tuple[int, list[int], list[int]]:
+        """Write down what has arrived. Returns of how many sequences it is news, those that have drawn a token, and
+        those of them that end with it, or end a turn."""
         tokens, logprobs, *prompt_kept = drawn.fetched.read()
         new = ~self._over[drawn.sequences]
-        who, made, tokens = drawn.sequences[new], drawn.made[new], tokens[new]
-        self._tokens[who, made - 1], self._logprobs[who, made - 1] = tokens, logprobs[new]
+        who, made = drawn.sequences[new], drawn.made[new]
         self._made[who] = made
         of_prompt = np.where(drawn.sees_prompt, 0, prompt_kept[0]) if prompt_kept else 0
         self._kept[who] = np.maximum(self._kept[who], (drawn.held - of_prompt)[new])
+        count = len(who)
+        if self.turns is not None:  # what the environment answered stands there already
+            new[new] = own = ~self.turns.given(who, made - 1)
+            who, made = who[own], made[own]
+        tokens = tokens[new]
+        self._tokens[who, made - 1], self._logprobs[who, made - 1] = tokens, logprobs[new]
         ended = (tokens[:, None] == self._eos).any(1) | (made >= self._limits[who])
+        if self.turns is not None:
+            # One that has begun anew ends its earlier turns again, and has been answered.
+            ended = (ended | self.turns.over(who, made)) & ~self.turns.answered(who, made)
         self._over[who[ended]] = True
-        return who.tolist(), who[ended].tolist()
+        return count, who.tolist(), who[ended].tolist()
 
     def end(self, sequences: Seq[int]) -> None:
         """They end with the token that was noted last."""
@@ -58,15 +111,57 @@ class Transcripts:
     def has_ended(self, sequence: int) -> bool:
         return bool(self._over[sequence])
 
-    def tail(self, sequence: int, count: int) -> list[int]:
-        """Its last tokens, as many as it has of so many."""
+    def is_full(self, sequence: int) -> bool:
+        """Whether it has made all the tokens that it may."""
+        return bool(self._made[sequence] >= self._limits[sequence])
+
+    def has_room(self, sequence: int, tokens: int) -> bool:
+        """Whether it can make a token after so many others."""
+        return bool(self._made[sequence] + tokens < self._limits[sequence])
+
+    def go_on(self, sequence: int, reply: Seq[int]) -> None:
+        """Its turn is over, and has been answered by these tokens."""
+        assert self.turns is not None, "it has turns"
         made = int(self._made[sequence])
-        return self._tokens[sequence, max(0, made - count) : made].tolist()
+        after = made + len(reply)
+        self._tokens[sequence, made:after], self._logprobs[sequence, made:after] = reply, np.nan
+        self.turns.give(sequence, made, after)
+        self._over[sequence] = False
+
+    def read_all(self, sequence: int) -> None:
+        """What it has been answered belongs to it, read or not."""
+        if self.turns is not None:
+            self._made[sequence] = self.turns.end(sequence, int(self._made[sequence]))
+
+    def feed(self, sequences: np.ndarray, made: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these sequences (-1: none) that have made so many tokens are to read a token of their environment
+        next, as a mask, and the token."""
+        if self.turns is None:
+            return np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
+        given = self.turns.given(sequences, made - 1) & (sequences >= 0)
+        return given, self._tokens[sequences, made - 1][given]
+
+    def last(self, sequence: int) -> int:
+        """Its latest token."""
+        return int(self._tokens[sequence, self._made[sequence] - 1])
+
+    def tail(self, request: Request, sequence: int, count: int) -> list[int]:
+        """The last tokens of its turn, as many as it has of so many; some may have been made before its request."""
+        made = int(self._made[sequence])
+        start = max(made - count, -request.in_turn if self.turns is None else self.turns.start(sequence))
+        before = request.prompt.token_ids[start:] if start < 0 else ()
+        return [*before, *self._tokens[sequence, max(0, start) : made].tolist()]
 
     def of(self, sequence: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Its tokens and their log-probabilities."""
         made = self._made[sequence]
         return tuple(self._tokens[sequence, :made].tolist()), tuple(self._logprobs[sequence, :made].tolist())
+
+    def spans(self, sequence: int) -> tuple[Span, ...]:
+        """Which of its tokens are the environment's; nothing where none is."""
+        if self.turns is None:
+            return ()
+        return self.turns.spans(sequence, int(self._made[sequence]))
 
     def kept(self, sequence: int) -> int:
         """Most response keys that it has held, in the layer and head that held most."""

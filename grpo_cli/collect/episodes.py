@@ -1,0 +1,215 @@
+"""Episodes of several turns: an engine draws what the model says, the task's environment answers, and so on to the end.
+
+An engine that answers in place keeps a row's slot and its keys, and reads the answer in the decode steps that run
+anyway. For any other one an ended turn is a partial rollout (`resuming.py`), which goes on behind a longer prompt once
+all turns of a round have ended. The tokens are the same either way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from grpo_cli.collect.resuming import answered, joined, rest_of
+from grpo_cli.interfaces import Dialogue, Engine, Task
+from grpo_cli.types import EngineStats, Finish, Request, Rollout
+
+GRACE = 0.005  # seconds in which an answer is worth waiting for: a row that leaves its slot has its keys copied twice
+POLL = 0.0005  # seconds between two looks at answers that are open
+
+Episode = Rollout  # under its own request, as `resuming.joined` makes it
+Enough = Callable[[Episode], bool]
+
+
+@dataclass
+class Spent:
+    """What it took: the engine's cost of each round, and the seconds in which nothing ran, because all that was left
+    waited for its environment."""
+
+    costs: list[EngineStats] = field(default_factory=list)
+    environment_seconds: float = 0.0
+
+
+def play(
+    engine: Engine,
+    task: Task,
+    partial: Sequence[Episode],
+    version: int = 0,
+    enough: Enough | None = None,
+    spent: Spent | None = None,
+) -> Iterator[Episode]:
+    """Bring partial rollouts (`resuming.begun`: of requests) to their end, in order of ending. `enough` is asked of
+    each that has ended, until it says yes: then the others come partial."""
+    spent = Spent() if spent is None else spent
+    if not has_turns(task):
+        yield from _generated(engine, partial, [rest_of(one) for one in partial], version, enough, spent)
+    elif getattr(engine, "answers_in_place", False):
+        assert isinstance(task, Dialogue), "it has turns"
+        of = {_key(rest_of(one)): one for one in partial}
+        conversation = Conversation(task, lambda rest: joined(of[_key(rest.request)], rest, version), spent)
+        requests = [_ending(rest_of(one), task) for one in partial]
+        yield from _generated(engine, partial, requests, version, enough, spent, replies=conversation)
+    else:
+        assert isinstance(task, Dialogue), "it has turns"
+        yield from _in_rounds(engine, task, partial, version, enough, spent)
+
+
+def has_turns(task: Task) -> bool:
+    """Whether an environment may answer the model."""
+    return isinstance(task, Dialogue) and task.turns > 1
+
+
+def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
+    """Whether the model can say at least a token after the reply."""
+    return len(rollout) + len(reply) < rollout.request.sampling.max_new_tokens
+
+
+class Conversation:
+    """What environments answer to turns that have ended (`interfaces.Replies`). `whole` makes an episode of what an
+    engine has of it."""
+
+    def __init__(self, task: Dialogue, whole: Callable[[Rollout], Episode], spent: Spent) -> None:
+        self._task, self._whole, self._spent = task, whole, spent
+        self._numbers = count()
+        self._open: dict[int, tuple[Episode, Future[Sequence[str] | None]]] = {}
+        self._fresh = False  # whether something was asked since the last look
+
+    def ask(self, rollout: Rollout) -> int:
+        """A turn is over. The number by which its answer is known."""
+        episode, number = self._whole(rollout), next(self._numbers)
+        said: Future[Sequence[str] | None] = Future()
+        if len(episode.turns) < self._task.turns:
+            said = self._task.respond(episode.request.prompt, episode.turns)
+        else:
+            said.set_result(None)
+        self._open[number], self._fresh = (episode, said), True
+        return number
+
+    def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
+        """What has been answered since, None where the episode is over; with `wait` at least one answer."""
+        start = time.monotonic()
+        until, self._fresh = start + GRACE * self._fresh, False
+        while True:
+            done = [number for number, (_, said) in self._open.items() if said.done()]
+            if len(done) == len(self._open) or (done if wait else time.monotonic() >= until):
+                break
+            time.sleep(POLL)
+        if wait:
+            self._spent.environment_seconds += time.monotonic() - start
+        return [(number, self._reply(number)) for number in done]
+
+    def answer_to(self, number: int) -> tuple[int, ...] | None:
+        """The answer to one turn, once it is there."""
+        start = time.monotonic()
+        while not self._open[number][1].done():
+            time.sleep(POLL)
+        self._spent.environment_seconds += time.monotonic() - start
+        return self._reply(number)
+
+    def _reply(self, number: int) -> tuple[int, ...] | None:
+        episode, said = self._open.pop(number)
+        messages = said.result()
+        if messages is None:
+            return None
+        reply = tuple(self._task.between(episode.turns, messages))
+        assert reply, "between two turns there is at least a token"
+        return reply
+
+
+def _in_rounds(
+    engine: Engine, task: Dialogue, partial: Sequence[Episode], version: int, enough: Enough | None, spent: Spent
+) -> Iterator[Episode]:
+    """A round draws one turn of everybody who is left; then all hear what is answered."""
+    conversation = Conversation(task, lambda episode: episode, spent)
+    left, stopped = list(partial), False
+    while left and not stopped:
+        asked: dict[tuple[str, int, int], int] = {}
+        replies: dict[tuple[str, int, int], tuple[int, ...] | None] = {}
+
+        def ask(episode: Episode, asked: dict[Any, int] = asked) -> None:
+            if not _is_full(episode) and _key(episode.request) not in asked:
+                asked[_key(episode.request)] = conversation.ask(episode)
+
+        def reply_to(episode: Episode, asked: Any = asked, replies: Any = replies) -> tuple[int, ...] | None:
+            place = _key(episode.request)
+            if place in asked and place not in replies:
+                replies[place] = conversation.answer_to(asked[place])
+            return replies.get(place)
+
+        def stops(episode: Episode) -> bool:
+            nonlocal stopped
+            assert enough is not None, "asked only if there is such a thing"
+            ask(episode)
+            stopped = reply_to(episode) is None and enough(episode)
+            return stopped
+
+        requests = [_one_turn_of(_ending(rest_of(one), task)) for one in left]
+        turned = []
+        for episode in _generated(engine, left, requests, version, enough and stops, spent):
+            if episode.finish is Finish.PARTIAL:
+                yield episode
+            else:
+                ask(episode)
+                turned.append(episode)
+        left = []
+        for episode in turned:
+            reply = reply_to(episode)
+            if reply is None:
+                yield episode
+            elif fits(episode, reply):
+                left.append(answered(episode, reply))
+            else:
+                yield replace(episode, finish=Finish.LENGTH)
+    yield from left
+
+
+def _generated(
+    engine: Engine,
+    partial: Sequence[Episode],
+    requests: Sequence[Request],
+    version: int,
+    enough: Enough | None,
+    spent: Spent,
+    **replies: Conversation,
+) -> Iterator[Episode]:
+    """What an engine makes of the requests for the rest of each. An engine of one's own need not know how to stop as
+    long as it is not asked to."""
+    of = {_key(request): one for request, one in zip(requests, partial, strict=True)}
+
+    def whole(rest: Rollout) -> Episode:
+        return joined(of[_key(rest.request)], rest, version)
+
+    asked: Any = engine
+    stops = () if enough is None else (lambda rest: enough(whole(rest)),)
+    for rest in asked.generate(requests, *stops, **replies):
+        assert rest.finish is not Finish.PARTIAL or enough, "an engine stops nothing unless it is asked to"
+        yield whole(rest)
+    spent.costs.append(engine.stats())
+
+
+def _is_full(episode: Episode) -> bool:
+    return len(episode) >= episode.request.sampling.max_new_tokens
+
+
+def _ending(request: Request, task: Dialogue) -> Request:
+    """With the strings that end a turn."""
+    stop = (*request.sampling.stop, *task.turn_ends)
+    return replace(request, sampling=replace(request.sampling, stop=stop)) if task.turn_ends else request
+
+
+def _one_turn_of(request: Request) -> Request:
+    """For an engine that knows of no turns."""
+    sampling = request.sampling
+    if sampling.max_turn_tokens is None:
+        return request
+    most = min(sampling.max_new_tokens, sampling.max_turn_tokens - request.in_turn)
+    return replace(request, sampling=replace(sampling, max_new_tokens=most, max_turn_tokens=None))
+
+
+def _key(request: Request) -> tuple[str, int, int]:
+    """By which an answer is known again; a request that resumes has a prompt and a seed of its own."""
+    return request.prompt.id, request.sample, request.seed

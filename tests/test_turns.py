@@ -1,0 +1,256 @@
+"""Episodes of several turns: the same tokens whichever way they are made, and none of the environment's trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from made import correction, fptas, infinite, loss, micro, prefix_head
+from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, some_requests
+from talk import Talk
+from test_kv_budget import Ledger
+from test_resume import cut_off_and_resumed, rows
+
+from grpo_cli.collect import episodes
+from grpo_cli.collect.episodes import play
+from grpo_cli.collect.resuming import begun, from_plain, to_plain
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.instantiate import ready
+from grpo_cli.config.prepare import prepare
+from grpo_cli.engine.kv import cache
+from grpo_cli.engine.torch.generation import BEHIND
+from grpo_cli.evaluate import evaluate_with
+from grpo_cli.experiment import set_up
+from grpo_cli.learner.batch import collate, corrected, totals, verdict_on
+from grpo_cli.learner.forward import pack
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.settings import Sampling
+from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+
+REQUESTS = dict(prompts=3, n=4, tokens=60, max_turn_tokens=9)
+
+
+class InRounds(FakeEngine):
+    """The same engine, which says that it cannot answer in place."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def generate(self, requests: Any, *enough: Any) -> Iterator[Rollout]:
+        return self._engine.generate(requests, *enough)
+
+    def stats(self) -> Any:
+        return self._engine.stats()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+def played(engine: Any, talk: Any = None, requests: Any = None, **words: Any) -> dict[Any, Rollout]:
+    found = play(engine, talk or Talk(), [begun(one) for one in requests or some_requests(**REQUESTS)], **words)
+    return {(one.request.prompt.id, one.request.sample): one for one in found}
+
+
+def said(rollouts: dict[Any, Rollout]) -> dict[Any, Any]:
+    return {name: (one.token_ids, one.finish, one.spans) for name, one in rollouts.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[Any, Any]:
+    return said(played(InRounds(make_engine(model))))
+
+
+def test_what_is_compared_has_turns_of_all_kinds(expected):
+    parts = [spans for _, _, spans in expected.values()]
+    assert max(len(spans) for spans in parts) >= 5 and min(len(spans) for spans in parts) == 1
+    assert {finish for _, finish, _ in expected.values()} == {Finish.EOS, Finish.LENGTH}
+    theirs = [(ids, spans) for ids, _, spans in expected.values() if len(spans) > 1]
+    assert any(EOS in ids[spans[0].count : spans[0].count + spans[1].count] for ids, spans in theirs)
+
+
+WAYS: dict[str, Any] = {
+    "full": {},
+    "predicted": {"sampler": infinite(slots=3), "scheduler": fptas(), "predictor": prefix_head(prefix_tokens=6)},
+    "micro": {"sampler": micro(slots=3)},
+    "infinite": {"sampler": infinite(slots=3)},
+    "one slot": {"sampler": infinite(slots=1)},
+}
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("looks", [0, 3, 40])
+@pytest.mark.parametrize("way", one_and_the_rest([*WAYS], "infinite"))
+def test_answers_in_place_give_the_tokens_of_rounds(model, expected, monkeypatch, way, looks, behind):
+    """With `behind` the next step is launched before the last one is looked at, as on a GPU: what it has drawn after a
+    turn's end is taken back."""
+    monkeypatch.setitem(BEHIND, "cpu", behind)
+    monkeypatch.setattr(episodes, "GRACE", 0)
+    monkeypatch.setattr(episodes, "POLL", 0)
+    engine = make_engine(model, **WAYS[way])
+    assert said(played(engine, Talk(looks=looks))) == expected
+    assert engine.stats().generated_tokens == sum(
+        sum(span.count for span in spans if span.version != ENVIRONMENT) for _, _, spans in expected.values()
+    )
+
+
+def test_log_probabilities_are_those_of_rounds_and_none_of_the_environment_s(model):
+    rounds, in_place = played(InRounds(make_engine(model))), played(make_engine(model))
+    for name, one in in_place.items():
+        theirs = torch.cat([torch.full((len(ids),), by) for by, ids in one.parts])
+        found, wanted = (torch.tensor(some.sampler_logprobs) for some in (one, rounds[name]))
+        assert torch.equal(found.isnan(), theirs) and torch.equal(wanted.isnan(), theirs)
+        torch.testing.assert_close(found[~theirs], wanted[~theirs], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("looks", [0, 7])
+def test_a_row_that_begins_anew_for_room_says_the_same(model, expected, monkeypatch, looks):
+    """With room for about two of twelve rows. One whose environment is slow keeps no keys either, and begins anew."""
+    unbounded, talk = Talk(), Talk(looks=looks)
+    played(make_engine(model), unbounded)
+    monkeypatch.setattr(cache, "PAGE_BYTES", 0)  # pages are as small as they may be, so that rows grow
+    monkeypatch.setattr(cache, "PAGE_TOKENS", 1)
+    ledger = Ledger()
+    with ledger.open():
+        engine = make_engine(model, sampler=infinite(slots=6, kv_budget="44KB"), warn=lambda text: None)
+        assert said(played(engine, talk)) == expected
+    assert engine.stats().details["engine/restarts"] > 0
+    assert ledger.peak <= 44_000
+    assert talk.asked == unbounded.asked, "what has been answered is known"
+
+
+@pytest.mark.parametrize("looks", [0, 5])
+@pytest.mark.parametrize("rule", ["streaming", "rkv"])
+def test_eviction_sees_what_the_environment_says_as_part_of_the_response(model, rule, looks):
+    """With room for all it is the dense episode; with less each way of batching makes the same one."""
+
+    def made_with(budget: int, **sampler: Any) -> dict[Any, Any]:
+        own = {"window": 4} if rule == "rkv" else {"window": 2, "sinks": 2}
+        kept = ready("sparsity", rule, budget=budget, buffer=4, **own)
+        engine = make_engine(model, sparsity=kept, **sampler)
+        return said(played(engine, Talk(looks=looks)))
+
+    assert made_with(200) == said(played(InRounds(make_engine(model))))
+    assert made_with(16) == made_with(16, sampler=infinite(slots=3)) != made_with(200)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("looks", [0, 5])
+def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expected, in_place, looks):
+    """Wherever the cut falls: in a turn, at its end, or in what the environment says."""
+    whole, cut_in = {}, set()
+    for first in range(1, 11, 3):
+        engine = make_engine(model, sampler=infinite(slots=5))
+        engine = engine if in_place else InRounds(engine)
+        left = [begun(one) for one in some_requests(**REQUESTS)]
+        whole = {}
+        while left:
+            ends = iter(range(1, 99))
+            found = list(play(engine, Talk(looks=looks), left, enough=lambda _, ends=ends, at=first: next(ends) >= at))
+            left = [one for one in found if one.finish is Finish.PARTIAL]
+            cut_in |= {one.parts[-1][0] for one in left if one.parts}
+            whole |= {(r.request.prompt.id, r.request.sample): r for r in found if r.finish is not Finish.PARTIAL}
+        assert said(whole) == expected
+    assert cut_in == {True, False}
+
+
+def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
+    """ "7 7" is never one token of the model's and one of the environment's, since those are two who say it."""
+    decode = Talk().text
+    requests = some_requests(**REQUESTS)
+
+    class Ends(Talk):
+        turn_ends = ("5",)
+
+    plain = played(make_engine(model, decode=decode), Ends(), requests)
+    rounds = played(InRounds(make_engine(model, decode=decode)), Ends(), requests)
+    assert said(plain) == said(rounds)
+    for one in plain.values():
+        for turn in one.turns:
+            assert not any("5" in str(token) for token in turn[:-1])
+    assert any("5" in str(turn[-1]) for one in plain.values() for turn in one.turns[:-1])
+
+
+@pytest.mark.parametrize("threads", [3, 8], indirect=True)
+def test_the_tokens_are_those_of_one_thread(model, expected, threads):
+    assert said(played(make_engine(model, sampler=infinite(slots=4)))) == expected
+
+
+def two_turns(logprob: float, version: int = 0) -> ScoredGroup:
+    """Behind a prompt of 2 tokens: 3 drawn, 2 of the environment's, 1 drawn; and a rollout of one turn, 2 tokens."""
+    prompt = Prompt("p", (5, 6), "")
+    spans = (Span(version, 3), Span(ENVIRONMENT, 2), Span(version, 1))
+    request = Request(prompt, 0, 0, Sampling.plain(9))
+    one = Rollout(request, (7, 8, EOS, 9, 10, EOS), (-1.0,) * 3 + (logprob,) * 2 + (-1.0,), Finish.EOS, 6, spans)
+    other = Rollout(replace(request, sample=1), (7, EOS), (-1.0,) * 2, Finish.EOS, 2, (Span(version, 2),))
+    return ScoredGroup(prompt, (one, other), (Reward(1.0), Reward(0.0)))
+
+
+def test_what_the_environment_says_is_read_and_is_no_response():
+    batch = collate([two_turns(float("nan"))], pad_token_id=0)
+    assert batch.input_ids[0].tolist() == [5, 6, 7, 8, EOS, 9, 10, EOS]
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0, 0]]
+    assert batch.lags is None and batch.lengths.tolist() == [8, 4]
+    older = collate([two_turns(float("nan"), version=3)], pad_token_id=0, version=5).lags
+    assert older is not None and older[0].tolist() == [0, 0, 2, 2, 2, 0, 0, 2]
+
+
+def test_no_number_at_a_place_of_the_environment_moves_the_loss_or_the_gradient(model):
+    def gradient(logprob: float) -> tuple[float, list[torch.Tensor]]:
+        batch = replace(collate([two_turns(logprob)], pad_token_id=0), advantages=torch.tensor([1.0, -1.0]))
+        verdict = verdict_on(correction("tis"), batch, torch.zeros(batch.input_ids.shape))
+        batch = corrected(batch, verdict)
+        model.zero_grad()
+        found = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
+        output = loss("grpo")(found, batch, totals(batch, 9))
+        output.loss.backward()
+        return output.loss.item(), [weight.grad.clone() for weight in model.parameters()]
+
+    value, slopes = gradient(float("nan"))
+    for other in (0.0, -7.0, 1e30):
+        found, others = gradient(other)
+        assert found == value and all(map(torch.equal, slopes, others))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_packed_rows_ask_for_the_tokens_that_padded_rows_do(share):
+    batch = collate([two_turns(float("nan"))], pad_token_id=0)
+    packed = pack(batch, share)
+    asked = sorted(zip(packed.rows[packed.targets].tolist(), packed.columns[packed.targets].tolist(), strict=True))
+    assert asked == [(0, 2), (0, 3), (0, 4), (0, 7), (1, 2), (1, 3)]
+    before = packed.columns[packed.predicting].tolist()
+    assert sorted(before) == sorted(column - 1 for _, column in asked)
+    assert len(packed.rows) == (8 + 4 - 2 * share), "what the environment says goes through the model"
+
+
+def test_a_group_of_several_turns_comes_back_from_a_checkpoint():
+    group = Group(two_turns(0.0).prompt, two_turns(0.0).rollouts)
+    assert from_plain(to_plain(group)) == group
+
+
+GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40", "record.rollouts=-1"]
+
+
+def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alone(tmp_path):
+    words = [*GUESS, "collector=partial", "collector.surplus=2.0", "correction=tis", "record.tokens=true"]
+    cut_off_and_resumed(tmp_path, *words, "train.steps=4", step=2)
+    found = rows(tmp_path / "alone")
+    assert any(row.get("collect/carried_tokens", 0) for row in found), "episodes were carried over"
+    assert all(row["turns/mean"] > 1 and row["tokens/environment"] > 0 for row in found[1:]), "but for step 0"
+    recorded = [json.loads(line) for line in (tmp_path / "alone" / "rollouts.jsonl").read_text().splitlines()]
+    for row in recorded:
+        lengths = [end - start for start, end in row.get("environment", [])]
+        assert sum(lengths) + sum(value is not None for value in row["logprobs"]) == row["length"]
+        assert len(row.get("turns", [])) in (0, 2 * len(lengths) + 1)
+
+
+def test_an_evaluation_plays_episodes(tmp_path):
+    settings = settings_of(*GUESS, "logger=jsonl", f"run_dir={tmp_path}")
+    bench = set_up(prepare(settings), settings.model)
+    result = evaluate_with(bench, replace(settings.eval, problems=6, k=2), settings.sampling, seed=0)
+    assert result.metrics["eval/problems"] == 6 and any(row.turns for row in result.examples)

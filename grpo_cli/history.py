@@ -6,11 +6,11 @@ said by who asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, ScoredGroup
@@ -18,6 +18,39 @@ from grpo_cli.types import Prompt, ScoredGroup
 KEPT = 8  # visits of a problem; with a decay of 0.7 the ninth would weigh 6 %
 PROFILED = -1  # the step of a visit that was made before training
 UNSEEN = 0.5  # the rate that a problem is taken to have before its first visit
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+_ABSENT: Any = object()
+
+
+class Marked(dict[Key, Value]):
+    """A mapping that can still be read as it was when last marked: what has changed since is kept beside it.
+
+    A run marks at the end of each step what its next checkpoint is to hold, which costs nothing however much there is;
+    a copy is made where one is written. Changed are items one at a time only.
+    """
+
+    def __init__(self, values: Mapping[Key, Value] | None = None) -> None:
+        super().__init__(values or {})
+        self._before: dict[Key, Value] = {}
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self._before.setdefault(key, self.get(key, _ABSENT))
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Key) -> None:
+        self._before.setdefault(key, self.get(key, _ABSENT))
+        super().__delitem__(key)
+
+    def mark(self) -> Callable[[], dict[Key, Value]]:
+        """What tells the mapping as it is now, until the next mark."""
+        self._before = {}
+        return self._as_marked
+
+    def _as_marked(self) -> dict[Key, Value]:
+        return {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
 
 
 class Solved(StrEnum):
@@ -58,9 +91,9 @@ class History:
         self, visits: Mapping[str, Sequence[Visit]] | None = None, digests: Mapping[str, int] | None = None
     ) -> None:
         given = {problem: tuple(some) for problem, some in (visits or {}).items() if some}
-        self._visits = {problem: some[-KEPT:] for problem, some in given.items()}
+        self._visits = Marked({problem: some[-KEPT:] for problem, some in given.items()})
         self._profile = {problem: some[0] for problem, some in given.items() if some[0].step == PROFILED}
-        self._digests = dict(digests or {})
+        self._digests = Marked(digests)
         self._distinct = self._count()
 
     def __len__(self) -> int:
@@ -121,20 +154,29 @@ class History:
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
         """As `interfaces.Forgets` has it."""
-        self._visits = {name: visits for name, visits in self._visits.items() if not is_other(name)}
+        self._visits = Marked({name: visits for name, visits in self._visits.items() if not is_other(name)})
         self._profile = {name: visit for name, visit in self._profile.items() if not is_other(name)}
-        self._digests = {name: digest for name, digest in self._digests.items() if not is_other(name)}
+        self._digests = Marked({name: digest for name, digest in self._digests.items() if not is_other(name)})
         self._distinct = self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        visits = {name: [(v.step, v.solved, v.tried) for v in some] for name, some in self._visits.items()}
+        return self._plain(self._visits, self._digests)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        visits, digests = self._visits.mark(), self._digests.mark()
+        return lambda: self._plain(visits(), digests())
+
+    def _plain(self, of: Mapping[str, Sequence[Visit]], digests: Mapping[str, int]) -> dict[str, Any]:
+        plain = {name: [(v.step, v.solved, v.tried) for v in visits] for name, visits in of.items()}
         profile = {name: (visit.solved, visit.tried) for name, visit in self._profile.items()}
-        return {"visits": visits, "profile": profile, "digests": dict(self._digests)}
+        return {"visits": plain, "profile": profile, "digests": dict(digests)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._profile = {name: Visit(PROFILED, *counts) for name, counts in state["profile"].items()}
-        self._visits = {name: tuple(Visit(*visit) for visit in some) for name, some in state["visits"].items()}
-        self._digests = dict(state.get("digests", {}))  # older checkpoints do not have them
+        visits = {name: tuple(Visit(*visit) for visit in visits) for name, visits in state["visits"].items()}
+        self._visits = Marked(visits)
+        self._digests = Marked(state.get("digests", {}))  # older checkpoints do not have them
         self._distinct = self._count()
 
 

@@ -271,6 +271,15 @@ class Remembers(Protocol):
 
 
 @runtime_checkable
+class Marks(Remembers, Protocol):
+    """One whose state may be large: it is not copied in every step, but where a checkpoint is written."""
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """What gives the `state_dict` of now when it is called, whatever has changed by then, until the next mark. It
+        takes no longer the more there is."""
+
+
+@runtime_checkable
 class Forgets(Remembers, Protocol):
     """One that holds something of single problems, which a run that goes on with another task is not to use."""
 

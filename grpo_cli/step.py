@@ -5,7 +5,7 @@ updates -> what the rules learn -> record.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
-from grpo_cli.interfaces import Forgets, Parts, Remembers
+from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
@@ -130,13 +130,13 @@ class Step:
         named |= {"replay": self._parts.replay, "credit": rules.credit}
         yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was seen and learned of the problems; nothing in it changes later."""
-        learned = {name: dict(rule.state_dict()) for name, rule in self._remembering()}
-        return {"history": self._parts.history.state_dict(), **learned}
+    def mark(self) -> Callable[[], dict[str, Any]]:
+        """What tells, until the next mark, what was seen and learnt of the problems as it is now."""
+        learnt = {"history": self._parts.history.mark()} | {name: _marked(rule) for name, rule in self._remembering()}
+        return lambda: {name: dict(state()) for name, state in learnt.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave; empty if the checkpoint was made before there was anything."""
+        """Put back what a mark told; empty if the checkpoint was made before there was anything."""
         remembering = dict(self._remembering())
         for name in state.keys() - remembering.keys() - {"history"}:
             kind = state[name].get("kind")
@@ -312,3 +312,10 @@ class Step:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         return path
+
+
+def _marked(rule: Remembers) -> Callable[[], Mapping[str, Any]]:
+    if isinstance(rule, Marks):
+        return rule.mark()
+    state = rule.state_dict()
+    return lambda: state

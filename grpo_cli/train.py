@@ -116,13 +116,13 @@ class Trainer:
 
     def _finish(self, record: Record | None) -> None:
         """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
-        this may have changed that already."""
+        this may have changed that already. What is known of problems grows with the run, and is copied in `_save`."""
         self._done = record
         self._state = {
             "progress": dict(vars(self._progress)),
             "engine": dict(self._parts.bench.engine.state_dict()),
             "rng": rng_state(),
-            "rules": self._step.state_dict(),
+            "rules": self._step.mark(),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -153,6 +153,7 @@ class Trainer:
     def _save(self) -> None:
         state = {
             **self._state,
+            "rules": self._state["rules"](),
             "optimizer": self._learner.state_dict(),
             "schedule": schedule_of(self._settings.optim, self._settings.train),
         }

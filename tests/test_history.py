@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -10,7 +11,7 @@ import torch
 from bank import group_of, problems
 from hypothesis import given
 
-from grpo_cli.history import KEPT, PROFILED, UNSEEN, History, Solved, Visit
+from grpo_cli.history import KEPT, PROFILED, UNSEEN, History, Marked, Solved, Visit
 
 COUNTS = st.lists(
     st.integers(1, 9).flatmap(lambda tried: st.tuples(st.integers(0, tried), st.just(tried))), max_size=12
@@ -59,6 +60,30 @@ def test_what_is_put_back_is_what_was_and_goes_on_alike(
 )
 def test_an_outcome_is_of_the_last_visit(solved: int, outcome: Solved) -> None:
     assert visited([(2, 4), (solved, 4)]).outcome("q0") is outcome
+
+
+CHANGES = st.lists(st.tuples(st.sampled_from(["set", "remove", "mark"]), st.integers(0, 4), st.integers(0, 9)))
+
+
+@given(begun=st.dictionaries(st.integers(0, 4), st.integers(0, 9)), changes=CHANGES)
+def test_a_marked_mapping_is_told_as_it_was_whatever_has_changed(begun: dict[int, int], changes: list[Any]) -> None:
+    marked = Marked(begun)
+    told, expected = marked.mark(), dict(begun)
+    for change, key, value in changes:
+        if change == "set":
+            marked[key] = value
+        elif change == "remove" and key in marked:
+            del marked[key]
+        elif change == "mark":
+            told, expected = marked.mark(), dict(marked)
+        assert told() == expected
+
+
+def test_a_mark_tells_a_history_as_it_was() -> None:
+    history = visited([(2, 4)])
+    told, state = history.mark(), history.state_dict()
+    history.observe(1, [group_of(prompt, 1, 4) for prompt in problems(2)])
+    assert told() == state != history.state_dict() and len(history) == 2
 
 
 def test_a_profile_is_a_visit_and_stays_known_when_it_is_no_longer_one_of_the_last() -> None:

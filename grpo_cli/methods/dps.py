@@ -17,7 +17,8 @@ from grpo_cli.collect.candidates import CandidateOrder, require_revisits
 from grpo_cli.collect.epochs import of_kind
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import Places
-from grpo_cli.history import History, Solved, Visit
+from grpo_cli.history import History, Marked, Solved, Visit
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
 
@@ -55,7 +56,7 @@ class DynamicsPredictive:
         # Counts, before and chances as rows of one array, which is replaced and never changed; no problem's look moves
         # what is not there, so that those that were never visited need none.
         self._unseen = np.concatenate([np.full((3, 3), prior), np.full((2, 3), 1 / 3)])
-        self._beliefs = dict[int, tuple[str, np.ndarray]]()  # by place in the task, with the problem's id
+        self._beliefs = Marked[int, tuple[str, np.ndarray]]()  # by place in the task, with the problem's id
         self._step, self._looked_at = -1, dict[int, None]()  # of the step that is being made
         self._picked = dict[str, int]()  # and not learnt from yet
         if history.profile:
@@ -126,21 +127,42 @@ class DynamicsPredictive:
             self._beliefs[place] = name, belief
 
     def state_dict(self) -> dict[str, Any]:
-        rows = np.array([belief for _, belief in self._beliefs.values()]).reshape(-1, 5, 3)
-        return {
-            "kind": "dps",
-            "order": self._candidates.state_dict(),
-            "picked": dict(self._picked),
-            "problems": [(place, name) for place, (name, _) in self._beliefs.items()],
-            "beliefs": torch.from_numpy(rows),
-        }
+        return self._plain(self._candidates.state_dict(), self._picked, self._beliefs)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        order, picked, beliefs = self._candidates.state_dict(), dict(self._picked), self._beliefs.mark()
+        return lambda: self._plain(order, picked, beliefs())
+
+    def _plain(
+        self, order: Mapping[str, Any], picked: Mapping[str, int], beliefs: Mapping[int, tuple[str, np.ndarray]]
+    ) -> dict[str, Any]:
+        rows = np.array([belief for _, belief in beliefs.values()]).reshape(-1, 5, 3)
+        problems = [(place, name) for place, (name, _) in beliefs.items()]
+        kept = {"problems": problems, "beliefs": torch.from_numpy(rows)}
+        return {"kind": "dps", "order": dict(order), "picked": dict(picked), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         state = of_kind(state, "curriculum", "dps")
         self._candidates.load_state_dict(state["order"])
         self._picked = dict(state.get("picked", {}))
-        kept = zip(state["problems"], state["beliefs"].numpy().copy(), strict=True)
-        self._beliefs = {place: (name, belief) for (place, name), belief in kept}
+        if "counts" in state:
+            rows = self._rows_of_older(state)
+            places = np.flatnonzero((rows != self._unseen).any((1, 2))).tolist()
+            kept = [(place, self._prompts[place].id, rows[place]) for place in places]
+        else:
+            kept = [(*of, rows) for of, rows in zip(state["problems"], state["beliefs"].numpy().copy(), strict=True)]
+        self._beliefs = Marked({place: (name, belief) for place, name, belief in kept})
+
+    def _rows_of_older(self, state: Mapping[str, Any]) -> Float[np.ndarray, "N 5 3"]:
+        """Of a checkpoint that holds every problem by its place alone."""
+        known = len(state["counts"])
+        if known != len(self._prompts):
+            raise UserError(
+                f"the checkpoint holds what curriculum=dps has learnt of {known} problems, but the task has "
+                f"{len(self._prompts)}; resume with the task as it was, or start a new run"
+            )
+        return np.concatenate([state["counts"], state["before"][:, None], state["chances"][:, None]], axis=1)
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
         """As `interfaces.Forgets` has it. Problems may be in other places than they were."""
@@ -151,7 +173,7 @@ class DynamicsPredictive:
 
         old = self._beliefs.items()
         kept = [(here(name, place), name, belief) for place, (name, belief) in old]
-        self._beliefs = {place: (name, belief) for place, name, belief in kept if place is not None}
+        self._beliefs = Marked({place: (name, belief) for place, name, belief in kept if place is not None})
         picked = [(name, here(name, place)) for name, place in self._picked.items()]
         self._picked = {name: place for name, place in picked if place is not None}
 

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.collect.apportion import in_proportion
-from grpo_cli.history import KEPT, UNSEEN, History, Solved, of_kind
+from grpo_cli.history import KEPT, UNSEEN, History, Marked, Solved, of_kind
 from grpo_cli.interfaces import Collection, Rounds
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range, Share
@@ -52,7 +52,7 @@ class PromptGdro:
         self._eta, self._gamma, self._beta, self._cap = eta, gamma, beta, cap
         self._hysteresis, self._window, self._rate = hysteresis, window, rate
         self._scores = [0.0] * (len(self._edges) + 1)
-        self._bin_of = dict[str, int]()  # of every problem that was seen, for the hysteresis
+        self._bin_of = Marked[str, int]()  # of every problem that was seen, for the hysteresis
         self._now: dict[str, int] = {}  # of the problems of the step that is under way
         self._weight_max = 1.0
 
@@ -106,13 +106,20 @@ class PromptGdro:
         return {"credit/weight_max": self._weight_max}
 
     def state_dict(self) -> dict[str, Any]:
-        learned = {"scores": list(self._scores), "bin_of": dict(self._bin_of)}
-        return {"kind": "gdro", "edges": list(self._edges), **learned}
+        return self._plain(self._scores, self._bin_of)
+
+    def mark(self) -> Callable[[], Mapping[str, Any]]:
+        """As `interfaces.Marks` has it."""
+        scores, bin_of = self._scores, self._bin_of.mark()
+        return lambda: self._plain(scores, bin_of())
+
+    def _plain(self, scores: Sequence[float], bin_of: Mapping[str, int]) -> dict[str, Any]:
+        return {"kind": "gdro", "edges": list(self._edges), "scores": list(scores), "bin_of": dict(bin_of)}
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
         """As `interfaces.Forgets` has it. What was learnt of bins goes with the last of its problems."""
         known = len(self._bin_of)
-        self._bin_of = {problem: place for problem, place in self._bin_of.items() if not is_other(problem)}
+        self._bin_of = Marked({problem: place for problem, place in self._bin_of.items() if not is_other(problem)})
         if known and not self._bin_of:
             self._scores = [0.0] * len(self._scores)
 
@@ -123,7 +130,7 @@ class PromptGdro:
                 f"the checkpoint holds what credit=gdro has learnt of bins with the edges {list(state['edges'])}, but "
                 f"this run's are {list(self._edges)}; resume with the same credit.bins, or start a new run"
             )
-        self._scores, self._bin_of, self._now = list(state["scores"]), dict(state["bin_of"]), {}
+        self._scores, self._bin_of, self._now = list(state["scores"]), Marked(state["bin_of"]), {}
 
 
 def _edges(bins: Any) -> list[float]:

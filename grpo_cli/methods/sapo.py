@@ -29,7 +29,19 @@ from grpo_cli.runs.layout import ROLLOUTS
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import Range
-from grpo_cli.types import FOREIGN, GIVEN, LARGEST_REWARD, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import (
+    ENVIRONMENT,
+    FOREIGN,
+    GIVEN,
+    LARGEST_REWARD,
+    Finish,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    ScoredGroup,
+    Span,
+)
 
 WRITE_IT = "record.rollouts=-1 record.tokens=true"
 _TEXTS, _NUMBERS = ("prompt_id", "prompt", "reply", "answer", "finish"), ("step", "sample")
@@ -208,6 +220,8 @@ class RunFolder:
         if row.token_ids is None:
             logprobs = (math.nan,) * len(token_ids)
         drawn = [GIVEN if math.isnan(logprob) else FOREIGN for logprob in logprobs]
+        for start, end in row.said.get("environment") or ():
+            drawn[start:end] = [ENVIRONMENT] * (end - start)
         spans = tuple(Span(version, len([*some])) for version, some in groupby(drawn))
         request = Request(prompt, row.said["sample"], 0, self._sampling)
         return Rollout(request, token_ids, logprobs, row.finish, 0, spans)
@@ -264,6 +278,11 @@ def _row(row: Any, place: str, reencode: bool) -> ForeignRow:
         raise UserError(f"{place}: the parts of its reward are no finite numbers")
     reward = Reward(float(row["reward"]), {part: float(value) for part, value in parts.items()})
     token_ids, logprobs = (None, ()) if reencode or "token_ids" not in row else _drawn(row, place)
+    if row.get("turns") and token_ids is None:
+        raise UserError(
+            f"{place} is an episode of several turns, whose tokens alone say what the model drew: let runs record with "
+            f"{WRITE_IT}, and leave replay.reencode out"
+        )
     return ForeignRow(place, row, Finish(row["finish"]), reward, token_ids, logprobs)
 
 
@@ -277,7 +296,15 @@ def _drawn(row: Mapping[str, Any], place: str) -> tuple[tuple[int, ...], tuple[f
         raise UserError(
             f"{place}: its log-probabilities are not one for each of its {len(ids)} tokens, null or a number up to 0"
         )
+    theirs = row.get("environment") or []
+    if not isinstance(theirs, list) or not all(_is_range(place, len(ids)) for place in theirs):
+        raise UserError(f"{place}: the places of its environment's tokens are no pairs within its {len(ids)} tokens")
     return tuple(ids), tuple(math.nan if said is None else float(said) for said in logprobs)
+
+
+def _is_range(value: Any, most: int) -> bool:
+    whole = isinstance(value, list) and len(value) == 2 and all(type(end) is int for end in value)
+    return whole and 0 <= value[0] < value[1] <= most
 
 
 def _is_logprob(value: Any) -> bool:

@@ -2,6 +2,7 @@
 # A published claim, tried again on this machine: makes .venv if there is none, installs grpo-cli and measures.
 #
 #     scripts/reproduce.sh default             the default run, with three seeds
+#     scripts/reproduce.sh turns               episodes of several turns: a game, and a tool
 #     scripts/reproduce.sh pods                training on few of many rollouts against training on all (arXiv 2504.13818)
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
@@ -19,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_real) ensure_venv && exec python scripts/reproduce/real_rollouts.py "${@:2}" ;;
-default | pods | sparse_rl | frontier_a | frontier_b | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
+default | turns | pods | sparse_rl | frontier_a | frontier_b | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: default, pods, sparse_rl, frontier_a, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: default, turns, pods, sparse_rl, frontier_a, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

@@ -162,7 +162,7 @@ def test_a_reward_whose_own_methods_fail_is_told(tmp_path: Path, monkeypatch: py
 
     kind = type("Odd", (Fraction,), {method: fails})
     monkeypatch.setattr(
-        "grpo_cli.tasks.own_reward._find", lambda name: lambda reply: kind(2**60)
+        "grpo_cli.tasks.own_reward.own", lambda name, key: lambda reply: kind(2**60)
     )  # is repeated to who reads
     (tmp_path / "p.jsonl").write_text("\n".join(f'{{"question": "q{i}", "answer": "4"}}' for i in range(6)))
     task = task_of("jsonl", TOKENIZER, path=str(tmp_path / "p.jsonl"), reward="mine:odd")
@@ -171,13 +171,13 @@ def test_a_reward_whose_own_methods_fail_is_told(tmp_path: Path, monkeypatch: py
 
 
 def test_a_rule_of_one_s_own_that_fails_is_told_in_a_run_as_before_it() -> None:
-    from test_downsample import scored
+    from small import scored
 
     def rule(group: Any, keep: int, rng: Any) -> Any:
         yield 1 // 0
 
     with pytest.raises(UserError, match=r"test_edges\.\S*rule .*ZeroDivisionError.*line"):
-        choose(rule, scored([0.0, 1.0, 0.0]), 2, np.random.default_rng(0))
+        choose(rule, scored(0.0, 1.0, 0.0), 2, np.random.default_rng(0))
 
 
 def test_a_collector_that_asks_for_more_than_can_be_held_is_refused_before_it_is_made() -> None:

@@ -31,7 +31,7 @@ def judge() -> Iterator[MathJudge]:
 
 
 def reply(text: str, gold: str) -> Completion:
-    return Completion("sample 0 of prompt p", text, gold, True, 1, None)
+    return Completion("sample 0 of prompt p", text, (text,), gold, True, 1, None)
 
 
 def started(judge: MathJudge) -> bool:

@@ -373,8 +373,8 @@ def test_a_generation_that_ran_out_of_memory_is_gone_before_the_next_one(monkeyp
     engine = make_engine(small_model(), sampler=full(on_oom="halve"), warn=lambda text: alive.append(bool(made[-1]())))
     make = engine._generation
 
-    def failing(requests: Any) -> Any:
-        generation = make(requests)
+    def failing(*given: Any) -> Any:
+        generation = make(*given)
         if not made:
             generation._run = full_memory  # the engine's frames hold the generation, nobody else does
         made.append(weakref.ref(generation))

@@ -31,7 +31,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.types import Prompt, Reward, Rollout
 
 WRITE_IT = "grpo eval eval.split=train eval.problems=-1 eval.k=8"
-DRAWN = SampleSettings(top_p=1.0, top_k=0, max_new_tokens=1, stop=())
+DRAWN = SampleSettings(top_p=1.0, top_k=0, max_new_tokens=1, stop=(), max_turn_tokens=None)
 
 
 class TwoSplits(Bank):

@@ -52,7 +52,7 @@ def test_the_studies_are_named_by_their_script():
 
 
 def test_no_bench_goes_untried():
-    assert {*SMALL, "rollout", "schedules", "ray_engine"} == set(BENCHES)
+    assert {*SMALL, "rollout", "schedules", "ray_engine", "turns"} == set(BENCHES)
 
 
 @pytest.mark.study

@@ -15,7 +15,7 @@ import pytest
 import real_rollouts
 import release_rule
 import study
-from test_downsample import scored
+from small import scored
 
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
@@ -221,7 +221,7 @@ def test_the_release_keeps_a_rollout_once_though_its_order_is_spoilt() -> None:
     rewards = [0.0, 3.0, 1.0, 0.0, 2.0, 9.0]
     assert release_rule.spoilt_order(rewards, 5) == [4, 1, 5, 5, 3, 5]
     # What it would keep twice is kept once: the next of that order is 5 again, so of the others the first, 0.
-    assert release_rule.maxvar_release(scored(rewards), 5, Random(0)) == [0, 1, 3, 4, 5]
+    assert release_rule.maxvar_release(scored(*rewards), 5, Random(0)) == [0, 1, 3, 4, 5]
 
 
 # Measured parts

@@ -62,7 +62,7 @@ def replies_of(folder: Path) -> tuple[list[Completion], list[Completion]]:
             other = "7"
         form = FORMS[i % len(FORMS)]
         for answer, replies in ((shown, right), (other, wrong)):
-            replies.append(Completion(str(i), worked + form.format(answer), str(gold), True, 1, None))
+            replies.append(Completion(str(i), worked + form.format(answer), (), str(gold), True, 1, None))
     return right, wrong
 
 
@@ -103,10 +103,10 @@ def held_up(limit: float, expressions: Sequence[str]) -> Figures:
     seconds, over, right = [], 0, 0
     questions = count()
     for expression in expressions:
-        while judge([Completion("", "\\boxed{y}", f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
+        while judge([Completion("", "\\boxed{y}", (), f"z_{{{next(questions)}}}", True, 1, None)])[0]["over_limit"]:
             pass  # until a worker has started and answers
         start = time.perf_counter()
-        (parts,) = judge([Completion("", f"\\boxed{{{expression}}}", HOSTILE_GOLD, True, 1, None)])
+        (parts,) = judge([Completion("", f"\\boxed{{{expression}}}", (), HOSTILE_GOLD, True, 1, None)])
         seconds.append(time.perf_counter() - start)
         over += int(parts["over_limit"])
         right += int(parts["correct"])

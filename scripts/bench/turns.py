@@ -108,7 +108,7 @@ def measured(engine: Any, args: argparse.Namespace, requests: Sequence[Request],
 
 def main(words: Sequence[str] | None = None) -> int:
     made = bench_parser(__doc__, rounds=2)
-    made.add_argument("--model", default="tiny", help="tiny, or a folder")
+    made.add_argument("--model", type=Path, default=Path("tiny"), help="tiny, or a folder")
     made.add_argument("--dtype", default="float32")
     for name, default in dict(n=64, prompts=1, slots=16, turns=5, tokens=60, reply=20, prompt=80).items():
         made.add_argument(f"--{name}", type=int, default=default)
@@ -116,7 +116,8 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--delays", type=int, nargs="*", default=[20])
     args = parsed(made, words, n=8, slots=4, turns=3, tokens=12, reply=4, prompt=20, rounds=1)
     torch.set_num_threads(args.threads)
-    settings = model_of("hf" if args.model != "tiny" else "tiny", path=args.model, dtype=args.dtype)
+    name = "tiny" if str(args.model) == "tiny" else "hf"
+    settings = model_of(name, path=str(args.model), dtype=args.dtype)
     model = load_model(settings, torch.device("cpu"))
     requests = requests_of(args, model.config.vocab_size)
     slots = ("sampler=infinite", f"sampler.slots={args.slots}")

@@ -66,12 +66,14 @@ def fill(values: dict[str, Any]) -> None:
 
 
 def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
-    """What the part says by this word, at most what the model says by it."""
+    """What the part says by this word, at most what the model says by it. An episode has as many replies as turns."""
     recipe, of_model = shipped(part, _BASE[part])["recipe"] | _recipe(values.get(part)), _recipe(values.get("model"))
     if word == "lr" and _has_adapters(values["model"]):
         word = "lora_lr"
+    turns = values["task"].get("turns", 1) if word == "max_new_tokens" else 1
+    found = recipe[word] * turns if isinstance(turns, int) and turns > 1 else recipe[word]
     most = of_model.get(word)
-    return recipe[word] if most is None else min(recipe[word], most)
+    return found if most is None else min(found, most)
 
 
 def _recipe(part: Any) -> Mapping[str, Any]:

@@ -48,7 +48,9 @@ def introduction(settings: RunSettings, parameters: int, trained: int, device: t
 def doubts(settings: RunSettings) -> Iterator[str]:
     """What is likely a mistake in the numbers that the model's or the task's recipe would have given."""
     model, lr, limit = settings.model, settings.optim.lr, settings.sampling.max_new_tokens
-    usual = {**settings.parts["task"].get("recipe", {})}.get("max_new_tokens", 0)
+    usual = {**settings.parts["task"].get("recipe", {})}.get("max_new_tokens", 0) * settings.parts["task"].get(
+        "turns", 1
+    )
     if lr > MOST_LR >= model.recipe.get("lr", 0.0) and not (model.adapted or model.random_init):
         yield (
             f"optim.lr={lr:g} trains every weight of a pretrained model, which it soon ruins: leave it out "

@@ -17,8 +17,8 @@ class Range:
     """Numbers from `low` to `high`; `above` and `below` leave out the end itself. `because` is the reason, or a way
     out, for the message."""
 
-    low: float = -math.inf
-    high: float = math.inf
+    low: float | int = -math.inf
+    high: float | int = math.inf
     because: str = ""
     above: bool = False
     below: bool = False

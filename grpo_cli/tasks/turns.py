@@ -29,8 +29,9 @@ MOST_CHARACTERS = 100_000  # of one answer: a model's context is no longer
 MOST_WAITING = 4096
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
-# What an environment says to these turns about this prompt, of this row; None ends the episode.
-Says = Callable[[Prompt, Mapping[str, Any], Sequence[str]], Sequence[str] | None]
+# What an environment says to these turns about this prompt, of this row: messages, or None to end the episode. Code of a
+# person's own may say anything: `_checked` looks at it.
+Says = Callable[[Prompt, Mapping[str, Any], Sequence[str]], Any]
 
 
 class TurnSettings(TypedDict):
@@ -90,7 +91,7 @@ def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], boo
 def _function(name: str, key: str) -> Says:
     function = own(name, key)
 
-    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Sequence[str] | None:
+    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
         said = function(row, list(turns))
         return None if said is None else [said]
 
@@ -160,7 +161,7 @@ def _of_class(name: str) -> Environment:
     if not tools and member is None:
         raise UserError(f"task.environment={name} has no method that answers: add typed methods as tools, or respond")
 
-    def hear(instance: Any, turn: str) -> Sequence[str] | None:
+    def hear(instance: Any, turn: str) -> Any:
         if member is None:
             return _called({word: getattr(instance, word) for word in tools}, turn)
         said = getattr(instance, member)(turn)
@@ -172,12 +173,12 @@ def _of_class(name: str) -> Environment:
     waiting: dict[tuple[str, tuple[str, ...]], Any] = {}  # that have heard these turns, as long as there is room
     checked = threading.Event()
 
-    def replayed(row: Mapping[str, Any], turns: Sequence[str]) -> tuple[Any, Sequence[str] | None]:
+    def replayed(row: Mapping[str, Any], turns: Sequence[str]) -> tuple[Any, Any]:
         instance = made()
         instance.reset(**row)
         return instance, [hear(instance, turn) for turn in turns][-1]
 
-    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Sequence[str] | None:
+    def says(prompt: Prompt, row: Mapping[str, Any], turns: Sequence[str]) -> Any:
         instance = waiting.pop((prompt.id, tuple(turns[:-1])), None)
         if instance is None:
             instance, said = replayed(row, turns)

@@ -29,8 +29,8 @@ MOST_CHARACTERS = 100_000  # of one answer: a model's context is no longer
 MOST_WAITING = 4096
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
-# What an environment says to these turns about this prompt, of this row: messages, or None to end the episode. Code of a
-# person's own may say anything: `_checked` looks at it.
+# What an environment says to these turns about this prompt, of this row: messages, or None to end the episode. Code of
+# a person's own may say anything: `_checked` looks at it.
 Says = Callable[[Prompt, Mapping[str, Any], Sequence[str]], Any]
 
 

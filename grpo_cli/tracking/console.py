@@ -34,6 +34,7 @@ LABEL = len("eval accuracy") + GAP  # columns of the labels
 # A label in the view, a metric, and how its value reads; nothing where it says nothing.
 FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
+    ("completions", "turns/mean", lambda value: f"{value:.1f} turns"),
     ("completions", "response/truncated", lambda value: f"{value:.0%} cut off"),
     ("policy", "policy/entropy", lambda value: f"entropy {value:.3f}"),
     ("speed", "speed/tokens_per_second", lambda value: f"{short(value)} tokens/s"),

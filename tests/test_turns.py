@@ -262,3 +262,14 @@ def test_episodes_of_another_run_are_trained_on_but_not_what_its_environment_sai
     trained(tmp_path / "two", *GUESS, *words)
     (first, *_) = [row for row in rows(tmp_path / "two") if "off/given_share" in row]
     assert first["off/given_share"] == 0 < first["off/token_share"]
+
+
+@pytest.mark.parametrize("looks", [0, 7])
+def test_a_bound_on_memory_holds_where_caches_are_evicted_and_environments_are_slow(model, looks):
+    kept = ready("sparsity", "rkv", budget=16, buffer=4, window=4)
+    unbounded = said(played(make_engine(model, sparsity=kept)))
+    ledger = Ledger()
+    with ledger.open():
+        engine = make_engine(model, sparsity=kept, sampler=infinite(slots=6, kv_budget="40KB"), warn=lambda text: None)
+        assert said(played(engine, Talk(looks=looks))) == unbounded
+    assert ledger.peak <= 40_000 and engine.stats().slots < 6

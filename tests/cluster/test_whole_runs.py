@@ -51,10 +51,14 @@ def told(run: Path) -> Any:
 
 
 def killed_at(
-    run: Path, step: int, which: Callable[[psutil.Process], bool] | None = None, number: int = signal.SIGKILL
+    run: Path,
+    step: int,
+    which: Callable[[psutil.Process], bool] | None = None,
+    number: int = signal.SIGKILL,
+    words: tuple[str, ...] = (),
 ) -> tuple[str, list[psutil.Process]]:
     """What a run says that gets a signal after so many steps, or one of whose workers does; and all its processes."""
-    process = started(run, *WORDS, *RAY)
+    process = started(run, *WORDS, *RAY, *words)
     while len(rows(run)) <= step:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
@@ -80,6 +84,16 @@ def test_a_killed_worker_changes_no_record(tmp_path, left_alone):
     summary = json.loads((run / "summary.json").read_text())
     places = summary["engine"]["workers"]
     assert summary["engine"]["invariant"] and {place["threads"] for place in places.values()} == {1}
+
+
+def test_a_killed_worker_changes_no_episode(tmp_path):
+    """Workers draw one turn of everybody in a round; the engine of one process answers in place."""
+    words = ("task=guess", "sampling.max_turn_tokens=4", "train.steps=5")
+    said, _ = killed_at(tmp_path / "ray", 2, lambda one: one.name().startswith("ray::RolloutWorker"), words=words)
+    ended(tmp_path / "alone", *WORDS, *words)
+    assert "is lost (" in said and "completed at step 5" in said
+    assert told(tmp_path / "ray")[1] == told(tmp_path / "alone")[1]
+    assert [row["turns/mean"] for row in rows(tmp_path / "ray")[1:]][0] > 1
 
 
 def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from made import fptas, infinite, micro
@@ -39,12 +40,16 @@ def test_probing_is_charged():
     assert ran.decode_steps == 2 + 2 + 5
 
 
-def test_the_simulator_counts_what_the_engine_does():
+def test_the_simulator_counts_what_the_engine_does(tmp_path):
     requests, model = some_requests(prompts=2, n=4, tokens=16), small_model()
     lengths = {(r.request.prompt.id, r.request.sample): len(r) for r in make_engine(model).generate(requests)}
     true = [lengths[request.prompt.id, request.sample] for request in requests]
+    rows = [dict(step=0, prompt_id=name, sample=sample, length=length) for (name, sample), length in lengths.items()]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for sampler, scheduler in itertools.product([micro(slots=3), infinite(slots=3)], [Sjf, fptas]):
-        engine = make_engine(model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(lengths))
+        engine = make_engine(
+            model, sampler=sampler, scheduler=scheduler(), predictor=Oracle(tmp_path / "rollouts.jsonl")
+        )
         assert len(list(engine.generate(requests))) == len(requests)
         ran = simulate(true, [float(length) for length in true], scheduler(), 3, rounds=not sampler.refills)
         assert engine.stats().decode_steps == ran.decode_steps

@@ -22,7 +22,9 @@ from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.support.errors import own_code, refuse
 from grpo_cli.support.formatting import plain
 
-TARGET, REWARD = "_target_", "task.reward"
+TARGET = "_target_"
+# Settings that name code of one's own as module:name, some of them several names.
+OWN = ("task.reward", "task.respond", "task.environment", "task.tools")
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _CHOICE = re.compile(r"\w[\w-]*")
 _RESERVED = re.compile(r"_\w+_")  # the words by which Hydra is told how to build a part
@@ -115,7 +117,7 @@ def _modules(said: Sequence[tuple[str, Any]]) -> Iterator[str]:
     for key, value in said:
         if key.endswith(f".{TARGET}") and isinstance(value, str):
             yield value.rpartition(".")[0]
-        elif key == REWARD and isinstance(value, str):
+        elif key in OWN and isinstance(value, str):
             yield value.partition(":")[0]
 
 
@@ -172,8 +174,10 @@ def _objections_to(key: str, group: str, value: Any, here: _Trusted) -> Iterator
             yield "it names code inside of a part"
         else:
             yield from _against_code(group, *str(value).rpartition(".")[::2], here)
-    elif key == REWARD and ":" in str(value):
-        yield from _against_code(REWARD, *str(value).partition(":")[::2], here)
+    elif key in OWN and ":" in str(value):
+        module, _, names = str(value).partition(":")
+        for name in names.split(","):
+            yield from _against_code(key, module, name.strip(), here)
     elif key == "run_dir" and Path(str(value)).resolve() != here.folder.resolve():
         yield "it writes elsewhere than into the folder of the run"
     elif key == "model.trust_remote_code" and value is not False:
@@ -205,10 +209,10 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
 
 def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterator[str]:
     """Why a class or function is not taken for a part of the group. The module of one's own code is imported."""
-    if group not in (*parts_of("train"), REWARD):
+    if group not in (*parts_of("train"), *OWN):
         yield f"{group} is no group of parts"
     elif module.startswith("grpo_cli."):
-        if group == REWARD or f"{module}.{name}" not in {shipped(group, one).get(TARGET) for one in choices(group)}:
+        if group in OWN or f"{module}.{name}" not in {shipped(group, one).get(TARGET) for one in choices(group)}:
             yield f"{module}.{name} is none of the choices of {group}"
     elif not module or not here.has(module):
         yield f"the module {module or '(none)'} is neither in the current directory nor named on this command line"
@@ -223,7 +227,7 @@ def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterato
             yield f"{module} has no class and no function {name}"
         elif found.__module__ != module:  # it was imported there, and is judged by where it is from
             yield from _against_code(group, found.__module__, found.__qualname__, here)
-        elif group != REWARD and (asked := _lacking(group, found)):
+        elif group not in OWN and (asked := _lacking(group, found)):
             yield f"{module}.{name} is not what {group} takes: {asked}"
 
 

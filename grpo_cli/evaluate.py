@@ -24,7 +24,7 @@ from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Metrics by name, and every rollout as a person reads it."""
+    """Metrics by name, and every rollout in readable form."""
 
     metrics: Mapping[str, float]
     examples: tuple[Example, ...]
@@ -55,8 +55,8 @@ def evaluate(
 def evaluate_with(
     bench: Bench, settings: ExamSettings, sampling: SampleSettings, seed: int, split: str = "eval"
 ) -> EvalResult:
-    """What `settings` asks for: its problems (-1: all of the split), sampled at its temperature. UserError if all would
-    be too many."""
+    """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
+    whole split would be too many."""
     prompts = bench.task.prompts(split)
     if settings.problems == -1 and split == "train" and len(prompts) > MOST_PROFILED:
         raise UserError(

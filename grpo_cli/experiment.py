@@ -1,4 +1,4 @@
-"""Settings to a run: where the objects that are made of the configuration's parts are put together, and no more."""
+"""From settings to a run: builds the configured parts and connects them, nothing else."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli.collect.profile import read_history
+from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import engine_parts, inner_engine, make
@@ -26,8 +27,8 @@ from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, write_samples
 from grpo_cli.history import History
 from grpo_cli.interfaces import Bench, Curriculum, Engine, Meter, Parts, Replay, Task, Tracker
-from grpo_cli.model.adapters import AdapterOff
-from grpo_cli.model.checks import check_device, check_vocabulary
+from grpo_cli.model.anatomy import AdapterOff
+from grpo_cli.model.checks import check_device, check_vocabulary, context_of, vocabulary_of
 from grpo_cli.model.load import (
     at_checkpoint,
     eos_token_ids,
@@ -49,6 +50,7 @@ from grpo_cli.support.memory import expand_segments
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import remarks
 from grpo_cli.support.terminal import to_stderr
+from grpo_cli.tasks.demonstrations import conversations, solutions
 from grpo_cli.tracking.console import ConsoleTracker
 from grpo_cli.tracking.introduction import doubts, introduction
 from grpo_cli.tracking.jsonl import JsonlTracker
@@ -57,13 +59,13 @@ from grpo_cli.types import Record
 
 
 def is_ours(settings: RunSettings | EvalRunSettings) -> bool:
-    """Whether rollouts are made by the engine whose memory is PyTorch's, and its shapes known."""
+    """Whether rollouts are made by the engine that allocates through PyTorch and whose shapes are known."""
     kind = hydra.utils.get_object(str(settings.parts["engine"]["_target_"]))
     return isinstance(kind, type) and issubclass(kind, TorchEngine)
 
 
 def say_to_stderr(text: str) -> None:
-    """A warning where there is no live view that it could spoil."""
+    """A warning, for when there is no live view it could garble."""
     to_stderr(f"warning: {text}")
 
 
@@ -73,7 +75,7 @@ def set_up(
     warn: Callable[[str], None] = say_to_stderr,
     **engine: Any,
 ) -> Bench:
-    """Load the model and build its task and engine; `engine` is offered to the engine, before all else."""
+    """Load the model and build its task and engine; `engine` is offered to the engine's builder first."""
     settings: RunSettings | EvalRunSettings = run.settings if isinstance(run, Prepared) else run
     device = run.device if isinstance(run, Prepared) else pick_device(run.device)
     if device.type == "cpu":
@@ -83,27 +85,34 @@ def set_up(
         expand_segments()
     check_device(weights, device)
     tokenizer = load_tokenizer(weights)
-    model = _load(weights, device, settings.seed)
+    model = _load(weights, device, settings)
     check_vocabulary(model, tokenizer, weights.path)
     eos = eos_token_ids(model, tokenizer, () if weights.without_files else weights.eos_tokens)
     pad = pad_token_id(tokenizer, eos)
-    room = model.config.max_position_embeddings - settings.sampling.max_new_tokens
+    room = context_of(model.config) - settings.sampling.max_new_tokens
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": room, "warn": warn}
+    offered["chat_defaults"] = weights.chat_template_kwargs
+    offered["run_dir"] = Path(settings.run_dir)
     task = make("task", settings.parts["task"], offered)
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    # Told to workers of engine=ray, who may not have the code of a collector of one's own.
+    # Told to workers of engine=ray, which may not have the code of a custom collector.
     per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
     return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more))
 
 
-def _load(weights: ModelSettings, device: torch.device, seed: int) -> Any:
-    """The model. Random weights, and all that draws from the global generators unasked, follow the seed."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    return load_model(weights, device)
+def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalRunSettings) -> Any:
+    """The model. Random weights, and anything else that draws from the global generators, follow the seed."""
+    random.seed(run.seed)
+    np.random.seed(run.seed % 2**32)
+    torch.manual_seed(run.seed)
+    return load_model(weights, device, takes_any_family(run))
+
+
+def takes_any_family(run: RunSettings | EvalRunSettings) -> bool:
+    """Whether rollouts can be made of models that are not Llama-shaped."""
+    return bool(together.says(run.parts, "engine", "any_family"))
 
 
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:
@@ -134,7 +143,7 @@ def worker_engine(
     **more: Any,
 ) -> Engine:
     """What a worker of `engine=ray` makes rollouts with. `kv_share`: how many workers divide `sampler.kv_budget` among
-    them; `told`: where the lengths will stand if the trainer `tells_lengths`."""
+    them; `told`: where the lengths will be if the trainer `tells_lengths`."""
     parts = dict(settings.parts) | {"engine": inner_engine(settings.parts["engine"])}
     if tells_lengths:
         parts["predictor"] = {"_target_": "grpo_cli.engine.order.predict.Told"}
@@ -144,7 +153,7 @@ def worker_engine(
 
 
 def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
-    """A training run, ready to go: its model loaded, and its checkpoint, if there is one to go on from."""
+    """A training run, ready to start: its model loaded, and its checkpoint, if it resumes from one."""
     prepared = run if isinstance(run, Prepared) else prepare(run)
     settings = prepared.settings
     run_dir = Path(settings.run_dir)
@@ -158,14 +167,35 @@ def build(run: RunSettings | Prepared[RunSettings]) -> Trainer:
         console.warn(remark)
     everything = sum(p.numel() for p in bench.model.parameters())
     trained = sum(p.numel() for p in bench.model.parameters() if p.requires_grad)
-    for line in introduction(replace(settings, model=weights), everything, trained, bench.device):
+    for line in introduction(replace(settings, model=weights), everything, trained, bench.device, bench.tokenizer):
         console.say(line)
     for line in doubts(settings):
         console.warn(line)
     trackers = _trackers(settings, run_dir, checkpoint, console)
     meter = WallMeter(bench.device, on_phase=console.phase)
     parts = parts_of(prepared, bench, trackers, meter, console.say, console.warn)
+    parts = replace(parts, warmup=_warmup(settings, bench, console.warn))
     return Trainer(settings, parts, checkpoint)
+
+
+def _warmup(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> Sft | None:
+    """What the run begins by imitating. UserError where there is nothing of the kind."""
+    train, tokenizer = settings.train, bench.tokenizer
+    if train.warmup != "sft":
+        return None
+    ends = eos_token_ids(bench.model, tokenizer, () if settings.model.without_files else settings.model.eos_tokens)
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    if train.warmup_path is None:
+        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn)
+    else:
+        found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
+    room = context_of(bench.model.config)
+    shown = tuple(one for one in found if len(one.request.prompt.token_ids) + len(one) <= room)
+    if len(shown) < len(found):
+        warn(f"train.warmup=sft: {len(found) - len(shown)} of {len(found)} are left out, with more than {room} tokens")
+    if not shown:
+        raise UserError(f"train.warmup=sft: nothing is left to imitate that has at most {room} tokens")
+    return Sft(train.warmup_steps, train.warmup_lr, shown, train.prompts * settings.m, settings.seed)
 
 
 def parts_of(
@@ -176,7 +206,7 @@ def parts_of(
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Parts:
-    """What a trainer is put together from."""
+    """The parts that a trainer is built from."""
     settings, rules = run.settings, run.rules
     history = read_history(settings.train.history, bench.task.prompts("train"))
     curriculum, replay = curriculum_of(run, bench.task, history), replay_of(settings, bench, warn)
@@ -186,13 +216,13 @@ def parts_of(
 
 
 def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) -> Replay:
-    """What a run's steps train on again."""
+    """The replay of a run's steps."""
     ends = () if settings.model.without_files else settings.model.eos_tokens
     offered = {
         "task": bench.task,
         "tokenizer": bench.tokenizer,
         "eos_token_ids": eos_token_ids(bench.model, bench.tokenizer, ends),
-        "vocabulary": bench.model.config.vocab_size,
+        "vocabulary": vocabulary_of(bench.model),
         "sampling": settings.sampling,
         "run_dir": Path(settings.run_dir),
         "seed": settings.seed,
@@ -208,7 +238,7 @@ def replay_of(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) 
 
 
 def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculum:
-    """Which problems the run's steps take. UserError if the task has fewer than a step may ask for."""
+    """The curriculum of a run. UserError if the task has fewer problems than a step may ask for."""
     settings, prompts = run.settings, task.prompts("train")
     train = settings.train
     offered = {"prompts": prompts, "per_step": train.prompts, "steps": train.steps, "n": settings.n}
@@ -218,7 +248,7 @@ def curriculum_of(run: Prepared[Any], task: Task, history: History) -> Curriculu
     wanted = run.size.picked
     if wanted > len(prompts):
         collector = settings.parts["collector"]
-        more = [f"collector.{name}" for name in ("pool", "surplus") if name in collector]
+        more = [f"collector.{name}" for name in ("pool", "surplus", "most_rounds") if name in collector]
         raise UserError(
             f"collector={choice_of('collector', collector)} looks at {wanted} problems a step, but the task has "
             f"{len(prompts)}: lower {' or '.join(['train.prompts', *more])}"
@@ -247,15 +277,16 @@ def _checkpoint_to_resume(resume: str | None, accept_damage: bool, warn: Callabl
 
 
 def _refuse_what_is_past(settings: RunSettings, checkpoint: Path) -> None:
-    """A run that goes on has its weights from its checkpoint, and the steps that it has done."""
+    """A resumed run takes its weights and its step count from its checkpoint."""
     done, steps = step_of(checkpoint.name), settings.train.steps
     if done is not None and done > steps:
         raise UserError(f"train.steps={steps} is less than the {done} steps that {checkpoint} has done: ask for more")
     record = read_record(Path(settings.run_dir))
     begun = {} if record is None else record.config.get("model", {})
     if settings.model.adapted or begun.get("path") == settings.model.path:
-        return  # adapters are put on the model that is named, which may have been moved
-    named, saved = (model_config(which) for which in (settings.model, at_checkpoint(settings.model, checkpoint)))
+        return  # adapters go on the model that is named, which may have been moved
+    both = settings.model, at_checkpoint(settings.model, checkpoint)
+    named, saved = (model_config(which, takes_any_family(settings)) for which in both)
     shapes = [[getattr(config, name, None) for name in _SHAPE] for config in (named, saved)]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -296,7 +327,7 @@ def _logger(
 
 
 def _choices() -> dict[str, str]:
-    """What was chosen of each group, of the run that Hydra has started, if it has."""
+    """The choice in each config group, if Hydra started the run."""
     if not HydraConfig.initialized():
         return {}
     chosen = HydraConfig.get().runtime.choices
@@ -307,7 +338,7 @@ def _reference(settings: RunSettings, bench: Bench) -> Any:
     """Always the start's weights, never a checkpoint's: a second copy, or the model with its adapters off."""
     if settings.model.adapted and settings.model.adapter is None:  # new adapters changed nothing
         return AdapterOff(bench.model)
-    return _load(settings.model, bench.device, settings.seed).requires_grad_(False).eval()
+    return _load(settings.model, bench.device, settings).requires_grad_(False).eval()
 
 
 def evaluate_model(settings: EvalRunSettings) -> EvalResult:
@@ -329,8 +360,8 @@ def evaluate_model(settings: EvalRunSettings) -> EvalResult:
 
 
 def _evaluated(settings: EvalRunSettings) -> tuple[EvalResult, float, Mapping[str, Any], Mapping[str, float]]:
-    """The evaluation, its samples written, how many seconds both took, what the engine says of itself, and what of
-    keys and values was saved."""
+    """Evaluate and write the samples. Returns the evaluation, the seconds that both took, the engine's facts, and how
+    much KV memory was saved."""
     bench = set_up(settings, settings.model)
     start = time.perf_counter()
     with torch.autocast(bench.device.type, torch.bfloat16, enabled=settings.model.autocast == "bfloat16"):

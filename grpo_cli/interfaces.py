@@ -1,4 +1,4 @@
-"""What each part that the trainer uses has to do, and the parts of a run together.
+"""The interface of each part that the trainer uses, and the parts of a run together.
 
 A part is one function or one small class, chosen by a YAML file.
 """
@@ -36,7 +36,7 @@ from grpo_cli.types import (
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and their judge. A task holds the tokenizer; nobody else turns text into tokens or back."""
+    """Problems and their judge. A task holds the tokenizer; nothing else turns text into tokens or back."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """The prompts of `train` or `eval`, each with its own id. The two are disjoint, always in the same order."""
@@ -45,15 +45,23 @@ class Task(Protocol):
         """Judge one rollout. Must not execute anything that the model wrote."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as a person reads them, special tokens left out."""
+        """The text of these tokens, without special tokens."""
 
 
 @runtime_checkable
 class BatchTask(Task, Protocol):
-    """A task that judges many rollouts at once for less than one by one; see `collect.requests.score_all`."""
+    """A task that judges many rollouts at once more cheaply than one by one; see `collect.requests.score_all`."""
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
         """One reward for each prompt and rollout, in their order."""
+
+
+@runtime_checkable
+class Counts(Task, Protocol):
+    """A task that counts what judging takes."""
+
+    def counted(self) -> Mapping[str, float]:
+        """Metrics by their full names, since this was last asked."""
 
 
 @runtime_checkable
@@ -162,6 +170,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
     | engine | stops_early | whether it can stop rollouts before their end |
+    | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
     | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
     """
 
@@ -171,6 +180,25 @@ def facts(**said: Any) -> Callable[[Part], Part]:
         return part
 
     return with_facts
+
+
+@runtime_checkable
+class Warmup(Protocol):
+    """What the first steps of a run are made of, in place of rollouts and rewards."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+
+    @property
+    def rate(self) -> float | None:
+        """Their learning rate; None: that of other steps."""
+
+    def groups(self, step: int) -> Sequence[ScoredGroup]:
+        """What step `step` (from 0) is trained on, whose tokens are given."""
+
+    def loss(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+        """As `LossFn`."""
 
 
 @runtime_checkable
@@ -189,31 +217,28 @@ class Collection(Protocol):
     `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
     """
 
-    @property
-    def n(self) -> int: ...
+    n: int
+    prompts: int
+    step: int
+    version: int
+    rng: np.random.Generator
+    history: History  # of the steps before this one
 
     @property
-    def prompts(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def rng(self) -> np.random.Generator: ...
-
-    @property
-    def history(self) -> History:
-        """Of the steps before this one."""
+    def at_limit(self) -> bool:
+        """Whether the run has generated `train.max_generated` tokens and ends with this step: no further round is
+        worth its tokens."""
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
         """`count` problems of the curriculum, none of which this step has picked or resumed before, nor one whose id is
         in `without`."""
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
-        """Judge the rollouts that are at their end; each is judged once, however often it is asked for."""
+        """Judge the finished rollouts; each is judged only once, however often this is called."""
+
+    def teaches(self, group: ScoredGroup) -> bool:
+        """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
+        advantage. What a correction will reject is not known yet."""
 
     def note(self, figure: str, value: int | float) -> None:
         """A number for the record, as `collect/<figure>`."""
@@ -247,7 +272,7 @@ class Replay(Protocol):
 
 @runtime_checkable
 class Credit(Protocol):
-    """How much each token of a step's batch counts, before it is cut into parts: factors of the policy loss.
+    """How much each token of a step's batch counts, before it is split: factors of the policy loss.
 
     `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike.
     """
@@ -257,31 +282,32 @@ class Credit(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A curriculum, collector, replay or credit that learns from what a step brought. It is part of the checkpoint."""
+    """A curriculum, collector, replay or credit that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """Learn from a step, once; metrics of it by their full names."""
+        """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
+        groups that the step has made, the others of those that it trains on (without replayed ones)."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Plain values and tensors, none of which changes later; `kind` says whose they are."""
+        """Plain values and tensors, none of which changes later; `kind` names the rule they belong to."""
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Put back what `state_dict` gave; None if the checkpoint has nothing in its place. UserError if it cannot go
+        """Put back what `state_dict` gave; None if the checkpoint has no state for it. UserError if it cannot go
         on from that."""
 
 
 @runtime_checkable
 class Marks(Remembers, Protocol):
-    """One whose state may be large: it is not copied in every step, but where a checkpoint is written."""
+    """A rule whose state may be large: it is copied only when a checkpoint is written, not in every step."""
 
     def mark(self) -> Callable[[], Mapping[str, Any]]:
-        """What gives the `state_dict` of now when it is called, whatever has changed by then, until the next mark. It
-        takes no longer the more there is."""
+        """A function that returns the `state_dict` as of now, whatever changes before it is called; valid until the
+        next mark. Marking takes constant time, whatever the size of the state."""
 
 
 @runtime_checkable
 class Forgets(Remembers, Protocol):
-    """One that holds something of single problems, which a run that goes on with another task is not to use."""
+    """A rule with state about single problems, which a run that resumes with another task must not use."""
 
     def forget(self, is_other: Callable[..., bool]) -> None:
         """Drop what is held of each problem of which `is_other(id)` says that this task does not have it like that; one
@@ -316,7 +342,7 @@ class Correction(Protocol):
     Asked once in a step: about all rollouts if it `rejects`, else about those that are trained on. The mismatch is
     measured whatever is applied. `mask` holds the tokens that were drawn; given ones are never shown to it. One that
     has a parameter `advantages` is given those of the rows by that name, and must not reject: rollouts are rejected
-    before anybody knows their advantages.
+    before their advantages are known.
     """
 
     @property
@@ -338,7 +364,7 @@ class Correction(Protocol):
 
     @property
     def prox_window(self) -> float | int:
-        """Over how many updates the average of ewma looks back."""
+        """The window of ewma's average, in updates."""
 
     def __call__(
         self,
@@ -360,7 +386,7 @@ class LossFn(Protocol):
 
 @runtime_checkable
 class Loss(LossFn, Protocol):
-    """A loss that says what a run must have ready for it; see `config.instantiate.OwnLoss` for a plain function."""
+    """A loss that declares what a run must provide; see `config.instantiate.OwnLoss` for a plain function."""
 
     @property
     def needs_reference(self) -> bool:
@@ -374,19 +400,19 @@ class Tracker(Protocol):
     def log(self, record: Record) -> None: ...
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Called once, however the run ended; `summary` is what `summary.json` says."""
+        """Called once, however the run ended; `summary` is the content of `summary.json`."""
 
 
 @runtime_checkable
 class RecordFiles(Tracker, Protocol):
-    """A tracker on whose records a checkpoint counts. A step that it has already is not logged again."""
+    """A tracker whose records a checkpoint relies on. A step that it already has is not logged again."""
 
     @property
     def missing(self) -> list[int]:
-        """The steps whose records could not be written, or are gone."""
+        """The steps whose records could not be written or are missing."""
 
     def keep(self, folder: Path) -> None:
-        """Wait until all that was logged is on the disk, and leave in a checkpoint's folder what tells it again."""
+        """Wait until everything logged is on disk, and save what is needed to restore it in a checkpoint's folder."""
 
 
 @runtime_checkable
@@ -394,10 +420,10 @@ class Meter(Protocol):
     """Named spans of time (and memory) inside a step."""
 
     def span(self, name: str) -> Any:
-        """A context manager; spans of one name add up, and may nest under other names."""
+        """A context manager; spans with the same name add up, and spans may be nested."""
 
     def take(self) -> Mapping[str, float]:
-        """Metrics `time/<name>` in seconds since the last `take`, then starts over."""
+        """Metrics `time/<name>` in seconds since the last `take`; then it starts over."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +440,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Bench:
-    """What training and evaluation both need: a model, its task and the engine that makes the model answer."""
+    """What training and evaluation both need: a model, its task, and the engine that generates with it."""
 
     device: torch.device
     model: Any
@@ -426,7 +452,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a run is put together from. `reference` is None when the loss has no KL term."""
+    """All the parts of a run. `reference` is None when the loss has no KL term."""
 
     bench: Bench
     curriculum: Curriculum
@@ -439,3 +465,4 @@ class Parts:
     meter: Meter
     say: Callable[[str], None]
     warn: Callable[[str], None]
+    warmup: Warmup | None = None

@@ -1,6 +1,6 @@
-"""The one list of metric names, each with its sentence, and the functions that compute metrics from values.
+"""The list of all metric names, each with a sentence, and the functions that compute metrics from values.
 
-Not a place where anything is stored or sent: the trainer merges these dictionaries into a `Record`.
+Nothing is stored or sent here: the trainer merges these dictionaries into a `Record`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
     "reward/mean": "Mean total reward over all n rollouts of every prompt, before any selection. As all of reward/*, "
-    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what is replayed "
-    "says nothing of the policy as it is.",
+    "group/* and response/* but the figures of what was kept, it is of rollouts made in the step: what is replayed or "
+    "was held says nothing of the policy as it is, so a step that trains on held groups alone has no such means.",
     "reward/std": "Standard deviation of the total reward over all rollouts of the step; exactly 0 if all are equal.",
     "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
     "replayed ones included; selection biases it.",
@@ -41,7 +41,17 @@ METRICS: Mapping[str, str] = {
     "collect/second_round": "Share of the step's rollouts that collector=dars made in its second round.",
     "collect/carried_rollouts": "Rollouts that collector=partial left partial or not begun, for the next step.",
     "collect/carried_tokens": "Tokens that they have so far.",
+    "collect/dropped_groups": "Groups that collector=dynamic made and left out: their rewards are all equal, or the "
+    "step had enough. What it makes counts in reward/*, group/* and response/* whether it is trained on or not.",
+    "collect/tokens_dropped": "Tokens that were generated for them.",
+    "collect/held_groups": "Groups that collector=dynamic holds for the next step.",
     "collect/expected_mixed": "Mixed groups that collector=mixed expected of its step; group/mixed is what came.",
+    "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
+    "warmup/loss": "Mean negative log-likelihood of a token, in a step of train.warmup=sft.",
+    "judge/questions": "Questions that task.reward=judge has put to its model since the last step.",
+    "judge/kept": "Replies or groups whose question had been answered before, and was not asked again.",
+    "judge/retries": "Questions asked again after the server had failed.",
+    "judge/failed": "Questions without an answer in the end; what they were about is left out.",
     "collect/<figure>": "A figure that the chosen collector reports about itself.",
     "curriculum/predicted_mixed": "Mean chance, as curriculum=dps saw it, that a problem of the step would be mixed.",
     "curriculum/hit": "Share of those problems that some of their rollouts solved and others did not.",
@@ -148,7 +158,7 @@ _PATTERNS = {_pattern(name): sentence for name, sentence in METRICS.items() if "
 
 
 def describe(name: str) -> str:
-    """The sentence that says what metric `name` is. Raises KeyError for a name that is not in the list."""
+    """The sentence that explains metric `name`. Raises KeyError for a name that is not in the list."""
     if name in METRICS:
         return METRICS[name]
     for pattern, sentence in _PATTERNS.items():
@@ -158,19 +168,20 @@ def describe(name: str) -> str:
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """What the step's rollouts were like: all of them, before selection. Empty if there are none."""
+    """Metrics of all the step's rollouts, before selection. A step that made none has no means, which would say
+    something of a policy that was not sampled."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
-        return {}
+        return {"group/mixed": 0.0}
     lengths = [len(rollout) for rollout in rollouts]
     totals = np.concatenate([group.totals for group in groups])
     return {
         "reward/mean": float(totals.mean()),
         # The floating-point deviation of equal numbers need not be 0: that of (0.1, 0.1, 0.1) is 1.4e-17.
-        "reward/std": 0.0 if _all_equal(totals) else float(totals.std()),
+        "reward/std": float(totals.std()) if (totals != totals[0]).any() else 0.0,
         **_part_means(groups),
         "group/zero_std": zero_std_share(groups),
-        "group/mixed": float(sum(not _all_equal(group.totals) for group in groups if len(group.totals))),
+        "group/mixed": float(sum(group.mixed for group in groups)),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
@@ -178,7 +189,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """How episodes of several turns went. Those that are partial are of a later step."""
+    """Metrics of episodes of several turns. Partial ones count in the step that finishes them."""
     episodes = [one for group in groups for one in group.rollouts if one.finish is not Finish.PARTIAL]
     if not episodes:
         return {}
@@ -192,16 +203,16 @@ def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def kept_metrics(chosen: Sequence[ScoredGroup], trained: Sequence[ScoredGroup]) -> dict[str, float]:
-    """What the rollouts were like that were chosen, and those of them that are trained on. Nothing is said of none: a
-    mean of nothing is no number."""
+    """Metrics of the rollouts that were chosen, and of those that are trained on. Means over no rollouts are left
+    out."""
     totals = np.concatenate([np.zeros(0), *(group.totals for group in trained)])
     found = {"reward/kept_mean": float(totals.mean())} if len(totals) else {}
     return found | ({"group/zero_std_kept": zero_std_share(chosen)} if any(len(one.totals) for one in chosen) else {})
 
 
 def reuse_metrics(batch: Batch) -> dict[str, float]:
-    """How much of what is trained on is old or was given. Lags count in updates, over those that were drawn. Empty
-    where all of the step is new."""
+    """How much of what is trained on is old or was given. Lags are in updates, over drawn tokens. Empty if everything
+    in the step is new."""
     if batch.lags is None:
         return {}
     trained = batch.trained_mask
@@ -216,8 +227,8 @@ def reuse_metrics(batch: Batch) -> dict[str, float]:
 
 
 def replay_metrics(replayed: Sequence[ScoredGroup], version: int) -> dict[str, float]:
-    """How many groups were used again, and how old their oldest tokens are, in updates before `version`; empty without
-    any. Those of other runs have no age."""
+    """How many groups were replayed, and how old their oldest tokens are, in updates before `version`; empty if there
+    are none. Groups of other runs have no age."""
     drawn = [[s.version for r in group.rollouts for s in r.spans if s.version >= 0] for group in replayed]
     ages = [version - min(versions) for versions in drawn if versions]
     found = {"replay/groups": float(len(replayed))} if replayed else {}
@@ -225,7 +236,7 @@ def replay_metrics(replayed: Sequence[ScoredGroup], version: int) -> dict[str, f
 
 
 def of_trained(mismatch: Mapping[str, float]) -> dict[str, float]:
-    """What a correction measures, by the names that it has where it was asked about the trained rollouts alone."""
+    """A correction's metrics, renamed to say that it was asked about the trained rollouts only."""
     return {name.replace("mismatch/", "mismatch_trained/", 1): value for name, value in mismatch.items()}
 
 
@@ -235,12 +246,8 @@ def zero_std_share(groups: Sequence[ScoredGroup]) -> float:
     Equality and not a small standard deviation: a group of equal rewards has an advantage of exactly 0, and one of
     nearly equal rewards, once divided by its deviation, does not.
     """
-    filled = [group.totals for group in groups if len(group.totals)]
-    return sum(_all_equal(totals) for totals in filled) / len(filled) if filled else 0.0
-
-
-def _all_equal(values: np.ndarray) -> bool:
-    return bool((values == values[0]).all())
+    filled = [group for group in groups if group.rollouts]
+    return sum(not group.mixed for group in filled) / len(filled) if filled else 0.0
 
 
 def _part_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Which rollouts of a group are trained on, and with what advantage: rejection, then down-sampling, then advantages.
 
-The order matters where the rules meet. A rollout that the correction rejects cannot teach, so with n > m it is never
+The order matters where the rules meet. A rollout that the correction rejects, or that is cut off and left out for it
+(train.truncated), cannot teach, so with n > m it is never
 chosen in place of one that can. With m = n nothing is chosen: the rejected stay in the batch with weight 0, so that the
 divisors count them (as Sparse-RL's release has it), or are left out altogether, by `count_rejected`.
 """
@@ -22,17 +23,18 @@ from grpo_cli.rules.downsample import choose
 from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
+CUT_OFF = "cut off: left out by train.truncated"
 NO_TOKEN = "empty: no response token"
 NO_CREDIT = "credit: no weight for any of the tokens that the correction left"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A scored group and what became of its rollouts.
+    """A scored group, and what happened to its rollouts.
 
-    `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says of each rollout of the group
-    why it is not trained on, and is empty for one that is (of the chosen, only once `settled` has looked at weights).
-    """
+    `indices` are those in the batch, `advantages` theirs in the same order; `reasons` says for each rollout of the
+    group why it is not trained on, and is empty for one that is (for chosen ones, final only after `settled` checks
+    weights)."""
 
     group: ScoredGroup
     indices: tuple[int, ...]
@@ -59,7 +61,7 @@ def select(
 ) -> Selection:
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
-    `rejections` says of each rollout why the correction rejects it, empty if it does not. With `count_rejected` the
+    `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
     rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
     """
     size = len(group.rollouts)
@@ -76,8 +78,8 @@ def select(
 
 
 def settled(selected: Sequence[Selection], batch: Batch, rejections: Sequence[str]) -> list[Selection]:
-    """The same once it is known what every token of their `batch` weighs: a chosen rollout of which none weighs
-    anything gets a reason. `rejections` are those of a correction that was asked about the batch, row by row, or none.
+    """The same selections once the weights of their `batch` are known: a chosen rollout whose tokens all have weight 0
+    gets a reason. `rejections` come from a correction that was asked about the batch, row by row; or there are none.
     """
     trained, answered = (mask.any(dim=1).tolist() for mask in (batch.trained_mask, batch.response_mask))
     rows = zip(trained, answered, rejections or [""] * len(batch), strict=True)
@@ -97,21 +99,21 @@ def advantages_of(
     group_rewards: Float[Tensor, " G"],
     inputs: AdvantageInputs,
 ) -> Any:
-    """What `advantage` answers, as it is; it gets `inputs` only if it has a parameter of that name."""
+    """What `advantage` returns, unchecked; it gets `inputs` only if it has a parameter of that name."""
     named = {"inputs": inputs} if "inputs" in inspect.signature(advantage).parameters else {}
     return advantage(kept_rewards, group_rewards, **named)
 
 
 def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:
-    """What each selected rollout counts so that each prompt counts the same: the mean number of rollouts that a prompt
-    has in the batch, divided by its own. Their mean is 1; without rollouts a prompt has no part in it."""
+    """Weights of the selected rollouts that make each prompt count the same: the mean number of rollouts per prompt in
+    the batch, divided by the prompt's own. Their mean is 1; a prompt without rollouts is not counted."""
     counts = [len(selection.indices) for selection in selected if selection.indices]
     mean = sum(counts) / len(counts)
     return torch.tensor([mean / count for count in counts for _ in range(count)])
 
 
 def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
-    """Where the selected rollouts stand among all rollouts of the step, group after group."""
+    """Indices of the selected rollouts among all rollouts of the step, group by group."""
     rows, start = [], 0
     for selection in selected:
         rows += [start + index for index in selection.indices]

@@ -1,7 +1,7 @@
-"""The plain numbers and words a run is made with: typed, frozen and free of torch.
+"""A run's settings: typed, frozen, and free of torch.
 
-A range is declared beside its type; `config/` fills these from Hydra and checks how they relate. The defaults live in
-`conf/`, where each has its comment, so none is repeated here.
+A range is declared beside its type; `config/` fills these from Hydra and checks how they relate. The defaults are in
+`conf/`, each with its comment, and are not repeated here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Temperature = Range(1e-4, 1e4, "logits are divided by it, in float32, and greedy
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSettings:
-    """How completions are drawn, at whatever temperature. `top_p=1` and `top_k=0` are off.
+    """How completions are drawn, except for the temperature. `top_p=1` and `top_k=0` are off.
 
     A completion ends with the token that completes one of the strings of `stop`, if not before. In an episode of
-    several turns `max_new_tokens` bounds all of it, what the environment answers included, and `max_turn_tokens` each
-    turn of the model.
+    several turns `max_new_tokens` bounds the whole, the environment's answers included, and `max_turn_tokens` each turn
+    of the model.
     """
 
     top_p: Annotated[float, Range(0, 1, above=True)]
@@ -45,13 +45,13 @@ class SampleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SampleSettings):
-    """All that says how a completion is drawn. `temperature=0` is greedy."""
+    """Everything that determines how a completion is drawn. `temperature=0` is greedy."""
 
     temperature: Annotated[float, Temperature]
 
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
-        """As the model says: nothing is truncated, and no string ends a completion."""
+        """The model's own distribution: nothing is truncated, and no string ends a completion."""
         return cls(
             temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
         )
@@ -65,14 +65,16 @@ class LoraSettings:
     alpha: Annotated[float, Range(0, 1e6, "what adapters learn is multiplied by it", above=True)]
     dropout: Annotated[float, Range(0, 1, below=True)]
     targets: tuple[str, ...]
+    dora: bool
+    rslora: bool
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """Which weights, in which precision, and which of them are trained.
 
-    `architecture` holds the numbers of a config.json; it speaks where no folder does (see `model.load.model_config`).
-    """
+    `architecture` holds the numbers of a config.json; it is used where no folder is named (see
+    `model.load.model_config`)."""
 
     path: str
     dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16"))]  # of the weights
@@ -85,8 +87,9 @@ class ModelSettings:
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
+    chat_template_kwargs: Mapping[str, Any] | None  # for the model's own template; the task's take precedence
     architecture: Mapping[str, Any] | None
-    recipe: Mapping[str, Any]  # what `auto` stands for in other groups (see `config.auto`)
+    recipe: Mapping[str, Any]  # what `auto` means in other groups (see `config.auto`)
 
     @property
     def adapted(self) -> bool:
@@ -95,7 +98,7 @@ class ModelSettings:
 
     @property
     def without_files(self) -> bool:
-        """Random weights of a shape given in numbers: there is no config to read, nor a tokenizer."""
+        """Random weights of a shape given as numbers: there is no config to read and no tokenizer."""
         is_here = self.path == "tiny" or Path(self.path).expanduser().is_dir()
         return self.random_init and self.architecture is not None and not is_here
 
@@ -112,11 +115,17 @@ class TrainSettings:
     checkpoint_every: Count
     keep_checkpoints: Count
     padding_free: bool
-    shared_prefix: bool
+    shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     compile: bool | None
     count_by: Annotated[str, OneOf(("rollout", "prompt"))]
+    truncated: Annotated[str, OneOf(("train", "leave_out", "zero"))]
     max_generated: Annotated[int | float | None, Range(0, because="it counts tokens; null is no bound", above=True)]
     history: str | None
+    warmup: Annotated[str, OneOf(("none", "sft"))]
+    warmup_steps: Count
+    warmup_path: str | None
+    warmup_field: str
+    warmup_lr: Annotated[float, Range(0, 1, above=True)] | None
 
 
 @dataclass(frozen=True)
@@ -128,15 +137,16 @@ class OptimSettings:
     warmup_steps: Annotated[int, Range(0)]
     schedule: Annotated[str, OneOf(("constant", "linear", "cosine"))]
     max_grad_norm: Annotated[float, Range(0, 1e15, "AdamW squares gradients, in float32", above=True)]
-    name: Annotated[str, OneOf(("adamw", "adamw8bit"))]
+    name: Annotated[str, OneOf(("adamw", "adamw8bit", "muon"))]
     offload: bool
+    park: bool
     ess: Annotated[str, OneOf(("none", "sqrt", "linear"))]
     ess_reference: Annotated[float, Range(0, 1, "it is a share of the rollouts", above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExamSettings:
-    """How many problems, how many samples of each, and how those are drawn. `problems=-1` is all."""
+    """How many problems, how many samples of each, and how those are drawn. `problems=-1` means all."""
 
     problems: int
     k: Annotated[int, Range(1, MOST_SAMPLES, "it is how many answers each problem is given")]
@@ -151,7 +161,7 @@ class EvalSettings(ExamSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitExamSettings(ExamSettings):
-    """Of `grpo eval`, which may also look at the problems to train on."""
+    """For `grpo eval`, which can also use the training problems."""
 
     split: Annotated[str, OneOf(("eval", "train"))]
 
@@ -168,7 +178,7 @@ GpuWord = Literal["h200", "h100", "a100_80gb", "a100_40gb", "l40s", "l4", "a10",
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How `grpo profile` looks at a run; each word has its comment in `conf/profile.yaml`."""
+    """What `grpo profile` measures; each setting is explained in `conf/profile.yaml`."""
 
     steps: Count
     warmup: Annotated[int, Range(0)]
@@ -195,6 +205,7 @@ class RunSettings:
     resume: str | None
     resume_wait: Annotated[float, Range(0)]
     accept_damage: bool
+    fit: int | str  # bytes, auto or none (`profile.fit`)
     device: Device
     run_dir: str
     model: ModelSettings
@@ -208,7 +219,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ProfileRunSettings(RunSettings):
-    """A training run, and how it is to be looked at."""
+    """A training run, and how to profile it."""
 
     profile: ProfileSettings
 

@@ -4,6 +4,7 @@ updates -> what the rules learn -> record.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,23 +18,23 @@ from torch import Tensor
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
-from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on
+from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers, Warmup
+from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import Selection, batch_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
-from grpo_cli.tracking.progress import Progress, Trained, step_metrics
-from grpo_cli.types import Batch, Record, ScoredGroup, Verdict
+from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
+from grpo_cli.types import Batch, Finish, Record, ScoredGroup, Verdict
 
 
 class Step:
-    """Makes one step after another of the parts of a run. It holds the learner; what a run counts is handed to it."""
+    """Runs the steps of training. It owns the learner; the run's counters are passed in."""
 
     def __init__(self, settings: RunSettings, parts: Parts) -> None:
         self._settings = settings
@@ -52,34 +53,51 @@ class Step:
 
     def run(self, step: int, progress: Progress) -> Record:
         """Step number `step`, from 0; adds what was done to `progress`."""
+        if self._parts.warmup is not None and step < self._parts.warmup.steps:
+            return self._warmed_up(self._parts.warmup, step, progress)
         start = time.perf_counter()
         with self._span("step"):
             version = self.learner.updates
+            self.learner.park()
             fresh = self._fresh(version)
-            collection = self._collection(step, version, fresh)
+            collection = self._collection(step, version, fresh, progress)
             scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
             groups = self._with_replayed(scored, self._settings.train.prompts - fresh, version, step)
+            made = collection.made
             everything, verdict = collate(groups, self._parts.bench.pad_token_id, version), None
-            if self._parts.rules.correction.rejects:  # then it has to be asked before any are chosen
+            cut_off = self._cut_off(groups)
+            if any(cut_off):
+                everything = without_rows(everything, cut_off)
+            if self._parts.rules.correction.rejects:  # then it must be asked before any are chosen
                 with self._span("logprobs"):
                     everything, verdict = self._corrected(everything)
-            selected = self._selected(groups, verdict, step)
+            selected = self._selected(groups, verdict, cut_off, step)
             trained = self._train_on(selected, everything, verdict, step, progress)
-            learnt = self._observe(step, scored)
+            learnt = self._observe(step, scored, made)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
-        metrics = step_metrics(progress, scored, stats, trained) | collection.metrics() | learnt
+        metrics = step_metrics(progress, made, stats, trained) | collection.metrics() | learnt
         metrics |= replay_metrics(groups[len(scored) :], version)
         metrics["prompts/distinct"] = float(len(self._parts.history))
         metrics["memory/peak_bytes"] = float(peak_bytes(self._parts.bench.device))
         metrics |= reserved_bytes(self._parts.bench.device)
-        metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
+        if stats.generated_tokens:
+            metrics["speed/tokens_per_second"] = stats.generated_tokens / collection.rollout_seconds
         record = self._settings.record
-        rows = examples(self._parts.bench.task, scored, trained.selected, record.rollouts, record.tokens)
+        rows = examples(self._parts.bench.task, made, trained.selected[: len(scored)], record.rollouts, record.tokens)
         return Record(step, metrics, rows)
 
+    def _warmed_up(self, warmup: Warmup, step: int, progress: Progress) -> Record:
+        """A step that imitates what it is given."""
+        start = time.perf_counter()
+        with self._span("step"), self._span("update"):
+            batch = collate(warmup.groups(step), self._parts.bench.pad_token_id, self.learner.updates)
+            updates = self._update(batch, step, progress, loss=warmup.loss, rate=warmup.rate)
+        progress.train_seconds += time.perf_counter() - start
+        return Record(step, warmup_metrics(progress, updates, batch))
+
     def _fresh(self, version: int) -> int:
-        """How many problems the step asks anew. UserError if a replay of one's own leaves none, or wants too many."""
+        """How many new problems the step asks for. UserError if a custom replay leaves none or wants too many."""
         prompts = self._settings.train.prompts
         fresh = self._parts.replay.fresh(prompts, version)
         if not (isinstance(fresh, int) and 1 <= fresh <= prompts):
@@ -92,7 +110,7 @@ class Step:
     def _with_replayed(
         self, scored: Sequence[ScoredGroup], count: int, version: int, step: int
     ) -> Sequence[ScoredGroup]:
-        """The step's own groups and those that are replayed. UserError if a replay of one's own loses any."""
+        """The step's own groups and the replayed ones. UserError if a custom replay loses any."""
         rng = np.random.default_rng(seed_of(self._settings.seed, step, "replay"))
         groups = self._parts.replay.draw(count, scored, version, rng)
         shapes = [[(group.prompt, len(group.rollouts)) for group in some] for some in (scored, groups[: len(scored)])]
@@ -103,8 +121,9 @@ class Step:
             )
         return groups
 
-    def _collection(self, step: int, version: int, prompts: int) -> StepCollection:
+    def _collection(self, step: int, version: int, prompts: int, progress: Progress) -> StepCollection:
         settings, parts = self._settings, self._parts
+        most = settings.train.max_generated
         return StepCollection(
             n=settings.n,
             prompts=prompts,
@@ -117,12 +136,27 @@ class Step:
             version=version,
             span=self._span,
             autocast=self.learner.autocast,
+            tokens_left=math.inf if most is None else most - progress.generated_tokens,
+            zero_truncated=settings.train.truncated == "zero",
+            has_advantage=lambda group: self._has_advantage(group, step),
         )
 
-    def _observe(self, step: int, scored: Sequence[ScoredGroup]) -> dict[str, float]:
-        """Tell all that learns from a step what came of it; their metrics."""
-        self._parts.history.observe(step, scored)
-        return {name: value for _, rule in self._remembering() for name, value in rule.observe(step, scored).items()}
+    def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
+        """Whether a rollout that would be trained on has one, as far as is known before a correction is asked."""
+        (selection,) = self._selected([group], None, self._cut_off([group]), step)
+        rows = zip(selection.indices, selection.advantages.tolist(), strict=True)
+        return any(advantage and not selection.reasons[index] for index, advantage in rows)
+
+    def _cut_off(self, groups: Sequence[ScoredGroup]) -> list[bool]:
+        """Which rollouts `train.truncated` leaves out, group after group."""
+        leaves_out = self._settings.train.truncated == "leave_out"
+        return [leaves_out and one.finish is Finish.LENGTH for group in groups for one in group.rollouts]
+
+    def _observe(self, step: int, scored: Sequence[ScoredGroup], made: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Show the step's groups to every rule that learns from them; returns the rules' metrics."""
+        self._parts.history.observe(step, made)
+        told = [(rule, made if name == "curriculum" else scored) for name, rule in self._remembering()]
+        return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
 
     def _remembering(self) -> Iterator[tuple[str, Remembers]]:
         rules = self._parts.rules
@@ -131,12 +165,12 @@ class Step:
         yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
 
     def mark(self) -> Callable[[], dict[str, Any]]:
-        """What tells, until the next mark, what was seen and learnt of the problems as it is now."""
+        """A function that returns the rules' state as of now; valid until the next mark."""
         learnt = {"history": self._parts.history.mark()} | {name: _marked(rule) for name, rule in self._remembering()}
         return lambda: {name: dict(state()) for name, state in learnt.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what a mark told; empty if the checkpoint was made before there was anything."""
+        """Restore the state that a mark returned; empty if the checkpoint is older than all such state."""
         remembering = dict(self._remembering())
         for name in state.keys() - remembering.keys() - {"history"}:
             kind = state[name].get("kind")
@@ -151,7 +185,7 @@ class Step:
         self._forget_other_problems()
 
     def _forget_other_problems(self) -> None:
-        """Go on with what a checkpoint holds of problems that this run's task has, too, and drop the rest."""
+        """Keep a checkpoint's state about problems that this run's task also has, and drop the rest."""
         parts = self._parts
         is_other = OtherProblems(parts.bench.task.prompts("train"), parts.history.digests)
         parts.history.forget(is_other)
@@ -165,9 +199,12 @@ class Step:
                 "keep it, resume with the task as it was"
             )
 
-    def _selected(self, scored: Sequence[ScoredGroup], verdict: Verdict | None, step: int) -> list[Selection]:
+    def _selected(
+        self, scored: Sequence[ScoredGroup], verdict: Verdict | None, cut_off: Sequence[bool], step: int
+    ) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
-        reasons = iter(verdict.reasons if verdict else [""] * sum(len(group.rollouts) for group in scored))
+        rejected = verdict.reasons if verdict else [""] * len(cut_off)
+        reasons = iter([CUT_OFF if cut else why for cut, why in zip(cut_off, rejected, strict=True)])
         selected = []
         for group in scored:
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
@@ -185,12 +222,12 @@ class Step:
         step: int,
         progress: Progress,
     ) -> Trained:
-        """The batch of what was selected, the log-probabilities that it lacks, and the updates made from it.
+        """Build the batch of what was selected, add the log-probabilities that it lacks, and update with it.
 
-        `verdict` is the one on all rollouts, if it was asked for; else one on the batch is.
+        `verdict` is the one on all rollouts, if there is one; otherwise the correction is asked about the batch.
         """
         if not any(selection.indices for selection in selected):
-            self._warn_of_rejection(step)
+            self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
             return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
         batch, by_credit = self._batch_of(selected, everything)
@@ -203,11 +240,11 @@ class Step:
         selected = settled(selected, batch, rejections)
         tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
         if not tokens:
-            self._warn_of_rejection(step, by_credit)
+            self._warn_of_rejection(step, selected, by_credit)
         with self._span("update"):
             updates = self._update(batch, step, progress)
         progress.empty_steps += not any(update.moved or update.fault for update in updates)
-        if verdict is None and updates:  # the learner's own pass was of the policy before it moved
+        if verdict is None and updates:  # the learner's own pass was made before the policy moved
             verdict = self._verdict(batch, updates[0].logprobs)
         mismatch = verdict.metrics if verdict else {}
         reuse |= self._settled(updates, mismatch)
@@ -215,8 +252,8 @@ class Step:
         return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
 
     def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> tuple[Batch, bool]:
-        """The rows of what was selected, with advantages and what each token counts before a correction; and whether
-        it is the credit that leaves none of them a weight."""
+        """The selected rows, with advantages and each token's weight before a correction; and whether the credit has
+        set all of those weights to 0."""
         advantages = torch.cat([selection.advantages for selection in selected])
         batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
         credited = self._credited(batch, selected)
@@ -229,7 +266,7 @@ class Step:
             return replace(batch, ref_logprobs=self.learner.logprobs(self._parts.reference, batch))
 
     def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
-        """Tell the old policy what became of the step, if it moved anything; a loss need not say what it clipped."""
+        """Tell the old policy how the step went, if any weights moved; a loss need not report what it clipped."""
         clipped = [update.metrics.get("loss/clip_fraction", 0.0) for update in updates if update.moved]
         if not clipped:
             return {}
@@ -237,7 +274,7 @@ class Step:
         return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
     def _credited(self, batch: Batch, selected: Sequence[Selection]) -> Batch:
-        """The batch with what each row and each token counts, before a correction weighs them."""
+        """The batch with the weight of each row and token, before a correction changes them."""
         if self._settings.train.count_by == "prompt":
             batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
@@ -245,7 +282,7 @@ class Step:
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
-        """The batch with the old policy's log-probabilities and what the correction makes of them."""
+        """The batch with the old policy's log-probabilities and the correction applied, and its verdict."""
         with self._span("policy_logprobs"):
             policy = self.old_policy.logprobs(batch)
         verdict = self._verdict(batch, policy)
@@ -254,7 +291,12 @@ class Step:
     def _verdict(self, batch: Batch, policy_logprobs: Tensor) -> Verdict:
         return verdict_on(self._parts.rules.correction, batch, policy_logprobs)
 
-    def _warn_of_rejection(self, step: int, by_credit: bool = False) -> None:
+    def _warn_of_rejection(self, step: int, selected: Sequence[Selection], by_credit: bool = False) -> None:
+        if all(why == CUT_OFF for selection in selected for why in selection.reasons):
+            return self._parts.warn(
+                f"step {step + 1}: every rollout was cut off, and train.truncated=leave_out trains on none of them; "
+                "raise sampling.max_new_tokens, or use train.truncated=train"
+            )
         if by_credit:
             return self._parts.warn(
                 f"step {step + 1}: the credit gave no token a weight, so that none of them teaches; with credit=fresh "
@@ -267,9 +309,9 @@ class Step:
             "correction.mask_high"
         )
 
-    def _update(self, batch: Batch, step: int, progress: Progress) -> tuple[Update, ...]:
-        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and counts; one without gradient
-        changes nothing. One without a token left to train on, and so without divisors, is passed over."""
+    def _update(self, batch: Batch, step: int, progress: Progress, **words: Any) -> tuple[Update, ...]:
+        """Every epoch's minibatches in turn. A faulty one changes nothing, is dumped, and is counted; one without
+        gradient changes nothing. One without a token left to train on, and so without divisors, is skipped."""
         settings = self._settings
         updates: list[Update] = []
         begun = self.learner.updates
@@ -279,10 +321,10 @@ class Step:
                 if not part.loss_mask.any():
                     continue
                 if self.learner.updates == begun and not self.old_policy.apart:
-                    # It has not moved, and is the old policy itself: what another pass says of that differs by rounding
-                    # and dropout, which the loss would take for a policy that has moved, and clip.
+                    # It has not moved, and is the old policy itself: another pass would differ by rounding and dropout,
+                    # which the loss would take for a policy that has moved, and clip.
                     part = replace(part, policy_logprobs=None)
-                update = self.learner.update(part, step)
+                update = self.learner.update(part, step, **words)
                 updates.append(update)
                 if update.moved:
                     self.old_policy.follow()
@@ -295,7 +337,7 @@ class Step:
         return tuple(updates)
 
     def _skip(self, batch: Batch, fault: str, step: int, progress: Progress) -> None:
-        """Says what became of a faulty update; raises UserError when there were too many of them in a row."""
+        """Report a faulty update; raises UserError after too many of them in a row."""
         progress.skipped_steps += 1
         progress.bad_in_a_row += 1
         where = self._dump(batch, f"{layout.step_folder(step + 1)}_{progress.skipped_steps}.pt")

@@ -1,4 +1,4 @@
-"""The loop: steps and evaluations, their records, checkpoints, signals, and what is left when it ends."""
+"""The loop: steps and evaluations, their records, checkpoints, signals, and what remains when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo_cli.types import Record
 
 
 class Trainer:
-    """Runs a training from its first (or resumed) step to its last, and leaves its records behind however it ends."""
+    """Runs a training from its first (or resumed) step to its last, and writes its records however it ends."""
 
     def __init__(self, settings: RunSettings, parts: Parts, checkpoint: Path | None = None) -> None:
         self._settings = settings
@@ -42,21 +42,21 @@ class Trainer:
         self._health = HealthCheck(reuse_is_answered=answered, weighed_parts=weighed_parts)
         self._files = [tracker for tracker in parts.trackers if isinstance(tracker, RecordFiles)]
         self._stop = Stop(parts.say)
-        self._done: Record | None = None  # of the last step that this process has finished
+        self._done: Record | None = None  # of the last step that this process finished
         self._chain: dict[str, str] = {}
-        self._state: dict[str, Any] = {}  # as it was then, or where the run goes on from
+        self._state: dict[str, Any] = {}  # as of that step, or of the checkpoint the run resumed from
         if checkpoint is not None:
             self._restore(checkpoint)
 
     def fit(self, stop: Stop | None = None) -> dict[str, Any]:
         """Train to the last step, or until a signal asks to stop; returns what `summary.json` says.
 
-        `stop`: of a caller that already handles signals; otherwise they are handled while this runs.
+        `stop`: given by a caller that already handles signals; otherwise they are handled while this runs.
         """
         status, fault = "failed", None
         self._chain = chain_of(self._run_dir)
         self._stop = self._stop if stop is None else stop
-        (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # of the run that is resumed: a kill leaves none
+        (self._run_dir / layout.SUMMARY).unlink(missing_ok=True)  # the resumed run's: a killed run has none
         with self._stop if stop is None else nullcontext():
             self._clear_leftovers()
             try:
@@ -71,7 +71,7 @@ class Trainer:
                 summary = self._summary(status, fault)
                 try:
                     self._leave(summary)
-                finally:  # a full disk is no reason to leave a tracker open
+                finally:  # even if the disk is full
                     for tracker in self._parts.trackers:
                         tracker.close(summary)
         return summary
@@ -106,7 +106,7 @@ class Trainer:
             self._log()
             if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
-        if not self._saved():  # the signal came after the last look at it
+        if not self._saved():  # the signal came after the last check
             self._save()
 
     def _is_done(self) -> bool:
@@ -116,7 +116,7 @@ class Trainer:
 
     def _finish(self, record: Record | None) -> None:
         """Note that a step is done, and what its checkpoint holds besides weights and optimizer: whatever fails after
-        this may have changed that already. What is known of problems grows with the run, and is copied in `_save`."""
+        this may already have changed that. What is known about problems grows with the run: `_save` copies it."""
         self._done = record
         self._state = {
             "progress": dict(vars(self._progress)),
@@ -126,10 +126,11 @@ class Trainer:
         }
 
     def _evaluate(self) -> dict[str, float]:
-        """Metrics of an evaluation; its time is in `time/eval` and not in the training clock."""
+        """Metrics of an evaluation; its time counts in `time/eval`, not in the training clock."""
         settings, parts = self._settings, self._parts
         if not settings.eval.every:
             return {}
+        self._learner.park()
         with parts.meter.span("eval"), self._learner.autocast():
             result = evaluate_with(parts.bench, settings.eval, settings.sampling, settings.seed)
         accuracy = result.metrics["eval/accuracy"]
@@ -146,7 +147,7 @@ class Trainer:
             self._parts.warn(warning)
 
     def _timed(self) -> Record:
-        """The record of the last finished step, with the time that it took."""
+        """The record of the last finished step, with the time it took."""
         assert self._done is not None, "a step has been finished"
         return replace(self._done, metrics={**self._done.metrics, **self._parts.meter.take()})
 
@@ -180,7 +181,7 @@ class Trainer:
 
     def _save_what_is_done(self) -> None:
         """After a failure: the last finished step, unless it is saved or the weights are half-way to the next. Its
-        record is without the evaluation that was not finished."""
+        record lacks the evaluation that was not finished."""
         if self._done is None or self._learner.updates != self._state["progress"]["updates"] or self._saved():
             return
         try:
@@ -191,7 +192,7 @@ class Trainer:
             self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
 
     def _clear_leftovers(self) -> None:
-        with suppress(OSError):  # they are never taken for anything good
+        with suppress(OSError):  # they are never mistaken for complete files
             clear_leftovers(self._run_dir)
 
     def _restore(self, checkpoint: Path) -> None:

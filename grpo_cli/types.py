@@ -1,6 +1,6 @@
-"""The values that travel through a run, and nothing that acts on them.
+"""The values that pass through a run; nothing here acts on them.
 
-Each is frozen, and its type says how far along the line it is:
+Each is frozen, and its type says which stage it has reached:
 prompt -> group request -> request -> rollout (-> request, for the rest of a partial one) -> group -> scored group (->
 kept scored group) -> batch -> loss -> record.
 """
@@ -30,7 +30,7 @@ class Finish(StrEnum):
 
     @property
     def complete(self) -> bool:
-        """Whether the model itself came to the end, and was not cut off."""
+        """Whether the model ended it itself, rather than being cut off."""
         return self in (Finish.EOS, Finish.STOP)
 
 
@@ -47,7 +47,7 @@ class Prompt:
 class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
-    `held_out` says that it is made to measure: nothing may be learnt from it, not even how long such rollouts are.
+    `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
     may have begun there.
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`count` more rollouts of one problem, each with a random stream of its own."""
+    """`count` more rollouts of one problem, each with its own random stream."""
 
     prompt: Prompt
     count: int
@@ -82,7 +82,7 @@ GIVEN, FOREIGN, ENVIRONMENT = -1, -2, -3
 
 @dataclass(frozen=True)
 class Span:
-    """`count` tokens of a rollout that follow each other, drawn from the weights after `version` updates."""
+    """`count` consecutive tokens of a rollout, drawn from the weights after `version` updates."""
 
     version: int
     count: int
@@ -132,12 +132,12 @@ class Rollout:
 
     @property
     def turns(self) -> tuple[tuple[int, ...], ...]:
-        """What the model said, turn by turn."""
+        """The model's turns."""
         return tuple(tokens for theirs, tokens in self.parts if not theirs)
 
     @property
     def in_turn(self) -> int:
-        """Tokens of the turn that is under way, or has just ended: those after the environment's last word."""
+        """Tokens of the current turn, or of the one that just ended: those after the environment's last answer."""
         parts = self.parts
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0
 
@@ -156,33 +156,36 @@ class Group:
 
     @property
     def whole(self) -> bool:
-        """Whether every rollout is at its end."""
+        """Whether every rollout is finished."""
         return all(rollout.finish is not Finish.PARTIAL for rollout in self.rollouts)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a collector requests at one time: the engine makes all of it before the collector goes on.
+    """What a collector requests at one time: the engine completes all of it before the collector continues.
 
     `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
-    same random stream. Once so many of the step's groups as `enough` says are whole, the round ends and what is under
-    way comes back partial; None: not before all are at their end.
+    same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
+    back partial; None: it ends when all are finished. `held` are whole groups of earlier steps, as they
+    were judged then, which join those of this step.
     """
 
     requests: tuple[GroupRequest, ...] = ()
     resumed: tuple[Group, ...] = ()
     enough: int | None = None
+    held: tuple[ScoredGroup, ...] = ()
 
 
-# Beyond it (either side of 0) float64 has not all whole numbers, and a float32 has not the squares of many.
+# Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
 LARGEST_REWARD = 2.0**53
 
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned. `total` is trained on; `parts` are logged, each by its name.
+    """A rollout's reward. `total` is trained on; `parts` are logged, each by its name.
 
-    `weights` says what each part counts in the total; one that it does not name is only logged. Empty: not known.
+    `weights` says how much each part counts in the total; a part it does not name is only logged. Empty: not known. One
+    that is not `judged`, as its judge has failed, says nothing of its rollout, which is not trained on.
     Evaluation counts an answer as right whose part `answer_part` is at least 1, or the total where there is no such
     part.
     """
@@ -191,6 +194,7 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
     answer_part: str = "correct"
     weights: Mapping[str, float] = field(default_factory=dict)
+    judged: bool = True
 
     @property
     def solved(self) -> bool:
@@ -207,7 +211,7 @@ class ScoredGroup:
     rewards: tuple[Reward, ...]
 
     def take(self, indices: Sequence[int]) -> ScoredGroup:
-        """The same group with only the rollouts at `indices`, in that order."""
+        """The group with only the rollouts at `indices`, in that order."""
         return replace(
             self,
             rollouts=tuple(self.rollouts[i] for i in indices),
@@ -221,6 +225,12 @@ class ScoredGroup:
         totals.setflags(write=False)
         return totals
 
+    @property
+    def mixed(self) -> bool:
+        """Whether rewards differ: compared as they are, since the floating-point deviation of equal ones need not be 0
+        (that of three times 0.1 is 1.4e-17)."""
+        return bool((self.totals != self.totals[:1]).any())
+
     @cached_property
     def solved(self) -> int:
         """How many of the rollouts have the right answer."""
@@ -229,8 +239,8 @@ class ScoredGroup:
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an advantage may look at beyond rewards: all of the group, which of its rollouts are kept, and which are
-    those whose rewards are given as the group's."""
+    """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, and which ones'
+    rewards are passed as the group's."""
 
     group: ScoredGroup
     kept: tuple[int, ...]
@@ -267,7 +277,7 @@ class Batch:
 
     @property
     def trained_mask(self) -> Bool[Tensor, "B T"]:
-        """The tokens that are trained on: those that the policy loss gives a weight, be their advantage 0 or not."""
+        """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
         return self.loss_mask & (self.weights != 0)
 
     @property
@@ -278,7 +288,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a correction says of the rollouts that it was asked about, one row each.
+    """A correction's answer about the rollouts that it was shown, one row each.
 
     `weights` have no gradient and are 0 where nothing is trained, `mask` holds the tokens left to train on, and
     `reasons` says why a row adds nothing to the policy loss; it is empty for a row that does.
@@ -309,7 +319,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the last `generate` cost. Bytes are exact, from shapes; a decode step is one batched forward."""
+    """The cost of the last `generate`. Bytes are exact, from shapes; a decode step is one batched forward."""
 
     decode_steps: int = 0
     generated_tokens: int = 0
@@ -322,7 +332,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class Example:
-    """One rollout as a person reads it: a row of `rollouts.jsonl` and of the W&B table.
+    """One rollout in readable form: a row of `rollouts.jsonl` and of the W&B table.
 
     `turns` is what the model and the environment said, each part with whether it is the environment's; None for a
     completion of one turn. `token_ids`, `logprobs` (None for a token that was given) and `environment` (from where to
@@ -348,17 +358,17 @@ class Example:
     environment: tuple[tuple[int, int], ...] | None = None
 
     def row(self) -> dict[str, Any]:
-        """What is written of it: everything, the tokens only where they were wanted."""
+        """The dictionary that is written; tokens are included only if they were asked for."""
         return {name: value for name, value in vars(self).items() if value is not None or name not in _MAY_LACK}
 
 
-FOR_RUNS = ("token_ids", "logprobs", "environment")  # the fields that no person reads
+FOR_RUNS = ("token_ids", "logprobs", "environment")  # the fields that are not for people
 _MAY_LACK = ("turns", *FOR_RUNS)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a step leaves behind: named numbers (see `metrics.py`) and a few rollouts to read."""
+    """The record of a step: named numbers (see `metrics.py`) and a few rollouts to read."""
 
     step: int
     metrics: Mapping[str, float]

@@ -208,7 +208,7 @@ class Campaign:
 
     def doubles(self, number: int) -> Came:
         """One run continued by two processes that start within 1.5 seconds of each other."""
-        rng, words = self.rng("doubles", number), (*CONFIGS["default"], "train.steps=150", "train.checkpoint_every=50")
+        rng, words = self.rng("doubles", number), (*CONFIGS["default"], "train.steps=90", "train.checkpoint_every=30")
         folder = self.fresh("doubles", number)
         expected, _ = self.alone(words)
         first = self.start(first_of(words, folder), rng)

@@ -5,7 +5,7 @@
 #     scripts/gpu_campaign.sh all FOLDER                 one after the other
 #     scripts/gpu_campaign.sh PART FOLDER --device cpu   the same at toy size, which shows that it runs and measures nothing
 #
-# 1 contact   every part of the torch path once, the tests marked gpu, three runs of grpo train
+# 1 contact   the tests marked gpu (every part of the torch path once), three runs of grpo train
 # 2 decode    a decode step against its floor, 16 to 256 rows, with and without CUDA graphs
 # 3 rollouts  full, micro and infinite with log-normal lengths
 # 4 sparse    tokens/s at equal KV bytes, dense and evicted

@@ -6,11 +6,14 @@
 #     scripts/reproduce.sh pods                training on few of many rollouts against training on all (arXiv 2504.13818)
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
+#     scripts/reproduce.sh dapo                asking until enough groups teach, at equal tokens (arXiv 2503.14476)
 #     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #
 #     scripts/reproduce.sh pods_real           where right answers are rare when training begins
+#     scripts/reproduce.sh turns_real          three attempts with feedback against one
+#     scripts/reproduce.sh gym                 a task of reasoning-gym (the extra gym)
 #     scripts/reproduce.sh infinite_real       replies to GSM8K (--data FILE)
 #     scripts/reproduce.sh sparse_rl_real      how far evicted caches lead a sampler from its policy (--data FILE)
 #
@@ -20,7 +23,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_real) ensure_venv && exec python scripts/reproduce/real_rollouts.py "${@:2}" ;;
-default | turns | pods | sparse_rl | frontier_a | frontier_b | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
+default | turns | turns_real | gym | pods | sparse_rl | frontier_a | dapo | frontier_b | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: default, turns, pods, sparse_rl, frontier_a, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: default, turns, turns_real, gym, pods, sparse_rl, frontier_a, dapo, frontier_b, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

@@ -44,5 +44,10 @@ ensure_venv() {
     rm -f "$installed"
     echo "Installing grpo-cli${extras:+ with $extras} into .venv" >&2
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".${extras:+[$extras]}" || return 1
+    # The extra gym builds pycosat, which has no wheels: a machine with a C compiler gets it too.
+    if [[ ",$extras," == *,dev,* ]] \
+        && ! .venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[$extras,gym]"; then
+        echo "note: the extra gym was not installed, for want of a C compiler perhaps; its tests are skipped" >&2
+    fi
     echo "$wanted [$extras]" >"$installed"
 }

@@ -11,26 +11,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ${1:-} == --help ]] && exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/test.sh
 source scripts/setup.sh
 ensure_venv dev
+vllm=
+if [[ ${1:-} == --all && $(uname -s) == Linux ]]; then
+    said="$(mktemp)"
+    scripts/install_vllm.sh >"$said" 2>&1 & # which takes minutes, and mostly waits
+    vllm=$!
+fi
 ruff check .
 ruff format --check .
 mypy
 # As many processes as cores, one thread each: tests of other numbers of threads set them, or start programs of their own.
 together=(-n logical --maxprocesses 8 --dist worksteal --durations=15)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-(($#)) || exec pytest "${together[@]}" -m "not (process or cluster or study or matrix)"
+few="not (process or cluster or study or matrix)"
+(($#)) || exec pytest "${together[@]}" -m "$few"
 [[ $1 == --all ]] || exec pytest "$@"
 if ! scripts/get_smollm2.sh; then
     echo "NOT RUN: the tests of a real pretrained model, which could not be downloaded (see above)" >&2
 fi
-# Every annotation is checked, but for combinations of what one test has shown already.
-pytest "${together[@]}" -m "not matrix" --jaxtyping-packages=grpo_cli,beartype.beartype
-pytest "${together[@]}" -m matrix
-# The default run to its end as on a machine with more cores (MKL takes no more threads than there are, unless told to).
+# Every annotation is checked where each contract is proven once: what remains runs the same functions, or processes that
+# check nothing.
+pytest "${together[@]}" -m "$few" --jaxtyping-packages=grpo_cli,beartype.beartype
+pytest "${together[@]}" -m "not ($few)"
+# The default run as on a machine with more cores (MKL takes no more threads than there are, unless told to).
 echo "grpo train with 8 threads"
-MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl hydra.run.dir="$(mktemp -d)/run" | tail -n 2
-[[ $(uname -s) == Linux ]] || exit 0
-if ! scripts/install_vllm.sh; then
+MKL_DYNAMIC=FALSE OMP_NUM_THREADS=8 grpo train logger=jsonl train.steps=10 hydra.run.dir="$(mktemp -d)/run" | tail -n 2
+[[ $vllm ]] || exit 0
+if ! wait "$vllm"; then
+    cat "$said" >&2
     echo "NOT RUN: the tests of engine=vllm, since vLLM could not be installed (see above)" >&2
     exit 0
 fi
-exec .venv-vllm/bin/python -m pytest -m vllm tests/test_vllm.py
+exec .venv-vllm/bin/python -m pytest -n 2 --dist worksteal -m vllm tests/test_vllm.py

@@ -33,7 +33,8 @@ _THERE_BEFORE = pytest.StashKey[set[Path]]()
 SMOLLM2 = Path(os.environ.get("SMOLLM2", SCRIPTS.parent / "models" / "smollm2"))
 sys.path += [str(SCRIPTS), str(SCRIPTS / "bench"), str(SCRIPTS / "reproduce")]
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["WANDB_MODE"] = "offline"
+# Tests of W&B set their own: its service, once started, is one for the whole process, and dies with the test before.
+os.environ["WANDB_MODE"] = "disabled"
 
 _CLOCKLESS = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("repeat", _CLOCKLESS, derandomize=True)
@@ -64,6 +65,23 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_rehearsal(monkeypatch: pytest.MonkeyPatch) -> int:
+    """No made-up group has more rollouts than so many."""
+    for module in ("collect", "config"):
+        monkeypatch.setattr(f"grpo_cli.{module}.rehearsal.MOST_REHEARSED", 64)
+    return 64
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile does not look for the largest sizes that fit, which takes it half of its time."""
+    from grpo_cli.profile.estimate import Estimator
+
+    largest = {"n": 64, "sampler.slots": 64, "train.micro_batch_tokens": 4096}
+    monkeypatch.setattr(Estimator, "largest", lambda *given: largest)
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ class Counter:
 
     def reset(self, **row):
         self.left = int(row["answer"])
+        return row.get("opening")
 
     def take(self, count: int) -> str:
         """Take some.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_cli.config.choices import shipped
-from grpo_cli.config.compose import model_of, settings_of
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_cli.config.auto import decided
+from grpo_cli.config.choices import config_dir, shipped
+from grpo_cli.config.compose import model_of, parse, parse_eval, parse_profile, settings_of
 from grpo_cli.config.instantiate import function, ready
 from grpo_cli.runs.record import RunRecord, read_record, write_record
 from grpo_cli.settings import LoraSettings, ModelSettings, OptimSettings, RunSettings, TrainSettings
@@ -50,6 +56,33 @@ def unexpected(text: str) -> None:
     raise AssertionError(f"a warning that nobody expected: {text}")
 
 
+@functools.cache
+def _composed(command: str, *groups: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return hydra.compose(command, [*groups, "run_dir=outputs/x"])
+
+
+def configuration(*overrides: str, command: str = "train") -> DictConfig:
+    """What Hydra makes of the overrides, in a moment: what it makes of a choice is what `shipped` reads
+    (test_config.py). A named experiment lies over choices, so that those beside one are composed by Hydra itself."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    groups = [o for o in parsed if (config_dir() / o.key_or_group).is_dir() and isinstance(o.value(), str)]
+    by_hydra = groups if any(o.key_or_group == "experiment" for o in groups) else []
+    cfg = copy.deepcopy(_composed(command, *(str(o.input_line) for o in by_hydra)))
+    OmegaConf.set_struct(cfg, False)
+    for override in groups if not by_hydra else []:
+        OmegaConf.update(cfg, override.key_or_group, shipped(override.key_or_group, override.value()), merge=False)
+    for override in (o for o in parsed if o not in groups):
+        OmegaConf.update(cfg, override.key_or_group, override.value(), merge=False)
+    return cfg
+
+
+def composed(*overrides: str, command: str = "train") -> Any:
+    """As `settings_of`, of any command, in a moment."""
+    read = {"train": parse, "eval": parse_eval, "profile": parse_profile}[command]
+    return decided(read(configuration(*overrides, command=command)), lambda line: None)
+
+
 _defaults = functools.cache(settings_of)
 
 
@@ -59,7 +92,8 @@ def settings(**changed: Any) -> RunSettings:
 
 
 def train(**changed: Any) -> TrainSettings:
-    return replace(_defaults().train, **changed)
+    """Padded unless asked for: one pass for each update, and none that compares ways."""
+    return replace(_defaults().train, **{"shared_prefix": False} | changed)
 
 
 def optim(**changed: Any) -> OptimSettings:

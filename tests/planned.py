@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -39,8 +40,8 @@ def settings_on_a_gpu(*words: str) -> RunSettings:
 def phases_of(settings: RunSettings) -> dict[str, int]:
     """Bytes of each phase, every rollout as long as may be."""
     device = torch.device("cuda")
-    shapes = shapes_of(settings.model)
-    _, step = step_of(prepare(settings), has_dropout(shapes.model))
+    shapes = shapes_of(settings.model, device)
+    _, step = step_of(replace(prepare(settings), device=device), has_dropout(shapes.model))
     found = estimator_of(settings, shapes, device, 0).predict(step.at_full_length())
     return {phase: total(sizes) for phase, sizes in found.phases.items()}
 

@@ -95,17 +95,17 @@ def require_bits(model: Any) -> None:
 def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
-    defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None}
+    defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None, "threads": "auto"}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
 def make_generation(
-    decoder: Decoder, requests: Sequence[Request], stop: Any = None, prefix: int = 0, **parts: Any
+    decoder: Decoder, requests: Sequence[Request], stop: Any = None, prefix: int = 0, replies: Any = None, **parts: Any
 ) -> Generation:
     """All at once with everything off, but for what is given."""
     found: dict[str, Any] = dict(eos=(EOS,), sampler=full(), sparsity=Dense(), capture=None) | parts
     of_space = (found["sampler"], found["sparsity"], requests, found["capture"], prefix)
-    others = (found["eos"], requests, stop or NeverStop(), NullMeter(), found["sampler"].refills)
+    others = (found["eos"], requests, stop or NeverStop(), NullMeter(), found["sampler"].refills, replies)
     return Generation(Workspace.of(decoder, *of_space), *others)
 
 
@@ -116,10 +116,16 @@ def vllm_engine(model: Any, **parts: Any) -> VllmEngine:
     return VllmEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 
+def some_and_the_rest(cases: Sequence[Any], some: Sequence[Any]) -> list[Any]:
+    """Parameters of which all but `some` are marked as `matrix`; a tuple is those of several names."""
+    assert all(case in cases for case in some)
+    marks = [() if case in some else pytest.mark.matrix for case in cases]
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*of, marks=mark) for of, mark in zip(values, marks, strict=True)]
+
+
 def one_and_the_rest(cases: Sequence[Any], one: Any) -> list[Any]:
-    """Parameters of which only `one` is not marked as `matrix`."""
-    assert one in cases
-    return [case if case == one else pytest.param(case, marks=pytest.mark.matrix) for case in cases]
+    return some_and_the_rest(cases, [one])
 
 
 def scored(

@@ -28,7 +28,7 @@ class Slow(Future):
 
 class Talk:
     """Says 1 to 6 tokens, the end-of-sequence token among them, or in one of five cases ends the episode. It has done
-    so once it was looked at `looks` times. `asked` is how often it was asked."""
+    so once it was looked at `looks` times, or twice or three times as often. `asked` is how often it was asked."""
 
     turn_ends = ()
 
@@ -40,7 +40,7 @@ class Talk:
         digest = hashlib.blake2b(repr((prompt.id, tuple(turns))).encode()).digest()
         count = digest[0] % 6 + 1
         said = None if digest[1] % 5 == 0 else [str(byte % VOCABULARY) for byte in digest[2 : 2 + count]]
-        return Slow(self.looks, said)
+        return Slow(self.looks * (1 + digest[1] % 3), said)
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
         return [EOS] * (turns[-1][-1] != EOS) + [int(word) for word in said]

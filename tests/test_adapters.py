@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_cli.learner.forward import PaddingFree
 from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.model.adapters import AdapterOff, base_of, with_adapters
+from grpo_cli.model.adapters import base_of, with_adapters
+from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.model.load import at_checkpoint, load_model, load_tokenizer, save_pretrained
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError
@@ -22,7 +23,14 @@ from grpo_cli.types import Batch
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
-LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+LORA = LoraSettings(
+    rank=4,
+    alpha=8.0,
+    dropout=0.0,
+    targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"),
+    dora=False,
+    rslora=False,
+)
 
 
 def settings(path: Path | str = "tiny", **changes: Any) -> ModelSettings:
@@ -140,15 +148,17 @@ def test_random_weights_below_adapters_are_saved_with_them(tied: bool, tmp_path:
 
 def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Qwen2ForCausalLM has no linear layer q_prj; did you mean q_proj\?"):
-        with_adapters(small_model(), settings(lora=LoraSettings(4, 8.0, 0.0, ("q_prj",))))
+        with_adapters(small_model(), settings(lora=LoraSettings(4, 8.0, 0.0, ("q_prj",), False, False)))
     with pytest.raises(UserError, match="holds no adapters"):
         with_adapters(small_model(), settings(adapter=str(tmp_path)))
     save_pretrained(with_adapters(small_model(), settings()), load_tokenizer(settings()), tmp_path)
     with pytest.raises(UserError, match="has rank 4, but model.lora.rank=8; leave it at 0"):
-        with_adapters(small_model(), settings(adapter=str(tmp_path), lora=LoraSettings(8, 8.0, 0.0, ("q_proj",))))
-    with pytest.raises(UserError, match=f"holds adapters, and no model .*model.adapter={tmp_path}"):
+        with_adapters(
+            small_model(), settings(adapter=str(tmp_path), lora=LoraSettings(8, 8.0, 0.0, ("q_proj",), False, False))
+        )
+    with pytest.raises(UserError, match=f"holds adapters without their base model.*model.adapter={tmp_path}"):
         load_model(settings(tmp_path), CPU)
-    with pytest.raises(UserError, match="cannot be put on Qwen2ForCausalLM .*RuntimeError: .*: size mismatch"):
+    with pytest.raises(UserError, match="cannot be loaded onto Qwen2ForCausalLM .*RuntimeError: .*: size mismatch"):
         with_adapters(small_model(hidden_size=16, head_dim=4), settings(adapter=str(tmp_path), lora=made.lora()))
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")  # which is never read
     with pytest.raises(UserError, match="lacks adapter_config.json or adapter_model.safetensors"):
@@ -161,5 +171,5 @@ def test_layers_and_ranks_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantize", ["4bit", "8bit"])
 def test_quantised_weights_are_refused_without_a_cuda_gpu(quantize: str) -> None:
-    with pytest.raises(UserError, match=f"model.quantize={quantize} needs a CUDA GPU, .* the device is cpu"):
+    with pytest.raises(UserError, match=f"model.quantize={quantize} needs a CUDA GPU .* the device is cpu"):
         load_model(settings("someone/no-such-model", quantize=quantize), CPU)

@@ -27,7 +27,7 @@ engine/order/ engine/kv/
 engine/gpu/
 engine/step/
 engine/torch/
-learner/ engine/vllm/ engine/ray/ select report/
+learner/ engine/generate/ engine/vllm/ engine/ray/ select report/
 collect/ tracking/
 methods/
 config/
@@ -44,13 +44,15 @@ DOORS = {
     "hydra": {"cli/", "config/", "experiment", "sweep/", "profile/"},
     "omegaconf": {"cli/", "config/", "sweep/"},
     "wandb": {"tracking/"},
+    "trackio": {"tracking/"},
     "vllm": {"engine/"},
-    "transformers": {"model/", "tasks/"},
+    "transformers": {"model/", "tasks/", "engine/generate/"},
     "peft": {"model/"},
     "bitsandbytes": {"learner/"},
     "safetensors": {"model/"},
     "huggingface_hub": {"model/"},
     "datasets": {"tasks/"},
+    "httpx": {"tasks/"},
     "math_verify": {"tasks/"},
     "typer": {"cli/"},
     "rich": {"cli/", "sweep/", "support/", "tracking/", "profile/", "report/"},

@@ -91,10 +91,9 @@ def test_a_budget_is_what_so_many_slots_reserve_and_is_kept():
     # Two slots of 100 tokens and one prompt, in tiles of 64.
     wanted = case(n=6, max_new_tokens=100)
     work = arms.make_work(wanted)
-    assert arms.reserved_bytes(wanted, work) == (2 * 128 + 64) * TINY_BYTES
-    assert arms.reserved_bytes(case(n=6, max_new_tokens=100, words=("model.autocast=bfloat16",)), work) == 320 * (
-        TINY_BYTES // 2
-    )
+    assert arms.budget_of(wanted, work) == (2 * 128 + 64) * TINY_BYTES
+    halved = case(n=6, max_new_tokens=100, words=("model.autocast=bfloat16",))
+    assert arms.budget_of(halved, work) == 320 * (TINY_BYTES // 2)
     with ExitStack() as stack:
         ran = arms.ARMS["budget"](wanted, work, stack)(work.requests)
     assert sorted(ran.lengths) == sorted(r.sampling.max_new_tokens for r in work.requests)

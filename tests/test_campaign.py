@@ -25,14 +25,14 @@ def carried_out(out: Path, campaign: str, count: int) -> list[dict[str, Any]]:
 
 
 def test_runs_that_are_killed_at_any_moment_come_to_what_they_come_to_undisturbed(tmp_path: Path) -> None:
-    trials = carried_out(tmp_path, "kills", 10)
-    assert sum(trial["kills"] + trial["stops"] for trial in trials) >= 8
-    again = carried_out(tmp_path, "kills", 10)
+    trials = carried_out(tmp_path, "kills", 5)
+    assert sum(trial["kills"] + trial["stops"] for trial in trials) >= 4
+    again = carried_out(tmp_path, "kills", 5)
     assert again == trials, "what was carried out is not carried out again"
 
 
 def test_a_damaged_file_is_noticed_or_makes_no_difference(tmp_path: Path) -> None:
-    outcomes = {trial["outcome"] for trial in carried_out(tmp_path, "damage", 8)}
+    outcomes = {trial["outcome"] for trial in carried_out(tmp_path, "damage", 6)}
     assert outcomes <= {"refused", "passed over, said", "differs, said", "made no difference"}
     assert outcomes & {"refused", "passed over, said"}
 

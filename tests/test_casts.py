@@ -9,6 +9,7 @@ import torch
 from small import adapted_model, contents, make_engine, small_model, some_requests
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_cli.engine.step import decoder as decoders
 from grpo_cli.engine.step.decoder import Decoder
 
 
@@ -60,6 +61,13 @@ def test_weights_are_cast_as_they_are_when_rollouts_begin() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_multiplied_as_they_are_are_not_copied(dtype: torch.dtype) -> None:
+def test_weights_that_are_multiplied_as_they_are_are_not_copied(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = Decoder(small_model().to(dtype))
-    assert decoder.in_its_precision() is decoder
+    joined = decoder.in_its_precision()
+    # queries, keys and values of one product, gates with their activations of another; all else is referred to
+    assert joined is not decoder and joined.copied_bytes > 0
+    monkeypatch.setattr(decoders, "PACKED_FROM", 0)
+    unpacked = decoder.may_pack(False)
+    assert unpacked.in_its_precision() is unpacked

@@ -94,8 +94,8 @@ def alter(path: Path) -> None:
     ("damage", "reason"),
     [
         (lambda folder: truncate(folder / "trainer_state.pt"), r"trainer_state.pt has \d+ bytes instead of \d+"),
-        (lambda folder: alter(folder / "trainer_state.pt"), "trainer_state.pt is not what was saved"),
-        (lambda folder: alter(folder / "tokenizer" / "vocab.txt"), "tokenizer/vocab.txt is not what was saved"),
+        (lambda folder: alter(folder / "trainer_state.pt"), "trainer_state.pt has changed since it was saved"),
+        (lambda folder: alter(folder / "tokenizer" / "vocab.txt"), "tokenizer/vocab.txt has changed"),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (lambda folder: (folder / "COMPLETE").unlink(), "the save was interrupted"),
         (lambda folder: truncate(folder / "COMPLETE"), "COMPLETE is damaged"),
@@ -303,7 +303,9 @@ def test_a_run_or_a_checkpoint_can_be_named(tmp_path: Path, root: Path, monkeypa
 
 def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"resume=.*empty is no run folder: it has neither run.json nor checkpoints/"):
+    with pytest.raises(
+        UserError, match=r"resume=.*empty is not a run folder: it has neither run.json nor checkpoints/"
+    ):
         resolve_run(str(tmp_path / "empty"), tmp_path)
     with pytest.raises(UserError, match="resume=nowhere does not exist"):
         resolve_run("nowhere", tmp_path)

@@ -178,11 +178,12 @@ def until_solved(collection: Collection) -> Rounds:
 
 
 def test_a_rehearsal_tells_the_most_that_a_step_may_ask_for() -> None:
-    assert rehearsed(equal, n=16, prompts=5) == CollectionSize.equal(16, 5) == CollectionSize(5, 5, 80, 80, 1)
+    assert rehearsed(equal, n=16, prompts=5) == CollectionSize.equal(16, 5) == CollectionSize(5, 5, 80, 80, 1, 80)
     # all wrong: four rounds of one each for 6 problems; in turns: sample 1 is right
-    assert rehearsed(until_solved, n=9, prompts=3) == CollectionSize(6, 6, 6, 24, 4, unequal=True)
+    assert rehearsed(until_solved, n=9, prompts=3) == CollectionSize(6, 6, 6, 24, 4, 24, unequal=True)
 
 
+@pytest.mark.usefixtures("small_rehearsal")
 def test_a_large_step_is_rehearsed_small_and_told_whole() -> None:
     assert rehearsed(equal, n=64, prompts=1000) == CollectionSize.equal(64, 1000)
     assert rehearsed(equal, n=1_000_000, prompts=2) == CollectionSize.equal(1_000_000, 2)
@@ -351,7 +352,7 @@ from grpo_cli.types import GroupRequest, Round
 
 
 def rule(collection, *, more):
-    \"\"\"A second round for problems that nobody has solved.\"\"\"
+    \"\"\"A second round for unsolved problems.\"\"\"
     prompts = collection.pick(collection.prompts)
     groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in prompts))
     failed = [group.prompt for group in collection.score(groups) if group.solved == 0]
@@ -361,13 +362,14 @@ def rule(collection, *, more):
 """
 
 
+@pytest.mark.usefixtures("no_search")
 def test_a_rule_of_one_s_own_is_rehearsed_run_resumed_and_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine_collect.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["collector._target_=mine_collect.rule", "n=4", "train.prompts=2", "sampling.max_new_tokens=32"]
+    words = ["collector._target_=mine_collect.rule", "n=4", "train.prompts=2", "sampling.max_new_tokens=24"]
     short = ["logger=jsonl", "eval.every=0", "device=cpu"]
     runner = CliRunner()
     refused = runner.invoke(app, ["train", *words, *short, "hydra.run.dir=none"])

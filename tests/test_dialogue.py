@@ -16,6 +16,7 @@ from grpo_cli.collect.requests import score_all
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import Prompting
+from grpo_cli.tasks.turns import environment_of
 from grpo_cli.types import Finish, Group, Request, Rollout, Span
 
 PLAIN, CHAT = make_tokenizer(), make_tokenizer(chat_template=True)
@@ -26,6 +27,9 @@ def rows(tmp_path: Path) -> str:
     made = [{"question": f"q{i}", "answer": str(i), "hint": "!"} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     return str(tmp_path / "rows.jsonl")
+
+
+SETTINGS: Any = dict(turns=2, feedback=None, respond=None, environment="environments:Counter", tools=None)
 
 
 def talking(rows: str, tokenizer: Any = PLAIN, **words: Any) -> Any:
@@ -108,6 +112,24 @@ def test_a_class_hears_its_turns_again_wherever_it_is_asked(rows):
     assert heard(stepping, "a", "b") == ["a b"] and heard(stepping, "a") == ["a"] and heard(stepping, "end") is None
 
 
+def test_what_reset_returns_goes_behind_the_question(rows, tmp_path):
+    chat = make_tokenizer(chat_template=TOOLS)
+    plain = talking(rows, chat, environment="environments:Counter", turns=4).prompts("train")[0]
+    made = [json.loads(line) for line in Path(rows).read_text().splitlines()]
+    opened = tmp_path / "opened.jsonl"
+
+    def first(**more: object) -> str:
+        opened.write_text("".join(json.dumps(row | more) + "\n" for row in made))
+        task = talking(str(opened), chat, environment="environments:Counter", turns=4)
+        return chat.decode(task.prompts("train")[0].token_ids)
+
+    question = made[0]["question"]
+    before = chat.decode(plain.token_ids)
+    assert question in before and first(opening=" 7 left") == before.replace(question, f"{question} 7 left")
+    with pytest.raises(UserError, match="returned a int for line 1: return text"):
+        environment_of(SETTINGS, lambda prompt, text: False).opens({"answer": "1", "opening": 7}, "line 1")
+
+
 def test_a_class_that_says_different_things_is_refused(rows):
     with pytest.raises(UserError, match="in two ways"):
         heard(talking(rows, environment="environments:Random"), "a")
@@ -127,7 +149,7 @@ def test_a_class_that_says_different_things_is_refused(rows):
         ({"environment": "environments:respond"}, "task.respond"),
         ({"tools": "environments:untyped", "tokenizer": make_tokenizer(chat_template=TOOLS)}, "untyped.*type"),
         ({"tools": "environments:add"}, "chat template"),
-        ({"tools": "environments:add", "tokenizer": CHAT}, "tells of no tools"),
+        ({"tools": "environments:add", "tokenizer": CHAT}, "does not render tools.*task.respond"),
         ({"respond": "environments:respond", "respond_seconds": 0.0}, "task.respond_seconds"),
         ({"respond": "environments:respond", "respond_workers": 0}, "task.respond_workers"),
         ({"turns": 0}, "task.turns=0"),

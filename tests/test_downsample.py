@@ -249,8 +249,8 @@ def my_rule(group, keep, rng, answer):
         ([0, 1, 2], "returned 3 of them"),
         ([0, 3], "returned 3: indices run from 0 to 2"),
         ([-1, 0], "returned -1"),
-        ([0.0, 1.0], "no integer"),
-        (np.array([True, False, True]), "no integer"),
+        ([0.0, 1.0], "not an integer"),
+        (np.array([True, False, True]), "not an integer"),
         (None, "returned None: return a list of 2 integers"),
     ],
 )

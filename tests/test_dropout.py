@@ -20,7 +20,7 @@ from grpo_cli.settings import LoraSettings
 
 pytest.importorskip("peft")
 CPU = torch.device("cpu")
-DROPPING = LoraSettings(rank=2, alpha=4.0, dropout=0.5, targets=("q_proj",))
+DROPPING = LoraSettings(rank=2, alpha=4.0, dropout=0.5, targets=("q_proj",), dora=False, rslora=False)
 TINY = replace(made.model(), lora=DROPPING)
 WORDS = ("model.lora.rank=2", "model.lora.dropout=0.5", "optim.lr=0.01", "optim.warmup_steps=0")
 SPARSE_RL = "correction=sparse_rl"

@@ -74,7 +74,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
             pass
         return
     if name == "metrics.jsonl":
-        with pytest.raises(UserError, match=r"is no regular file"):
+        with pytest.raises(UserError, match=r"is not a regular file"):
             JsonlTracker(tmp_path, first_step=1)
         assert not never_saved(tmp_path)
     else:
@@ -194,6 +194,7 @@ def test_a_collector_that_asks_for_more_than_can_be_held_is_refused_before_it_is
 
 
 @pytest.mark.parametrize("changed", [{"n": 2**62, "m": 2**62}, {"n": 2**62, "m": 4}])
+@pytest.mark.usefixtures("small_rehearsal")
 def test_a_step_of_more_rollouts_than_can_be_held_is_refused(changed: dict[str, int]) -> None:
     from dataclasses import replace
 

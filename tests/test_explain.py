@@ -127,6 +127,20 @@ def test_help_refuses_what_it_cannot_compose_and_leaves_other_flags_to_hydra(tmp
     assert "\n  max_new_tokens: auto\n" in said("train", "--help", f"--config-dir={tmp_path}")
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("model=/some/folder", "model=hf model.path=/some/folder"),
+        ("model=Qwen/Qwen3-0.6B", "model=hf model.path=Qwen/Qwen3-0.6B"),
+        ("task=./rows.jsonl", "task=jsonl task.path=./rows.jsonl"),
+    ],
+)
+def test_a_path_in_place_of_a_choice_is_told_where_it_goes(word, meant):
+    result = grpo("train", word)
+    assert result.exit_code == 2 and result.stderr.startswith(f"error: {word} is not one of the choices ")
+    assert f"; a path is given as {meant}\n" in result.stderr
+
+
 def test_a_group_is_explained_by_its_choices_and_a_choice_by_its_settings():
     group = said("explain", "sampler")
     assert "\n  sampler=full      (the default) All rollouts" in group and "conf/sampler/" in group

@@ -139,6 +139,6 @@ def test_a_gpu_that_goes_without_is_told_once(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         engine._pad()
     assert said == [
-        "decode steps do not attend by FlashAttention, and so slower: it multiplies in 16 bits, and rollouts are made "
+        "decode steps do not use FlashAttention, and are slower: it multiplies in 16 bits, and rollouts are made "
         "in float32"
     ]

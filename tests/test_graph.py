@@ -72,15 +72,15 @@ def test_few_shapes_occur_and_those_that_come_back_are_captured() -> None:
 
 def test_a_graph_is_refused_where_it_cannot_be() -> None:
     model = small_model()
-    with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, and the model is on cpu"):
+    with pytest.raises(UserError, match="engine.cuda_graph=true needs a GPU, but the model is on cpu"):
         make_engine(model, cuda_graph=True)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"is_loaded_in_8bit": True}, "model.quantize=8bit looks for outliers in every step"),
-        ({"rope_type": "dynamic"}, "rope_type dynamic looks for the longest row in every step"),
+        ({"is_loaded_in_8bit": True}, "model.quantize=8bit searches for outliers in every step"),
+        ({"rope_type": "dynamic"}, "rope_type dynamic depends on the longest row in every step"),
     ],
 )
 def test_a_model_that_asks_the_host_is_not_recorded(words: dict[str, Any], said: str) -> None:

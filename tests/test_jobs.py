@@ -17,11 +17,12 @@ import psutil
 import pytest
 from rich.console import Console
 
+from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.pool import Pool
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, Status, is_done, is_running, locked, read_status, write_status
+from grpo_cli.sweep.status import Job, Status, is_done, is_running, read_status, write_status
 
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
@@ -85,8 +86,8 @@ def test_a_job_that_fails_stops_no_other_and_says_why(tmp_path: Path) -> None:
     assert ends == [
         ("failed", 2, "n=1 is too few"),
         ("done", 0, None),
-        ("failed", -9, "killed by SIGKILL: often because the machine had no memory left"),
-        ("failed", 3, "exit code 3, and no word in the log"),
+        ("failed", -9, "killed by SIGKILL: often because the machine ran out of memory"),
+        ("failed", 3, "exit code 3, and nothing in the log"),
         ("failed", 1, "ValueError: odd"),
         ("failed", 0, "it ended interrupted"),
         ("failed", -40, "killed by signal 40"),
@@ -142,7 +143,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 def ended(process: int) -> bool:
     try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE  # nobody has asked how it ended
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE  # it was not waited for
     except psutil.NoSuchProcess:
         return True
 
@@ -202,7 +203,7 @@ def test_an_error_of_ours_leaves_no_process_behind_and_lets_it_save(tmp_path: Pa
 def test_a_job_that_outlived_its_launcher_is_not_started_again(tmp_path: Path) -> None:
     (job,) = listed(tmp_path, "true")
     with open(job.folder / "log.txt", "wb") as log:
-        assert locked(log)
+        assert try_lock(log)
         left = subprocess.Popen(["sleep", "60"], stdout=log)
     try:
         assert is_running(job.folder)

@@ -14,8 +14,10 @@ import made
 import pytest
 from made import unexpected
 from tiny_hf import make_tokenizer
+from typer.testing import CliRunner
 from words import rollout_of, task_of
 
+from grpo_cli.cli.main import app
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.jsonl import Jsonl
 from grpo_cli.tasks.problems import LazyPrompts, Problem
@@ -260,7 +262,7 @@ def test_of_a_prompt_with_more_characters_than_its_tokens_can_have_only_the_begi
     asked = [Problem(1, "p.jsonl, line 1", "a" * 50 * most, "1"), Problem(2, "p.jsonl, line 2", "b", "1")]
     seen: list[str] = []
     encode = Prompting.encode
-    monkeypatch.setattr(Prompting, "encode", lambda self, text: seen.append(text) or encode(self, text))
+    monkeypatch.setattr(Prompting, "encode", lambda self, text, *chat: seen.append(text) or encode(self, text))
     message = message_of(lambda: LazyPrompts("train", asked, prompting, 20, "refuse", unexpected))
     assert "line 1: the prompt has " in message and seen == ["x", "a" * most]
 
@@ -349,6 +351,21 @@ def test_a_hub_data_set_is_read_like_a_file(tmp_path: Path, monkeypatch: pytest.
     message = message_of(lambda: make("hub:someone/sums:train", eval_path="hub:someone/sums:hard:test"))
     assert "hub:someone/sums:hard:test, row 1: no answer was understood" in message
     assert asked == [("someone/sums", "train")] * 2 + [("someone/sums", "hard", "test")]
+
+
+def test_a_run_takes_a_published_data_set_of_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    rows = [{"problem": f"What is {i}/3?", "answer": rf"\frac{{{i}}}{{3}}", "solution": "..."} for i in range(20)]
+    asked: list[tuple[str, ...]] = []
+    hub(monkeypatch, lambda *names, split: asked.append((*names, split)) or rows)
+    monkeypatch.chdir(tmp_path)
+    words = "task=jsonl task.path=hub:agentica-org/DeepScaleR-Preview-Dataset:train task.question_field=problem "
+    words += "task.reward=math n=2 train.prompts=2 train.steps=1 sampling.max_new_tokens=4 eval.every=0 eval.problems=1"
+    result = CliRunner().invoke(app, ["train", *words.split(), "hydra.run.dir=run", "record.rollouts=-1"])
+    assert result.exit_code == 0, result.output
+    assert {*asked} == {("agentica-org/DeepScaleR-Preview-Dataset", "train")}
+    shown = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
+    assert len(shown) == 4 and all(row["prompt"].startswith("Question: What is ") for row in shown)
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), ValueError("no route"), None])

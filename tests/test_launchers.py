@@ -19,10 +19,11 @@ from test_sweep import HELD
 from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
-from grpo_cli.sweep import launcher
+from grpo_cli.runs.lock import try_lock
+from grpo_cli.sweep import launcher, pool
 from grpo_cli.sweep.launcher import run_alone
 from grpo_cli.sweep.resume import Sweep
-from grpo_cli.sweep.status import Job, Status, is_running, locked, read_status, write_status
+from grpo_cli.sweep.status import Job, Status, is_running, read_status, write_status
 
 COMPLETED = """echo '{"status": "completed"}' > summary.json"""
 WAIT = "n=0; while [ $((n+=1)) -lt 2400 ]; do sleep 0.05; done"  # for two minutes at most, and a trap can interrupt it
@@ -109,7 +110,7 @@ def test_a_job_that_a_killed_worker_left_behind_is_waited_for_and_not_run_twice(
     """A Ray worker that is killed leaves the job's process running, and its task is tried again."""
     job = listed(tmp_path)
     with open(job.folder / "log.txt", "wb") as log:
-        assert locked(log)
+        assert try_lock(log)
         left = subprocess.Popen(["sh", "-c", f"read go; cd {job.folder}; {COMPLETED}"], stdin=-1, stdout=log)
     monkeypatch.setattr(launcher.time, "sleep", lambda seconds: left.communicate(b"\n") and None)
     here(job, "echo again; exit 1", monkeypatch)
@@ -121,12 +122,15 @@ class Requeued(BaseException):
     """What submitit's handler ends its process with is SystemExit; any will do."""
 
 
+@pytest.mark.parametrize("starting", [True, False])
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGUSR2, Requeued), (signal.SIGUSR1, Requeued), (signal.SIGTERM, SystemExit)]
 )
 def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException], starting: bool
 ) -> None:
+    """Also where the signal comes before the launcher knows of the process that it has begun."""
+
     def requeue(number: int, frame: Any) -> None:
         raise Requeued
 
@@ -135,16 +139,22 @@ def test_a_job_that_is_requeued_saves_first_and_waits_for_its_next_turn(
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
-    job = listed(tmp_path)
+    def started(*words: Any) -> Any:
+        process = start(*words)
+        if starting:
+            press()
+        else:
+            threading.Thread(target=press).start()
+        return process
+
+    job, start = listed(tmp_path), pool._started
     before = signal.signal(number, requeue) if raised is Requeued else signal.getsignal(number)
-    thread = threading.Thread(target=press)
-    thread.start()
     try:
-        with pytest.raises(raised):
+        with monkeypatch.context() as patched, pytest.raises(raised):
+            patched.setattr(pool, "_started", started)
             here(job, f"""trap 'echo saved; echo "{{}}" > state; exit 1' TERM; touch ready; {WAIT}""", monkeypatch)
     finally:
         signal.signal(number, before)
-        thread.join()
     assert (job.folder / "log.txt").read_text() == "saved\n"
     assert states(tmp_path) == [("waiting", "the sweep was stopped while it ran")]
     here(job, COMPLETED, monkeypatch)

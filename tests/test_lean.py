@@ -19,9 +19,15 @@ from grpo_cli.model import mlp_recompute as lean
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.profile.allocations import ACTIVATIONS, Allocations
+from grpo_cli.support import memory
 
 IDS = torch.randint(2, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(3, 20, dtype=torch.bool).tril(12).logical_and(torch.arange(20) > 4)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "is_little", lambda nbytes: False)
 
 
 class KeepAll(lean._Hooks):
@@ -147,6 +153,29 @@ def test_packed_rows_keep_little_too(monkeypatch: pytest.MonkeyPatch) -> None:
         packed_hidden(model, IDS.flatten(), [Tree(10, (20, 30))]).sum().backward()
         found.append([p.grad for p in model.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_is_little_depends_on_the_machine_and_on_what_the_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 3200)
+    monkeypatch.setattr(memory, "_room", None)
+    assert memory.is_little(100) and not memory.is_little(101)
+    memory.keep_freed(320)
+    assert memory.is_little(10) and not memory.is_little(11)
+
+
+@pytest.mark.parametrize("room", [289 * 60 * 4 * 2, 10**9])
+def test_a_pass_that_is_small_for_this_machine_stores_everything(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[lean._Hooks] = []
+    hooks = lean._Hooks
+    monkeypatch.setattr(lean, "_Hooks", lambda: made.append(hooks()) or made[-1])
+    monkeypatch.setattr(lean, "is_little", lambda nbytes: nbytes <= room)
+    with Allocations(model := small_model("llama")) as allocations:
+        states = lean.last_states(model, input_ids=IDS)
+        stored = allocations.take_peak()[ACTIVATIONS]
+    assert len(made) == (room < 10**9)
+    # by its own estimate of what it would store, which is near what it does
+    assert made or stored == pytest.approx(lean._stored_bytes(model, IDS.numel()), rel=0.25)
+    del states
 
 
 def test_what_is_freed_goes_back_all_along_the_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_rows_that_are_not_those_written_are_refused_and_kept_only_if_asked(
     assert path.read_bytes() == before
     warnings: list[str] = []
     tracker = resumed(tmp_path, checkpoint, warnings, accept=True)
-    assert warnings and all(f"damage is accepted, and stays: {name}" in warning for warning in warnings)
+    assert warnings and all(f"accepted damage: {name}" in warning for warning in warnings)
     kept = path.read_bytes()
     assert kept == b"" or kept.endswith(b"\n")
     assert {*kept.splitlines()} <= {*before.splitlines()} and b'{"step": 4' not in kept
@@ -134,7 +134,7 @@ def test_a_checkpoint_without_a_ledger_wants_each_step_of_metrics_once(tmp_path:
     checkpoint, path = written(tmp_path), tmp_path / "metrics.jsonl"
     (checkpoint / "ledger.npz").unlink()
     whole = path.read_bytes()
-    reasons = {"one is doubled": "disorder", "one is missing": "1 steps from 2 on", "no step": "line 3"}
+    reasons = {"one is doubled": "out of order", "one is missing": "1 steps from 2 on", "no step": "line 3"}
     for damage, reason in reasons.items():
         path.write_bytes(b"".join(DAMAGES[damage](whole.splitlines(keepends=True))))
         with pytest.raises(UserError, match=f"metrics.jsonl.*{reason}.*accept_damage=true"):

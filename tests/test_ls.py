@@ -105,7 +105,7 @@ def test_a_folder_without_runs_is_answered_kindly_and_one_that_is_none_is_refuse
     for name in ("nowhere", "file"):
         said = grpo(name)
         assert (said.exit_code, said.stdout) == (2, "")
-        assert f"{name} is no folder: name one that holds runs" in said.stderr
+        assert f"{name} is not a folder: name one that holds runs" in said.stderr
 
 
 def test_a_run_s_own_folder_is_listed_by_its_name(elsewhere):

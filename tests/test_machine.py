@@ -77,6 +77,7 @@ import torch
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import invariance_of
 from test_same_rollouts import POLICIES, same_in_short
+from test_turns import same_episodes
 for threads in (3, 8):
     torch.set_num_threads(threads)
     for policy in (POLICIES["embedded"], POLICIES["576 wide"]):
@@ -84,6 +85,8 @@ for threads in (3, 8):
         holds = invariance_of(Decoder(model)).holds
         if holds:
             same_in_short(model, policy.requests())
+            if threads == 3 and policy is POLICIES["embedded"]:
+                same_episodes(model)
         print("held" if holds else "not held")
 """
 
@@ -102,7 +105,7 @@ def test_where_a_processor_is_found_to_hold_bits_it_does(processor: str) -> None
 
 
 class Uneven(torch.nn.Linear):
-    """A product whose bits depend on the number of rows, as on a processor that nobody has tried."""
+    """A product whose bits depend on the number of rows, as on an untested processor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (1.0 + 1e-6 * (x.shape[0] % 7))

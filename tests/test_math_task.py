@@ -87,13 +87,13 @@ def test_an_answer_that_is_not_marked_is_right_but_not_strictly(judge: MathJudge
 
 def test_who_hangs_is_a_counted_zero_within_the_limit_and_asked_once() -> None:
     pytest.importorskip("math_verify")
-    judge = MathJudge("correct", 8.0, 2, "stop")
+    judge = MathJudge("correct", 4.0, 2, "stop")
     replies = [reply(rf"\boxed{{{text}}}", "2x") for text in (TOWER, "x+x", r"(10^9)!", "3x")] * 3
     parts = judge(replies)
     assert [p["over_limit"] for p in parts] == [1.0, 0.0, 1.0, 0.0] * 3
     assert [p["correct"] for p in parts] == [0.0, 1.0, 0.0, 0.0] * 3
     judge.close()
-    assert [p["over_limit"] for p in judge(replies)] == [1.0, 0.0, 1.0, 0.0] * 3  # remembered: nobody is started
+    assert [p["over_limit"] for p in judge(replies)] == [1.0, 0.0, 1.0, 0.0] * 3  # remembered: no worker is started
     assert not started(judge)
 
 

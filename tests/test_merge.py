@@ -76,8 +76,8 @@ def test_what_holds_no_adapters_is_refused(run: Path, tmp_path: Path):
 
 def test_nothing_is_written_over(run: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    assert "is there and no empty folder; name a new one" in refused(run, tmp_path)
-    assert "is there and no empty folder" in refused(run, tmp_path / "mine.txt")
+    assert "exists and is not an empty folder; name a new one" in refused(run, tmp_path)
+    assert "exists and is not an empty folder" in refused(run, tmp_path / "mine.txt")
     assert (tmp_path / "mine.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
@@ -88,7 +88,7 @@ def test_a_base_that_is_quantised_or_unknown_is_refused(run: Path, tmp_path: Pat
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (quantised / "config.json").write_text(json.dumps(config))
     said = refused(run, tmp_path / "merged", "--base", quantised)
-    assert f"{quantised} is quantised" in said and "name the model that it was made of with --base" in said
-    assert "is no folder" in refused(run, tmp_path / "merged", "--base", "./nowhere")
+    assert f"{quantised} is quantised" in said and "name the model that it was made from with --base" in said
+    assert "is not a folder" in refused(run, tmp_path / "merged", "--base", "./nowhere")
     assert "--dtype=int3 must be one of float32, bfloat16" in refused(run, tmp_path / "merged", "--dtype", "int3")
     assert not (tmp_path / "merged").exists()

@@ -94,7 +94,7 @@ def test_kept_metrics_speak_of_the_kept_rollouts_alone() -> None:
 
 
 def test_without_rollouts_there_are_no_metrics() -> None:
-    assert rollout_metrics([]) == {} == rollout_metrics([group()])
+    assert rollout_metrics([]) == {"group/mixed": 0.0} == rollout_metrics([group()])
     assert kept_metrics([], []) == {} == kept_metrics([group()], [group()])
 
 

@@ -108,11 +108,12 @@ def test_a_control_group_and_those_around_it_bound_what_is_free(
         (folder / used).write_text("3000\n")
         (folder / "memory.stat").write_text(f"anon 2000\n{cached} 700\n")
     (tmp_path / "own").write_text(f"7:cpuset:/a\n{line}\n")
-    found = sorted(memory._free_of_groups(tmp_path / "own", tmp_path / "cgroup"))
-    assert found[:2] == [5000 - 3000 + 700, 100000 - 3000 + 700]
-    assert list(memory._free_of_groups(tmp_path / "none", tmp_path)) == []
+    found = sorted(memory._control_groups(tmp_path / "own", tmp_path / "cgroup"), key=lambda group: group.limit)
+    assert [(group.limit, group.used) for group in found[:2]] == [(5000, 2300), (100000, 2300)]
+    assert list(memory._control_groups(tmp_path / "none", tmp_path)) == []
     (tmp_path / "own").write_text(line.replace("/a/b", "/elsewhere/in/a/container"))
-    assert list(memory._free_of_groups(tmp_path / "own", tmp_path / "cgroup")) == [100000 - 3000 + 700]
+    (found,) = memory._control_groups(tmp_path / "own", tmp_path / "cgroup")
+    assert (found.limit, found.used) == (100000, 2300)
 
 
 def test_a_run_on_a_gpu_is_told_before_it_begins_what_will_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

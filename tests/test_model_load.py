@@ -17,23 +17,18 @@ import pytest
 import torch
 from httpx import Request, Response
 from huggingface_hub.errors import GatedRepoError
-from small import make_engine, some_requests
-from small import small_model as made_model
+from small import make_engine, small_model, some_requests
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -77,17 +72,6 @@ def tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load_model(settings(), CPU), load_tokenizer(settings())
 
 
-def small_model(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SMALL))
-    if family == "mistral":
-        return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None))
-    if family == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SMALL))
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16))
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_every_supported_family_loads_from_its_folder_with_the_same_weights(family: str, tmp_path: Path) -> None:
     saved = small_model(family)
@@ -108,14 +92,14 @@ def test_weights_that_are_not_finite_are_named(bad: float, tmp_path: Path) -> No
     with pytest.raises(UserError) as caught:
         load_model(settings(tmp_path), CPU)
     name = "model.layers.1.mlp.up_proj.weight"
-    assert f"model.path={tmp_path}: 3 of the 1536 numbers of {name} are not finite" in str(caught.value)
+    assert f"model.path={tmp_path}: 3 of the 2048 numbers of {name} are not finite" in str(caught.value)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_said_with_both_numbers(tiny) -> None:
     model, tokenizer = tiny
     check_vocabulary(model, tokenizer, "tiny")
     with pytest.raises(
-        UserError, match=r"model\.path=x: the tokenizer has tokens up to number \d\d+, .* only 32 of them"
+        UserError, match=r"model\.path=x: the tokenizer has token ids up to \d\d+, .* only 24 embeddings"
     ):
         check_vocabulary(small_model("llama"), tokenizer, "x")
 
@@ -124,7 +108,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_s_is_said_with_both_numbers(tin
 def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, tmp_path: Path) -> None:
     small_model("llama").config.save_pretrained(tmp_path)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=f"{tmp_path}: {name} is no regular file"):
+    with pytest.raises(UserError, match=f"{tmp_path}: {name} is not a regular file"):
         load_model(settings(tmp_path), CPU)
 
 
@@ -140,7 +124,7 @@ def test_dtype_and_random_init_are_obeyed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 12, 96])
 def test_heads_of_any_even_size_are_drawn_from_the_policy(size: int) -> None:
-    model = made_model(head_dim=size)
+    model = small_model(head_dim=size)
     for rollout in make_engine(model).generate(some_requests(1, 2, tokens=6)):
         ids = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
         mask = torch.arange(ids.shape[1])[None] >= len(rollout.request.prompt.token_ids)
@@ -205,7 +189,7 @@ def test_what_is_saved_loads_with_plain_transformers(
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no folder here: give a folder .* a hub id such as"):
+    with pytest.raises(UserError, match="is not a folder here: give a folder .* a hub id such as"):
         load_model(settings(tmp_path / "nowhere"), CPU)
     with pytest.raises(UserError, match=f"model folder {tmp_path} has no config.json"):
         load_model(settings(tmp_path), CPU)
@@ -245,9 +229,9 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, short_factor=[
         # Beyond 32 of 64 positions the policy rotates all keys by the long factors, and the cache holds short ones.
         ({"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 32}}, "longrope, .* beyond 32 of its 64"),
         # Such folders gave "validate_rope", a ZeroDivisionError or, in the first step, sizes that do not match.
-        ({"head_dim": 7}, r"heads of 7 numbers \(head_dim in"),
-        ({"head_dim": 0}, "heads of 0 numbers"),
-        ({"hidden_size": 34, "num_attention_heads": 4}, r"heads of 8.5 numbers \(hidden_size=34 over"),
+        ({"head_dim": 7}, r"the head dimension 7 \(head_dim in"),
+        ({"head_dim": 0}, "the head dimension 0"),
+        ({"hidden_size": 34, "num_attention_heads": 4}, r"the head dimension 8.5 \(hidden_size=34 over"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3"),
         ({"num_key_value_heads": 0}, "num_attention_heads=2 and num_key_value_heads=0"),
     ],
@@ -299,9 +283,9 @@ def test_weights_that_lack_a_layer_are_refused_instead_of_made_up(tmp_path: Path
 
 def test_a_hub_id_without_network_says_how_to_give_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="could not be had from the hub .*give the path of its folder"):
+    with pytest.raises(UserError, match="could not be fetched from the hub .*give the path of its folder"):
         load_model(settings("someone/no-such-model"), CPU)
-    with pytest.raises(UserError, match="its tokenizer could not be had from the hub"):
+    with pytest.raises(UserError, match="its tokenizer could not be fetched from the hub"):
         load_tokenizer(settings("someone/no-such-model"))
 
 

@@ -21,7 +21,7 @@ from grpo_cli.config.check import check
 from grpo_cli.config.choices import config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.experiment import build
-from grpo_cli.model.adapters import AdapterOff
+from grpo_cli.model.anatomy import AdapterOff
 from grpo_cli.support.errors import UserError
 
 # With this seed the rewards of every step differ, so that there is something to learn in each.

@@ -110,9 +110,13 @@ def aged(monkeypatch: pytest.MonkeyPatch, change: Callable[[Rollout, int], Rollo
 
     def changed(self: StepCollection, collector: Any, engine: Any) -> list[ScoredGroup]:
         scored = run(self, collector, engine)
-        return [replace(g, rollouts=tuple(change(r, self._version) for r in g.rollouts)) for g in scored]
+        groups = [replace(g, rollouts=tuple(change(r, self.version) for r in g.rollouts)) for g in scored]
+        self.changed = {g.prompt.id: g for g in groups}
+        return groups
 
+    made = StepCollection.made.fget
     monkeypatch.setattr(StepCollection, "run", changed)
+    monkeypatch.setattr(StepCollection, "made", property(lambda self: [self.changed[g.prompt.id] for g in made(self)]))
 
 
 def given_then_old(made_now: Rollout, version: int) -> Rollout:

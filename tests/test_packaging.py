@@ -135,7 +135,7 @@ def test_a_changed_pyproject_a_moved_clone_and_a_broken_venv_install_again(fresh
 def test_ci_installs_the_dev_extras_and_checks_everything(fresh):
     assert 'scripts/test.sh" --all' in (fresh / ".ci/run").read_text()
     asked = run(fresh, str(fresh / "scripts/test.sh"), "-k", "config")
-    assert installs(asked) == [".[dev]"]
+    assert installs(asked) == [".[dev]", ".[dev,gym]"], "the second needs a C compiler, and may fail"
     assert asked[-4:] == ["ruff check .", "ruff format --check .", "mypy ", "pytest -k config"]
     assert installs(run(fresh, str(fresh / "scripts/train.sh"))) == [], "what the tests need is enough to train"
 

@@ -21,6 +21,7 @@ from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
 from grpo_cli.model import packed
+from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
 from grpo_cli.model.varlen import Flash, Spans
 from grpo_cli.settings import Sampling
@@ -256,3 +257,18 @@ def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
     make_learner(model, shared_prefix=True)
     model.save_pretrained(tmp_path)
     assert "grpo" not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_the_gradient_of_shared_prompts_has_the_same_bits_each_time(threads: int) -> None:
+    """A prompt's last state predicts the first token of all its replies, whose gradients are added up."""
+    model = load_model(made.model(), torch.device("cpu")).train()
+    batch = make_batch([(20, [40, 37, 25, 30, 33, 21, 40, 40]), (17, [40, 12, 39, 30] * 3)])
+    way = PaddingFree(16_384, 64, 1.0, share=True)
+    way.prepare(model)
+    found = set()
+    for _ in range(30):
+        model.zero_grad()
+        (way.logprobs(model, batch) * torch.linspace(0, 1, batch.input_ids.shape[1])).sum().backward()
+        found.add(tuple(float(p.grad.double().sum()) for p in model.parameters()))
+    assert len(found) == 1

@@ -18,7 +18,7 @@ from grpo_cli.cli import main as cli
 from grpo_cli.config.check import check
 from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import parse
-from grpo_cli.learner.batch import collate, micro_batches, rows_of, totals
+from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.methods import pods
 from grpo_cli.select import Selection, select
@@ -69,8 +69,8 @@ def ours(selected: list[Selection], micro_batch_tokens: int) -> tuple[float, lis
     model, total = small_model(), 0.0
     advantages = torch.cat([s.advantages for s in selected])
     batch = replace(collate([s.chosen for s in selected], pad_token_id=0), advantages=advantages)
-    for rows in micro_batches(batch, micro_batch_tokens):
-        part = rows_of(batch, rows)
+    for rows in micro_batch_rows(batch.lengths.tolist(), micro_batch_tokens):
+        part = rows_of(batch, torch.tensor(rows))
         logprobs = token_logprobs(model, part.input_ids, part.response_mask, 1.0, 16)
         output = made.loss()(logprobs, part, totals(batch, 16))
         output.loss.backward()

@@ -1,4 +1,4 @@
-"""Who leaves the queue: in the scheduler's order, as far as there is room for a prompt, and nobody is forgotten."""
+"""Who leaves the queue: in the scheduler's order, as far as there is room for a prompt, and none is lost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_who_has_no_room_waits_before_all_that_are_chosen_later_and_others_begin
     assert scheduler.shown[0] == ([0, 1, 2, 3, 4], [], [0, 1])
     assert scheduler.shown[1] == ([0, 1, 4], [], [0, 1])
     assert scheduler.shown[2] == ([1], [(0, 0)], [1])
-    # Nobody is left to choose: there is room for all now, and two of the three begin in the order they were chosen in.
+    # No choice is left: there is room for all now, and two of the three begin in the order they were chosen in.
     assert len(waiting) == 3
     assert places(waiting.leave([], [1, 0], room_for("abc"))) == [(2, 1), (3, 0)]
     assert len(scheduler.shown) == 3 and len(waiting) == 1

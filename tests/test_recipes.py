@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from planned import peak_on_a_gpu, problems
+from small import some_and_the_rest
 from typer.testing import CliRunner
 
 from grpo_cli.cli.main import app
@@ -21,10 +22,11 @@ from grpo_cli.runs.record import read_record
 from grpo_cli.tracking.introduction import doubts, introduction
 
 FRONT = (Path(__file__).parent.parent / "README.md").read_text()
-REAL = re.findall(r"^    grpo train (task=\w+ .*?|experiment=gsm8k\w+) *(?:# (\d+) GB.*)?$", FRONT, re.MULTILINE)
+TRAINED = r"^    grpo train (task=(?:gsm8k|jsonl) .*?|experiment=gsm8k\w+) *(?:# (\d+) GB.*)?$"
+REAL = re.findall(TRAINED, FRONT, re.MULTILINE)
 assert len(REAL) == 4 and sum(bool(size) for _, size in REAL) == 3, "there are real models on the front page"
 CARD = 24e9
-ONE_AND_THE_REST = [REAL[0], *(pytest.param(*line, marks=pytest.mark.matrix) for line in REAL[1:])]
+ONE_AND_THE_REST = some_and_the_rest(REAL, REAL[2:3])  # of which the first takes longest
 
 
 def numbers(*words: str) -> tuple[float, ...]:

@@ -81,22 +81,23 @@ def test_a_run_is_read_as_it_was_written(tmp_path):
     assert run.step_seconds == {"rollout": 1.0, "update": 0.5, "other": 0.5}
 
 
-def test_the_entropy_that_runs_end_with_is_told_where_any_has_it(tmp_path):
-    """Two seeds at 0.25 and 0.75; a run from before it was measured, whose arm has none."""
+@pytest.mark.parametrize("metric, column", [("policy/entropy", "last entropy"), ("turns/mean", "last turns")])
+def test_what_some_runs_end_with_is_told_where_any_has_it(tmp_path, metric, column):
+    """Two seeds at 0.25 and 0.75; a run from before it was measured, or without turns, whose arm has none."""
     for seed, last in enumerate((0.25, 0.75)):
         rows = leave(tmp_path / str(seed), settings={"n": 4, "seed": seed}) / "metrics.jsonl"
         steps = [json.loads(line) for line in rows.read_text().splitlines()]
-        steps[-2] |= {"policy/entropy": 0.9}
-        steps[-1] |= {"policy/entropy": last}
+        steps[-2] |= {metric: 0.9}
+        steps[-1] |= {metric: last}
         rows.write_text("".join(json.dumps(row) + "\n" for row in steps))
     found = compare(runs_in(tmp_path))
     table = arm_table(found)
-    assert [row[table.columns.index("last entropy")] for row in table.rows] == ["0.500"]
-    assert as_json(found)["arms"][0]["entropy"]["mean"] == 0.5
+    assert [float(row[table.columns.index(column)]) for row in table.rows] == [0.5]
+    assert as_json(found)["arms"][0][column.removeprefix("last ")]["mean"] == 0.5
     leave(tmp_path / "old", settings={"n": 8})
     table = arm_table(compare(runs_in(tmp_path)))
-    assert [row[table.columns.index("last entropy")] for row in table.rows] == ["0.500", "–"]
-    assert "last entropy" not in arm_table(compare(runs_in(tmp_path / "old"))).columns
+    assert [row[table.columns.index(column)] for row in table.rows][1] == "–"
+    assert column not in arm_table(compare(runs_in(tmp_path / "old"))).columns
 
 
 def test_runs_of_different_code_are_compared_but_said_to_be(tmp_path):
@@ -271,7 +272,7 @@ def test_evaluations_are_left_out_and_named(tmp_path):
 def test_folders_without_runs_are_refused(tmp_path):
     with pytest.raises(UserError, match="no training run in or below"):
         read_runs([tmp_path])
-    with pytest.raises(UserError, match="is no folder: name run folders"):
+    with pytest.raises(UserError, match="is not a folder: name run folders"):
         read_runs([tmp_path / "nowhere"])
 
 

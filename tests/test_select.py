@@ -88,7 +88,9 @@ class Words:
 
 def test_recorded_rollouts_are_spread_over_the_step_and_have_their_own_advantage() -> None:
     """Of two groups of four the first and third rollout each; the best and the worst of each group are trained on."""
-    selections = [chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)]
+    first, second = chosen((0.0, 1.0, 5.0, 9.0), (), 2), chosen((8.0, 4.0, 0.0, 6.0), (), 2)
+    other = replace(second.group, prompt=replace(second.group.prompt, id="q"))
+    selections = [first, replace(second, group=other)]
     rows = examples(Words(), [s.group for s in selections], selections, 4)
     assert [(row.sample, row.reward, row.kept, row.advantage) for row in rows] == [
         (0, 0.0, True, -4.5),

@@ -207,7 +207,7 @@ def test_a_record_that_is_missing_is_no_reason_to_take_the_defaults(run: Path) -
     ("name", "change", "message"),
     [
         ("overrides.yaml", None, "overrides.yaml is missing"),
-        ("overrides.yaml", lambda text: text.partition("\n")[0], "overrides.yaml lists other overrides"),
+        ("overrides.yaml", lambda text: text.partition("\n")[0], "overrides.yaml lists different overrides"),
         ("overrides.yaml", lambda text: "", "overrides.yaml is cut short"),
         ("hydra.yaml", lambda text: text[:300], "hydra.yaml is cut short"),
         ("config.yaml", None, "config.yaml is missing"),

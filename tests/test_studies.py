@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import collecting_cost
+import made
 import pytest
 import real_rollouts
 import release_rule
@@ -18,7 +19,6 @@ import study
 from small import scored
 
 from grpo_cli.config.check import check
-from grpo_cli.config.compose import settings_of
 from grpo_cli.settings import Sampling
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
@@ -67,7 +67,7 @@ def test_every_run_of_a_study_is_accepted(name: str, model: Path) -> None:
     runs = all_runs(args)
     assert len({run.name for run in runs}) == len(runs), "a folder has one arm"
     for run in runs:
-        settings = settings_of(*run.words)
+        settings = made.composed(*run.words)
         if run.arm != args.plan.profiled:  # whose profile is only made by the study
             check(settings)
         assert (settings.seed, settings.train.steps) == (7, 9)
@@ -214,6 +214,9 @@ def test_a_run_is_told_by_itself_and_beside_the_baseline(tmp_path: Path) -> None
     # 4 of 8 groups were mixed, 8 times.
     assert (found["mixed_share"], found["mixed_per_million"]) == (0.5, 32_000)
     assert (found["group/zero_std"], found["off/lag_mean"]) == (0.5, 0.0)
+    held = {name: value for name, value in run[-1].items() if name != "group/zero_std"} | {"group/mixed": 0.0}
+    again = study.of_run([*run, held], ["group/zero_std", "off/lag_mean"])
+    assert (again["group/zero_std"], again["mixed_share"]) == (0.5, 0.5), "a step that made none counts in no mean"
 
 
 def test_the_release_keeps_a_rollout_once_though_its_order_is_spoilt() -> None:
@@ -244,11 +247,8 @@ def test_what_was_measured_is_reported_and_measured_no_second_time(model: Path, 
         real_rollouts.main([*words, "--seed", "1"])
 
 
-def test_slots_at_the_limit_reserve_what_the_model_needs_for_them(model: Path) -> None:
+def test_an_arm_is_told_of_its_scheduler_predictor_and_slots(model: Path) -> None:
     args = real_rollouts.options(["--model", str(model), "--data", "x.jsonl"])
-    # 2 x 30 layers x 3 heads x 64 numbers of 4 bytes a token; 16 slots of 512, 4 prompts of 128.
-    reserved = real_rollouts.reserved_bytes(real_rollouts.common_words(args, 512), 16, 512, 4, 100)
-    assert reserved == 46_080 * (16 * 512 + 4 * 128)
     words = real_rollouts.arm_words(args, 64, "infinite fptas oracle", model)
     assert {"scheduler=fptas", "predictor=oracle", "++sampler.slots=16"} <= set(words)
 
@@ -258,8 +258,8 @@ def test_what_steps_cost_is_told_for_a_trained_group() -> None:
 
     def group(*spans: Span) -> ScoredGroup:
         count = sum(span.count for span in spans)
-        made = Rollout(Request(prompt, 0, 0, plain), (5,) * count, (-1.0,) * count, Finish.EOS, 0, spans)
-        return ScoredGroup(prompt, (made,), (Reward(1.0),))
+        one = Rollout(Request(prompt, 0, 0, plain), (5,) * count, (-1.0,) * count, Finish.EOS, 0, spans)
+        return ScoredGroup(prompt, (one,), (Reward(1.0),))
 
     first = EngineStats(decode_steps=6, slots=4, slot_utilisation=0.5, prefill_tokens=10)
     second = EngineStats(decode_steps=4, slots=2, slot_utilisation=1.0, prefill_tokens=20)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from made import correction, fptas, infinite, loss, micro, prefix_head
-from small import EOS, FakeEngine, make_engine, one_and_the_rest, small_model, some_requests
+from made import correction, fptas, full, infinite, loss, micro, prefix_head
+from small import EOS, FakeEngine, make_engine, one_and_the_rest, require_bits, small_model, some_requests
 from talk import Talk
 from test_kv_budget import Ledger
 from test_resume import cut_off_and_resumed, rows, trained
+from test_same_rollouts import POLICIES
 
 from grpo_cli.collect import episodes
 from grpo_cli.collect.episodes import play
@@ -141,8 +142,9 @@ def test_eviction_sees_what_the_environment_says_as_part_of_the_response(model, 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("looks", [0, 5])
-def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expected, in_place, looks):
-    """Wherever the cut falls: in a turn, at its end, or in what the environment says."""
+def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expected, monkeypatch, in_place, looks):
+    """Wherever the cut falls: in a turn, at its end, or in what the environment says; and before it has answered."""
+    monkeypatch.setattr(episodes, "GRACE", 0)
     whole, cut_in = {}, set()
     for first in range(1, 11, 3):
         engine = make_engine(model, sampler=infinite(slots=5))
@@ -157,6 +159,23 @@ def test_an_episode_that_is_cut_off_goes_on_as_if_it_had_not_been(model, expecte
             whole |= {(r.request.prompt.id, r.request.sample): r for r in found if r.finish is not Finish.PARTIAL}
         assert said(whole) == expected
     assert cut_in == {True, False}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("room, taken", [(0, False), (1, True)])
+def test_an_answer_is_read_only_where_the_model_can_reply_to_it(model, in_place, room, taken):
+    """Answers that leave room for so many tokens."""
+
+    class Fills(Talk):
+        def between(self, turns: Any, said: Any) -> Any:
+            return [7] * (30 - room - len(turns[0]))
+
+    engine = make_engine(model)
+    requests = some_requests(prompts=3, n=4, tokens=30, max_turn_tokens=9)
+    found = played(engine if in_place else InRounds(engine), Fills(turns=2), requests).values()
+    long = [one for one in found if any(theirs for theirs, _ in one.parts)]
+    assert bool(long) == taken and all(len(one) == 30 for one in long)
+    assert sum(one.finish is Finish.LENGTH and len(one) < 30 for one in found) >= 4 * (not taken)
 
 
 def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(model):
@@ -179,6 +198,21 @@ def test_a_stop_string_ends_a_turn_and_is_not_looked_for_across_the_environment(
 @pytest.mark.parametrize("threads", [3, 8], indirect=True)
 def test_the_tokens_are_those_of_one_thread(model, expected, threads):
     assert said(played(make_engine(model, sampler=infinite(slots=4)))) == expected
+
+
+def same_episodes(model: Any) -> None:
+    """In place, in rounds, and in few slots."""
+    expected = said(played(InRounds(make_engine(model))))
+    assert any(len(spans) > 1 for _, _, spans in expected.values())
+    for sampler in (full(), infinite(slots=3)):
+        assert said(played(make_engine(model, sampler=sampler), Talk(looks=2))) == expected
+
+
+@pytest.mark.parametrize("threads", [3], indirect=True)
+def test_episodes_of_a_wide_model_are_the_same_too(threads):
+    model = POLICIES["576 wide"].model()
+    require_bits(model)
+    same_episodes(model)
 
 
 def two_turns(logprob: float, version: int = 0) -> ScoredGroup:

@@ -18,11 +18,12 @@ import made
 import numpy as np
 import pytest
 import torch
-from made import full, infinite, micro
+from made import infinite, micro
 from small import contents, make_engine, small_model, some_requests, vllm_engine
 from transformers import PreTrainedModel
 
 import grpo_cli.engine.vllm.engine as engine_module
+from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun, joined, rest_of
 from grpo_cli.engine.vllm.engine import VllmEngine
@@ -90,6 +91,18 @@ def test_greedy_replies_are_the_torch_engines(engine: VllmEngine, model: PreTrai
     assert contents(engine.generate(requests)) == contents(torch_engine.generate(requests))
 
 
+def test_greedy_episodes_are_the_torch_engines(engine: VllmEngine, model: PreTrainedModel):
+    """The one draws a turn of everybody in a round, the other answers in place."""
+    game = made.task("guess", load_tokenizer(TINY))
+    requests = requests_of(game, 8, 1, temperature=0.0, max_new_tokens=64, max_turn_tokens=4)
+
+    def played(by: Any) -> dict[str, Any]:
+        return {one.request.prompt.id: (one.parts, one.finish) for one in play(by, game, [*map(begun, requests)])}
+
+    found = played(engine)
+    assert found == played(make_engine(model)) and any(len(parts) > 2 for parts, _ in found.values())
+
+
 def test_a_seed_makes_the_same_rollout_again(engine: VllmEngine, task: Arithmetic):
     requests = requests_of(task, 2, 6)
     first, again = ({k: v[0] for k, v in contents(engine.generate(requests)).items()} for _ in range(2))
@@ -136,24 +149,28 @@ def stopped_and_resumed(engine: VllmEngine, requests: Sequence[Request]) -> list
     return done
 
 
-@pytest.mark.parametrize("sampler", [full(), micro(slots=5), infinite(slots=7)], ids=str)
-def test_what_is_stopped_goes_on_where_it_was(model: PreTrainedModel, task: Arithmetic, sampler: Any):
+@pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=5), 5), (infinite(slots=7), 7)], ids=str)
+def test_what_is_stopped_goes_on_where_it_was_and_every_request_comes_back_once(model, task, sampler, slots):
     engine = vllm_engine(model, sampler=sampler)
     requests = requests_of(task, 4, 6, max_new_tokens=40)
     rollouts = stopped_and_resumed(engine, requests)
     assert {id(rollout.request) for rollout in rollouts} == {id(request) for request in requests}
     assert any(len(rollout) > 1 for rollout in rollouts) and worst(model, rollouts) < CLOSE
-    assert len(list(engine.generate(requests))) == 24, "nothing is left of what was stopped"
+    made = contents(engine.generate(requests))
+    assert set(made) == {(r.prompt.id, r.sample) for r in requests}, "nothing is left of what was stopped"
+    for tokens, logprobs, finish in made.values():
+        assert len(tokens) == len(logprobs) <= 40
+        assert (tokens[-1] == 1) == (finish == "eos") and 1 not in tokens[:-1]
+        assert finish == "eos" or len(tokens) == 40
+    stats = engine.stats()
+    assert stats.slots == slots and 0 < stats.slot_utilisation <= 1
+    assert stats.generated_tokens == sum(len(tokens) for tokens, _, _ in made.values())
     greedy = requests_of(task, 12, 1, temperature=0.0)
     assert contents(stopped_and_resumed(engine, greedy)) == contents(make_engine(model).generate(greedy))
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_rollouts_are_those_of_the_torch_engine_in_distribution(
-    engine: VllmEngine, model: PreTrainedModel, task: Arithmetic, stopped: bool
-):
-    """Lengths and rewards of 2,048 rollouts each, over the same prompts with other seeds; also of such as were stopped
-    and resumed on the way.
+def test_rollouts_that_were_stopped_and_resumed_are_those_of_the_torch_engine_in_distribution(engine, model, task):
+    """Lengths and rewards of 2,048 rollouts each, over the same prompts with other seeds.
 
     Kolmogorov-Smirnov: for equal distributions the largest distance between two empirical ones of n each exceeds
     1.95 sqrt(2 / n) in 0.1 % of cases. Rewards are 0 or 1: the shares' difference against 3.3 standard errors.
@@ -161,8 +178,7 @@ def test_rollouts_are_those_of_the_torch_engine_in_distribution(
     requests = requests_of(task, 32, 64)
     torch_engine = make_engine(model)
     lengths, rewards = [], []
-    made = stopped_and_resumed(engine, requests) if stopped else list(engine.generate(requests))
-    for rollouts in (made, list(torch_engine.generate(requests))):
+    for rollouts in (stopped_and_resumed(engine, requests), list(torch_engine.generate(requests))):
         lengths.append(np.sort([len(rollout) for rollout in rollouts]))
         rewards.append(np.mean([task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]))
     grid = np.arange(129)
@@ -257,23 +273,6 @@ def test_heads_of_a_size_that_vllm_lacks_are_served_all_the_same(family: str, hi
     model = small_model(family, tie_word_embeddings=family != "llama", hidden_size=hidden)
     rollouts = list(vllm_engine(model).generate(some_requests(2, 3)))
     assert worst(model, rollouts) < CLOSE
-
-
-@pytest.mark.parametrize(("sampler", "slots"), [(micro(slots=3), 3), (infinite(slots=5), 5)], ids=str)
-def test_every_request_comes_back_once_from_few_slots(
-    model: PreTrainedModel, task: Arithmetic, sampler: Any, slots: int
-):
-    engine = vllm_engine(model, sampler=sampler)
-    requests = requests_of(task, 2, 4, max_new_tokens=12)
-    made = contents(engine.generate(requests))
-    assert set(made) == {(r.prompt.id, r.sample) for r in requests}
-    for tokens, logprobs, finish in made.values():
-        assert len(tokens) == len(logprobs) <= 12
-        assert (tokens[-1] == 1) == (finish == "eos") and 1 not in tokens[:-1]
-        assert finish == "eos" or len(tokens) == 12
-    stats = engine.stats()
-    assert stats.slots == slots and 0 < stats.slot_utilisation <= 1
-    assert stats.generated_tokens == sum(len(tokens) for tokens, _, _ in made.values())
 
 
 def test_a_budget_bounds_the_cache(model: PreTrainedModel, task: Arithmetic):

@@ -20,9 +20,9 @@ HERE = "here"  # resume=here: in the folder of hydra.run.dir, if a run was begun
 
 
 def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
-    """Adds `task.eval_fraction=1` where `task.path=` names another file than the run's, so that all of it is evaluated.
+    """Adds `task.eval_fraction=1` where `task.path=` names a file other than the run's, so that all of it is evaluated.
 
-    Of the file that a run was trained on, only the held-out share is. An explicit `task.eval_path` or
+    Of the file that a run was trained on, only the held-out share is evaluated. An explicit `task.eval_path` or
     `task.eval_fraction` wins.
     """
     from grpo_cli.config.overrides import unquoted
@@ -38,7 +38,7 @@ def all_of_a_named_file(arguments: Sequence[str]) -> list[str]:
 
     task = typed.get("task", "arithmetic")
     if task not in choices("task") or "eval_fraction" not in shipped("task", task):
-        return list(arguments)  # a task of one's own, which may know nothing of shares
+        return list(arguments)  # a custom task, which may not have this setting
     return [*arguments, "++task.eval_path=null", "++task.eval_fraction=1.0"]
 
 
@@ -54,7 +54,7 @@ def with_checkpoint(arguments: Sequence[str]) -> list[str]:
 
 
 def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
-    """Puts the overrides of the run that `resume=` or `checkpoint=` names before the given ones."""
+    """Puts the overrides of the run that `resume=` or `checkpoint=` names before the ones given."""
     from grpo_cli.config.overrides import value_of
 
     flags, overrides = sorted_out(arguments)
@@ -63,7 +63,7 @@ def after_those_of_the_run(key: str, arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     own = [word for word in overrides if not word.startswith(f"{key}=")]
     if key == "checkpoint":
-        # A group that is chosen anew (but for the checkpoint's own model) leaves the run's settings of it behind.
+        # A group whose choice changes (except the checkpoint's own model) drops the run's settings of that group.
         chosen = {word.partition("=")[0] for word in own} - {"model"}
         of_the_run = checkpoint_overrides(place, "task" in chosen, own)
         taken = [word for word in of_the_run if word.lstrip("+").partition(".")[0] not in chosen]
@@ -93,7 +93,7 @@ def resumed(place: str, given: Sequence[str]) -> list[str]:
             return [word for word in given if not word.lstrip("+").startswith(("resume=", "accept_damage="))]
         typed = [word for word in given if not is_of_a_resume(word) and not word.lstrip("+").startswith("hydra")]
         _refuse_another_command(folder, begun, typed)
-        given = [word for word in given if is_of_a_resume(word)]  # the rest is as the run was last
+        given = [word for word in given if is_of_a_resume(word)]  # everything else stays as in the run's last start
     elif run_dir is not None:
         raise UserError(f"resume={place} goes on in the folder of that run: leave out hydra.run.dir={run_dir}")
     else:
@@ -126,9 +126,8 @@ def _refuse_another_command(folder: Path, begun: RunRecord, typed: Sequence[str]
 def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequence[str] = ()) -> list[str]:
     """The overrides of `grpo eval checkpoint=place`: the settings of the checkpoint's run, and its weights.
 
-    `typed` are the other overrides of the command line. UserError if the settings of the run are unknown, unless the
-    task is named.
-    """
+    `typed` are the other overrides of the command line. UserError if the run's settings are unknown and no task is
+    named."""
     from grpo_cli.config.overrides import overrides, overrides_of_run
     from grpo_cli.model.adapters import BASE, base_of, has_adapters
     from grpo_cli.runs.find import find_checkpoint
@@ -137,7 +136,7 @@ def checkpoint_overrides(place: str, task_is_named: bool = False, typed: Sequenc
 
     folder = Path(place).expanduser()
     if not folder.is_dir():
-        raise UserError(f"checkpoint={place} is no folder; give a run folder, a checkpoint or a Hugging Face folder")
+        raise UserError(f"checkpoint={place} is not a folder; give a run folder, a checkpoint or a Hugging Face folder")
     found = find_checkpoint(folder)
     for reason in found.skipped:
         to_stderr(f"passed over {reason}")

@@ -1,4 +1,4 @@
-"""Terms of the field that are not settings: a sentence each, with the settings and metrics that concern them."""
+"""Technical terms that are not settings: a sentence each, with the related settings and metrics."""
 
 from __future__ import annotations
 

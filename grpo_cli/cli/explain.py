@@ -71,7 +71,7 @@ def _metrics() -> Mapping[str, str]:
 
 
 def _metrics_of(word: str) -> list[Row]:
-    """The metric of this name (placeholders such as `<k>` filled in), else those with the word in their names."""
+    """The metric with this name (placeholders such as `<k>` filled in), or those with the word in their names."""
     for name, sentence in _metrics().items():
         pattern = re.sub(r"<[a-z]+>", "[^/]+", re.escape(name).replace("<k>", "[1-9][0-9]*"))
         if re.fullmatch(pattern, word):
@@ -96,7 +96,7 @@ def _known() -> tuple[Known, ...]:
 def _all_known() -> Iterator[Known]:
     for command in ("train", "eval", "profile"):
         for key, said in read_conf(config_dir() / f"{command}.yaml").settings.items():
-            if not said.place.startswith("conf/train.yaml") or command == "train":  # which a profile takes over whole
+            if not said.place.startswith("conf/train.yaml") or command == "train":  # a profile includes all of these
                 yield Known(key, f"grpo {command}", said)
     for group in _groups():
         for choice in choices(group) if group != "experiment" else ():

@@ -1,6 +1,6 @@
 """`grpo train --help`: the choices, and every setting with its value and its comment from `conf/` in one line.
 
-The frame of the page is Hydra's own (`hydra.help.template`); the settings are those that the given arguments compose.
+The page's template is Hydra's own (`hydra.help.template`); the settings are those composed from the arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HELP = {"--help", "-h"}
 SWEEP = {"-m", "--multirun"}
 WIDEST = 38  # columns of a setting; a longer one pushes its comment to the right
 
-Row = tuple[str, str]  # a setting as it is typed, and its comment
+Row = tuple[str, str]  # a setting as typed, and its comment
 
 
 def print_help(command: str, arguments: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def print_help(command: str, arguments: Sequence[str]) -> None:
         if not isinstance(below, dict):
             continue
         about = ""
-        if chosen.get(group) in choices(group):  # else it comes from a folder of one's own
+        if chosen.get(group) in choices(group):  # otherwise it comes from the user's own folder
             choice = read_choice(group, chosen[group])
             said |= {f"{group}.{key}": setting for key, setting in choice.settings.items()}
             about = f"{group}={chosen[group]}: {choice.about}"

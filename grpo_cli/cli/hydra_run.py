@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from grpo_cli.sweep.resume import Sweep
 
-MOST_FAILED = 100  # an exit code above 125 would say something else to the shell
+MOST_FAILED = 100  # exit codes above 125 have other meanings to the shell
 
 
 def hand_over(command: str, arguments: Sequence[str]) -> None:
@@ -61,8 +61,8 @@ def _run(command: str, cfg: DictConfig) -> Any:
 
 
 def _conclude(sweep: Sweep) -> int:
-    """The exit code of a sweep that has ended: the number of failed jobs; for profiles, which are compared here, 2 if
-    one is missing."""
+    """The exit code of a finished sweep: the number of failed jobs; for profiles, which are compared here, 2 if one is
+    missing."""
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
     from grpo_cli.report.profiles import compare_profiles
@@ -81,7 +81,7 @@ def _hydra(command: str, task: _Called) -> None:
 
     from grpo_cli.config.choices import config_dir
 
-    # Cached, so that a run names one folder however often its config is read, and a sweep's jobs share theirs.
+    # Cached, so that a run's folder stays the same each time its config is read, and a sweep's jobs share theirs.
     OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(2), use_cache=True, replace=True)
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=command)(task)()
 
@@ -89,8 +89,8 @@ def _hydra(command: str, task: _Called) -> None:
 class _Called:
     """The function that Hydra calls: runs the job and keeps its refusal.
 
-    Our launcher starts processes and needs only the `sweep`. Other launchers call it on the machine where a job is to
-    run, which becomes a process there too.
+    Our launcher starts processes and needs only the `sweep`. Other launchers call it on the machine where a job
+    is to run, and the job becomes a process there too.
     """
 
     def __init__(self, sweep: Sweep, arguments: Sequence[str]) -> None:
@@ -111,16 +111,16 @@ class _Called:
         try:
             return _run(self.sweep.command, cfg)
         except UserError as error:
-            self.refused = error  # raised through Hydra, it would come with Hydra's own words
+            self.refused = error  # raised through Hydra, it would get Hydra's own message
             return None
-        except SystemExit as error:  # of code that a person's own part has brought along
+        except SystemExit as error:  # from code in a custom part
             raise RuntimeError(f"the run was ended by sys.exit({error.code}) in code that it called") from error
         finally:
             _leave_no_empty_folder(Path(HydraConfig.get().runtime.output_dir), self.there_before)
 
 
 def _named_folder(arguments: Sequence[str]) -> Path | None:
-    """The folder that `hydra.run.dir` names, if it is there already. UserError if it names none."""
+    """The folder that `hydra.run.dir` names, if it already exists. UserError if it names none."""
     from grpo_cli.config.overrides import value_of
 
     named = value_of("hydra.run.dir", arguments)
@@ -156,7 +156,7 @@ def _said_in_our_words(command: str, arguments: Sequence[str], called: _Called) 
         _end(sweep, 130)
     except ValueError:
         if not sweep.outcomes or sweep.counts()["done"]:
-            raise  # without a single result a sweeper has no best one, and says so in its own way
+            raise  # without any result a sweeper has no best one, and reports that itself
 
 
 def _end(sweep: Sweep, code: int) -> NoReturn:
@@ -175,7 +175,7 @@ def _command_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     flags, overrides = sorted_out(arguments)
     sys.argv = [f"grpo {command}", *flags, *overrides]
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that no file there hides an installed module
+        sys.path.append(os.getcwd())  # last, so that no file there shadows an installed module
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ from omegaconf import DictConfig
 from grpo_cli.cli.start import started
 from grpo_cli.config.check import check, check_eval, check_profile
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
+from grpo_cli.config.overrides import apply, chosen_of
 from grpo_cli.config.prepare import Prepared, prepare, prepare_eval
 from grpo_cli.runs.find import completed_steps
 from grpo_cli.runs.layout import PROFILE, SAMPLES
+from grpo_cli.runs.record import read_record
 from grpo_cli.runs.stop import Stop
 from grpo_cli.runs.summary import write_summary
 from grpo_cli.settings import RunSettings
-from grpo_cli.support.memory import is_out_of_memory
 from grpo_cli.support.terminal import console, to_stderr
 
-# What refuses a job of a sweep before it is started.
+# Checks that can refuse a sweep's job before it starts.
 CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
     "train": lambda cfg: check(parse(cfg)),
     "eval": lambda cfg: check_eval(parse_eval(cfg)),
@@ -31,48 +31,53 @@ CHECKS: Mapping[str, Callable[[DictConfig], Any]] = {
 
 
 def train(cfg: DictConfig) -> Any:
-    """Train, and return what a sweeper would optimise."""
+    """Train, and return the value that a sweeper optimizes."""
     from grpo_cli import experiment
-    from grpo_cli.profile import micro_batch
+    from grpo_cli.profile import advice, micro_batch
 
     run = prepare(parse(cfg), to_stderr)
     if _is_done(run.settings):
         return None
+    run, chosen = _fitted(run, cfg)
     run = micro_batch.decided(run, run.device, to_stderr)
     micro_batch.foresee(run, to_stderr)
     settings = run.settings
     with (
-        started("train", cfg, settings, settings.resume, settings.resume_wait) as go_on,
-        _memory_explained(run),
+        started("train", cfg, settings, settings.resume, settings.resume_wait, chosen) as go_on,
+        advice.memory_explained(run),
         Stop(to_stderr) as stop,
     ):
-        if _is_done(settings):  # by the process that was waited for
+        if _is_done(settings):  # finished by the process that held the lock
             return None
         trainer = experiment.build(run)
         go_on()
         return trainer.fit(stop)["final_accuracy"]
 
 
+def _fitted(run: Prepared[RunSettings], cfg: DictConfig) -> tuple[Prepared[RunSettings], tuple[str, ...]]:
+    """The run with what `fit` chooses, in `cfg` too, and that as words. A resumed run keeps the words of its record,
+    which it was composed with."""
+    from grpo_cli.profile import fit
+
+    settings = run.settings
+    if settings.resume is not None:
+        record = read_record(Path(settings.run_dir))
+        return run, () if record is None else chosen_of(record)
+    if settings.fit == "none":
+        return run, ()
+    plan = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)
+    chosen = fit.words(run.settings, plan.values)
+    apply(cfg, chosen)
+    return (prepare(parse(cfg), lambda line: None) if chosen else run), chosen
+
+
 def _is_done(settings: RunSettings) -> bool:
-    """Whether the resumed run has nothing left to do; if so, say it."""
+    """Whether the resumed run has nothing left to do; if so, says it."""
     done = completed_steps(settings.resume)
     if done != settings.train.steps:
         return False
     print(f"{settings.run_dir} has done its {done} steps; train.steps=... asks for more")
     return True
-
-
-@contextmanager
-def _memory_explained(run: Prepared[RunSettings]) -> Iterator[None]:
-    """A failed allocation becomes a message that says where, and what would make it fit."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        from grpo_cli.profile.advice import out_of_memory
-
-        raise out_of_memory(run, error) from error
 
 
 def evaluate(cfg: DictConfig) -> Any:
@@ -100,6 +105,7 @@ def _print_table(metrics: Mapping[str, float]) -> None:
 
 
 def profile(cfg: DictConfig) -> Any:
+    from grpo_cli import experiment
     from grpo_cli.profile import command as profiling
     from grpo_cli.profile.roofline import fast_when_planned
     from grpo_cli.profile.show import show
@@ -108,7 +114,7 @@ def profile(cfg: DictConfig) -> Any:
     run = prepare(settings, to_stderr, fast_when_planned(settings.profile.for_gpu))
     command = ["grpo", "profile", *HydraConfig.get().overrides.task]
     with started("profile", cfg, run.settings):
-        found = profiling.profile(run, command, to_stderr, lambda text: to_stderr(f"warning: {text}"))
+        found = profiling.profile(run, command, to_stderr, experiment.say_to_stderr)
         show(found, console())
         print(f"all of it: {settings.run_dir}/{PROFILE}")
         peak = found.predicted.peak if found.measured is None else found.measured.peak_bytes

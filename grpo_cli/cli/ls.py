@@ -1,4 +1,4 @@
-"""`grpo ls`: the runs in a folder and below, one in a line, the newest first. Reads them as `grpo report` does."""
+"""`grpo ls`: the runs in a folder and below, one per line, newest first. Reads them as `grpo report` does."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WRITTEN = (
     layout.STATUS,
     layout.RUN,
     layout.HYDRA_CONFIG,
-)  # what says when a run was alive
+)  # whose modification times show when a run was alive
 
 
 def list_runs(folder: Path) -> None:
-    """Print the trainings and evaluations in or below a folder. UserError if it is none."""
+    """Print the trainings and evaluations in or below a folder. UserError if it is not a folder."""
     console = terminal.console()
     if not folder.exists() and folder == Path("outputs"):
         console.print(f"no runs yet: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
         return
     if not folder.is_dir():
-        raise UserError(f"{plain(folder)} is no folder: name one that holds runs; {FOLDERS}")
+        raise UserError(f"{plain(folder)} is not a folder: name one that holds runs; {FOLDERS}")
     runs = sorted((run for run in read_all([folder]) if run.asked.command in ("train", "eval")), key=_last_written)
     if not runs:
         console.print(f"no runs in or below {plain(folder)}: {FOLDERS}", markup=False, highlight=False, soft_wrap=True)
@@ -70,18 +70,18 @@ def _cells(run: Run, folder: Path) -> Iterator[str]:
 
 
 def _path(run: Run, folder: Path) -> str:
-    """The folder as it can be named from here."""
+    """The run's path, relative if `folder` is."""
     return plain(folder if run.folder == folder.resolve() else folder / run.name)
 
 
 def _last_written(run: Run) -> float:
-    """When the run last wrote something: seconds since the epoch, 0 if nobody knows."""
+    """When the run last wrote something: seconds since the epoch, 0 if unknown."""
     times = [path.stat().st_mtime for name in WRITTEN if (path := run.folder / name).exists()]
     return max(times, default=0.0)
 
 
 def _age(seconds: float) -> str:
-    """Days where there are some.
+    """In days from 48 hours on.
 
     >>> _age(59), _age(7 * 3600), _age(50 * 3600)
     ('59 s', '7h00m', '2 days')

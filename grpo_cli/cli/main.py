@@ -1,7 +1,7 @@
 """The `grpo` program: Typer picks the command, Hydra composes a run's settings, a typed value is handed over.
 
-What a person got wrong ends in one message and exit code 2; the rest is our bug, with its traceback and exit code 1.
-Only Typer is imported at the top, so that help and completion answer at once.
+A user's mistake ends in one message and exit code 2; anything else is our bug, with its traceback and exit code 1.
+Only Typer is imported at the top, so that help and completion are fast.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _offer(ctx: Any, incomplete: str) -> list[str]:
 
 
 def _help(ctx: Any, overrides: list[str] | None) -> list[str] | None:
-    """The page of a command, if that is asked for; with more of Hydra's flags it is Hydra's own."""
+    """A command's help page, if it is asked for; with other Hydra flags the page is Hydra's own."""
     flags = {word for word in overrides or [] if word.startswith("-")}
     if ctx.resilient_parsing or not {"--help", "-h"} & flags or flags - {"--help", "-h", "-m", "--multirun"}:
         return overrides
@@ -74,13 +74,10 @@ def main() -> None:
     outlive_the_reader()
     try:
         os.getcwd()
-    except FileNotFoundError:
-        typer.echo("error: the current directory no longer exists; change into another one", err=True)
-        sys.exit(2)
-    try:
         settle()
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
+    except (FileNotFoundError, UserError) as error:
+        gone = "the current directory no longer exists; change into another one"
+        typer.echo(f"error: {error if isinstance(error, UserError) else gone}", err=True)
         sys.exit(2)
     app(prog_name="grpo")
 

@@ -1,4 +1,4 @@
-"""Messages about a command line that cannot be used: what was typed, and what it should have been.
+"""Messages about unusable command lines: what was typed, and what it should have been.
 
 Hydra is imported lazily, so that help is immediate.
 """
@@ -27,7 +27,7 @@ def refusals() -> Iterator[None]:
 
 
 def named(text: str | Path) -> Path:
-    """A folder as it was typed. An empty word is refused: it would mean the current directory."""
+    """A folder as typed. An empty word is refused: it would mean the current directory."""
     if not str(text).strip():
         raise typer.BadParameter("it is empty: name a folder (. is the current directory)")
     return Path(text)
@@ -52,20 +52,21 @@ def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> It
 
 
 def fail(error: UserError | str) -> NoReturn:
-    """End the program as every mistake does: one message, and exit code 2."""
+    """End the program as for every mistake: one message and exit code 2."""
     typer.echo(f"error: {legible(str(error))}", err=True)
     raise typer.Exit(2)
 
 
 def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """The message for an error of Hydra's composition."""
+    """The message for an error while Hydra composes the configuration."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     problems = _problems(command, arguments)
     if len(problems) > 1:
         return "\n".join([f"{len(problems)} settings cannot be used:", *(f"  - {line}" for line in problems)])
     if isinstance(error, MissingConfigException) and error.options is not None and error.missing_cfg_file is not None:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
+        *groups, choice = error.missing_cfg_file.split("/", 2 if error.missing_cfg_file.startswith("hydra/") else 1)
+        group = "/".join(groups)
         lost = _of_the_resumed_run(f"{group}={choice}", arguments)
         return _no_choice(group, choice, [option for option in error.options if not option.startswith("_")]) + lost
     if isinstance(error, OverrideParseException):
@@ -75,7 +76,7 @@ def explained(error: Exception, command: str, arguments: Sequence[str]) -> str:
         )
     if isinstance(error, OSError):
         key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(arguments) else "hydra.run.dir"
-        where = error.filename or "the run's folder"  # a disk that is full names no file
+        where = error.filename or "the run's folder"  # a full disk names no file
         return f"cannot write {where}: {error.strerror or error}; choose another folder with {key}=<folder>"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
@@ -115,13 +116,27 @@ def _problems(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _own(arguments: Sequence[str]) -> bool:
-    """Whether the user's own config folder may offer more choices."""
+    """Whether the user's own config folder may add choices."""
     return any(word.startswith(("--config-dir", "-cd", "hydra.searchpath")) for word in arguments)
 
 
 def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
     extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
-    return f"{group}={choice} is not one of the choices {', '.join(options)}{closest(choice, options)}{extras}"
+    hint = _as_a_path(group, choice, options) or closest(choice, options)
+    return f"{group}={choice} is not one of the choices {', '.join(options)}{hint}{extras}"
+
+
+def _as_a_path(group: str, choice: str, options: Sequence[str]) -> str:
+    """What to type where a file or folder was named in place of a choice."""
+    from grpo_cli.config.choices import shipped
+
+    if not re.search(r"[/.\\]", choice):
+        return ""
+    parts = {option: shipped(group, option) for option in options}
+    open_to_any = [
+        name for name, of in parts.items() if of.get("path", "") in (None, "???") and not of.get("default_path")
+    ]
+    return f"; a path is given as {group}={open_to_any[0]} {group}.path={choice}" if open_to_any else ""
 
 
 def _no_setting(key: str, known: Sequence[str]) -> str:
@@ -157,7 +172,7 @@ def _known_keys(command: str, arguments: Sequence[str]) -> list[str]:
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
             cfg = hydra.compose(command, chosen)
-        except HydraException:  # a choice is wrong as well, or is one of a sweep's lists
+        except HydraException:  # a choice is wrong too, or is a sweep's list
             cfg = hydra.compose(command)
     return list(_keys(OmegaConf.to_container(cfg), ""))
 

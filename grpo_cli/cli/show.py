@@ -1,4 +1,4 @@
-"""`grpo show`: a step's rollouts in the terminal, prompt by prompt. Nothing that a model wrote is taken for markup."""
+"""`grpo show`: a step's rollouts in the terminal, prompt by prompt. A model's text is never read as markup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_rollouts(
     best: int = 0,
     worst: int = 0,
 ) -> None:
-    """Print the rollouts of a step (the last one) that are asked for. UserError says what there is instead."""
+    """Print the requested rollouts of a step (default: the last). UserError says what is available instead."""
     found = _found(folder, step)
     rows = _chosen(found.rollouts, prompt, kept)
     rows = extremes(rows, best, worst) if best or worst else rows
@@ -51,7 +51,7 @@ def show_rollouts(
 
 
 def _print(console: Console, text: str, style: str = "", indent: int = 0) -> None:
-    """A text as it is, which wraps in a terminal, below its own beginning, and is left whole in a pipe or a file."""
+    """A text, wrapped with a hanging indent in a terminal and left as it is in a pipe or a file."""
     if console.is_terminal:
         console.print(Padding(Text(text, style=style, overflow="fold"), (0, 0, 0, indent)))
         return
@@ -61,7 +61,9 @@ def _print(console: Console, text: str, style: str = "", indent: int = 0) -> Non
 
 def _found(folder: Path, step: int | None) -> Recording:
     if not folder.is_dir():
-        raise UserError(f"{plain(folder)} is no folder: name the folder of a run or an evaluation (grpo ls lists them)")
+        raise UserError(
+            f"{plain(folder)} is not a folder: name the folder of a run or an evaluation (grpo ls lists them)"
+        )
     found = read_recording(folder, step)
     if found is None:
         jobs = [plain(job) for job in jobs_of(folder)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -32,18 +32,23 @@ _LEFT_BY_A_RUN = (METRICS, ROLLOUTS, SAMPLES, PROFILE, SUMMARY)
 
 @contextmanager
 def started(
-    command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings, resume: str | None = None, wait: float = 0.0
+    command: str,
+    cfg: DictConfig,
+    decided: RunSettings | EvalRunSettings,
+    resume: str | None = None,
+    wait: float = 0.0,
+    chosen: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
     """Lock the command's folder; a failure in the body is recorded in its `summary.json`. `auto` in `cfg` is recorded
-    as the value that was `decided`.
+    as the value that was `decided`; `chosen` are the overrides that `fit` has added to those typed.
 
     Yields a function to call when a resumed run is about to continue: it records and prints the settings that changed.
-    UserError if another process or another run has the folder; nothing in it is then touched.
+    UserError if another process or another run has the folder; then nothing in it is touched.
     """
     folder = Path(cfg.run_dir)
-    _before(command, folder, resume)  # once before the lock: what is refused leaves the folder's bytes as they are
+    _before(command, folder, resume)  # once before the lock: a refusal leaves the folder untouched
     with sole_use(folder, wait, to_stderr):
-        record, before = _record(command, cfg, decided), _before(command, folder, resume)
+        record, before = _record(command, cfg, decided, chosen), _before(command, folder, resume)
         if before is None:
             write_record(folder, record)
         elif resume is None and before.overrides != record.overrides:
@@ -52,19 +57,20 @@ def started(
             yield lambda: None if before is None else _go_on(folder, before, record)
 
 
-def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings) -> RunRecord:
+def _record(command: str, cfg: DictConfig, decided: RunSettings | EvalRunSettings, chosen: Sequence[str]) -> RunRecord:
     hydra = HydraConfig.get()
-    config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # as it is read back
+    config = json.loads(json_line(OmegaConf.to_container(cfg, resolve=False)))  # in the form in which it is read back
     for group, values in as_decided(decided).items():
         config[group] |= values
     choices = {str(group): str(choice) for group, choice in hydra.runtime.choices.items()}
+    choices |= {group: choice for group, _, choice in (word.partition("=") for word in chosen) if group in choices}
     about = {"began": datetime.now(UTC).isoformat(timespec="seconds"), "host": platform.node()}
     return RunRecord(
         command,
-        tuple(word for word in hydra.overrides.task if not is_of_a_resume(word)),
+        tuple(word for word in hydra.overrides.task if not is_of_a_resume(word) and word not in chosen),
         {group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
         {key: value for key, value in config.items() if key not in OF_A_RESUME},
-        about | {"code": asdict(code_version())},
+        about | {"code": asdict(code_version())} | ({"fit": list(chosen)} if chosen else {}),
     )
 
 
@@ -75,7 +81,7 @@ def _before(command: str, folder: Path, resume: str | None) -> RunRecord | None:
         return before
     left = [name for name in _LEFT_BY_A_RUN if (folder / name).exists() and (folder / name).stat().st_size]
     ended = read_object(folder / SUMMARY).get("status")
-    # An evaluation or a profile that was cut short is begun again by the same command.
+    # The same command restarts an evaluation or a profile that was cut short.
     again = before is not None and before.command == command != "train" and ended != "completed"
     if before is None and not left and not (folder / CHECKPOINTS).exists():
         return None

@@ -1,4 +1,4 @@
-"""A number of rollouts shared out among problems: where each brings most, or in proportion. Sums are exact."""
+"""Distributes a number of rollouts among problems, by gains or in proportion, with exact sums."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int, rng: np.random.Generator) -> list[int]:
-    """How many rollouts each problem has once `budget` more went, one after the other, to where they bring most.
+    """How many rollouts each problem has after `budget` more went, one by one, to the largest gains.
 
-    `gains[q][k]` is what problem q's k-th rollout brings; it has room for as many as the list is long, less the
-    zeroth. A problem without any gets two at once, which bring `gains[q][2]` together, or stays without. From then on
-    its gains must not rise, nor be above half of that: then no other division brings more in all. Among equal gains a
-    problem's turn is drawn. There has to be room for all, and a list for 3 or more. O(budget log problems).
+    `gains[q][k]` is the gain of problem q's k-th rollout, up to the length of the list. A problem without any gets two
+    at once, with the total gain `gains[q][2]`, or none. After that its gains must not rise, nor exceed half of it: then
+    no other division has a larger total. Ties are broken at random. There has to be room for all, and a list for 3 or
+    more. O(budget log problems).
     """
     counts, turns = list(have), rng.permutation(len(gains)).tolist()
 
@@ -41,8 +41,8 @@ def hand_out(gains: Sequence[Sequence[float]], have: Sequence[int], budget: int,
 
 
 def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequence[int], newcomer: int) -> None:
-    """One rollout is left where two would be wanted: it goes to another problem, or to the newcomer together with one
-    that another gives up for it."""
+    """One rollout is left where two are needed: it goes to another problem, or to the newcomer together with one taken
+    from another."""
     begun = [problem for problem, count in enumerate(counts) if count]
     takers = [q for q in begun if counts[q] + 1 < len(gains[q])]
     givers = [q for q in begun if counts[q] > 2]
@@ -61,8 +61,8 @@ def _place_last(gains: Sequence[Sequence[float]], counts: list[int], turns: Sequ
 def in_proportion(shares: np.ndarray, total: int, least: int, rng: np.random.Generator) -> list[int]:
     """Whole numbers of sum `total`, in proportion to the shares (above 0), none below `least`.
 
-    Those that would fall below `least` get it, and the rest is shared by the others. What rounding down leaves goes to
-    the largest remainders, drawn among equal ones. `total` has to be at least `least` times their number.
+    Those that would fall below `least` get it, and the others share the rest. What rounding down leaves goes to the
+    largest remainders, with ties broken at random. `total` has to be at least `least` times their number.
     """
     raised = np.zeros(len(shares), dtype=bool)
     while True:

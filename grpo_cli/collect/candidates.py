@@ -1,4 +1,4 @@
-"""What curricula that learn from visits share: the problems that a step looks at, and what they refuse."""
+"""Shared by curricula that learn from visits: the candidates of a step, and a check of settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from grpo_cli.types import Prompt
 
 
 class CandidateOrder:
-    """The next `pool` times as many problems as are wanted, in the order of epochs; all where there are fewer."""
+    """The next `pool` times as many problems as needed, in the order of epochs; all if there are fewer."""
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int, pool: int) -> None:
         self._prompts, self._pool = prompts, pool
         self._order = Epochs(prompts, per_step, seed)
 
     def places(self, step: int, count: int, without: Set[str]) -> list[int]:
-        """Where they are in the task's sequence. UserError if fewer than `count` are left."""
+        """Their indices in the task's sequence. UserError if fewer than `count` are left."""
         left, wanted = len(self._prompts) - len(without), self._pool * count
         if not count <= left <= wanted:
             return self._order.places(step, min(wanted, max(left, count)), without)
@@ -34,7 +34,7 @@ class CandidateOrder:
 
 
 def require_revisits(name: str, prompts: int, per_step: int, steps: int, history: History) -> None:
-    """Raise UserError for a task whose problems come less than once on average. What a profile knows has come."""
+    """UserError if the task's problems are visited less than once on average. A profile counts as visits."""
     visits = steps * per_step
     if visits + len(history.profile) < prompts:
         fitting = max(per_step, visits // 4)

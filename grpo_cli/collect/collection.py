@@ -1,11 +1,13 @@
-"""One step's rollouts: what its collector requests is numbered, seeded, made, grouped, and judged once."""
+"""One step's rollouts: the collector's requests are numbered, seeded, made, grouped, and judged once."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +17,22 @@ from grpo_cli.collect.requests import score_all, seed_of
 from grpo_cli.collect.resuming import begun
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Curriculum, Engine, Task
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
 
-MOST_ROUNDS = 1000  # a collector that wants more is taken to have no end
-MOST_ROLLOUTS = 2**22  # of a step, and problems that it looks at: each is an object before it is a token
+MOST_ROUNDS = 1000  # a collector that asks for more is considered endless
+MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
 
 
 class StepCollection:
     """What a collector is given (see `interfaces.Collection`), and what has come of its rounds.
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
+    `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
+    `has_advantage` says whether the step would give some rollout of a group an advantage.
     """
 
     def __init__(
@@ -46,55 +50,40 @@ class StepCollection:
         span: Callable[[str], AbstractContextManager[None]],
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         most: int = MOST_ROLLOUTS,
+        tokens_left: float = math.inf,
+        zero_truncated: bool = False,
+        has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
     ) -> None:
-        self._most = most
-        self._n, self._prompts, self._step, self._version = n, prompts, step, version
+        self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
+        self._has_advantage = has_advantage
+        self.n, self.prompts, self.step, self.version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
-        self._curriculum, self._task, self._history = curriculum, task, history
+        self._curriculum, self._task, self.history = curriculum, task, history
         self._span, self._autocast = span, autocast
-        self._rng = np.random.default_rng(seed_of(seed, step, "collector"))
+        self.rng = np.random.default_rng(seed_of(seed, step, "collector"))
         self._picked: dict[str, Prompt] = {}
-        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in the order of the requests
+        self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
+        self._held: set[str] = set()  # problems of groups that an earlier step has made
         self._notes: dict[str, float] = {}
         self._rounds, self._spent = 0, Spent()
         self.rollout_seconds = 0.0
 
     @property
-    def n(self) -> int:
-        return self._n
-
-    @property
-    def prompts(self) -> int:
-        return self._prompts
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def rng(self) -> np.random.Generator:
-        return self._rng
-
-    @property
-    def history(self) -> History:
-        return self._history
+    def at_limit(self) -> bool:
+        return self._generated >= self._tokens_left
 
     def pick(self, count: int, without: Set[str] = frozenset()) -> Sequence[Prompt]:
         self._refuse_too_many("problems", len(self._picked) + count)
-        found = self._curriculum.pick(self._step, count, self._picked.keys() | without)
+        found = self._curriculum.pick(self.step, count, self._picked.keys() | without)
         self._picked |= {prompt.id: prompt for prompt in found}
         return found
 
     def _refuse_too_many(self, what: str, count: int) -> None:
         if count > self._most:
             raise UserError(
-                f"the collector asks for {count} {what} in a step of n={self._n} rollouts of train.prompts="
-                f"{self._prompts} problems, and {self._most} are the most: lower its settings, n or train.prompts"
+                f"the collector asks for {count} {what} in a step of n={self.n} rollouts of train.prompts="
+                f"{self.prompts} problems, and {self._most} are the most: lower its settings, n or train.prompts"
             )
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
@@ -104,8 +93,17 @@ class StepCollection:
                 fresh = score_all(self._task, lacking)
             for group in fresh:
                 samples = [rollout.request.sample for rollout in group.rollouts]
-                self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, group.rewards, strict=True))
+                rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
+                self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
+
+    def teaches(self, group: ScoredGroup) -> bool:
+        return group.mixed and self._has_advantage(group)
+
+    def _earned(self, rollout: Rollout, reward: Reward) -> Reward:
+        if not (self._zero_truncated and rollout.finish is Finish.LENGTH):
+            return reward
+        return replace(reward, total=0.0, parts=dict.fromkeys(reward.parts, 0.0))
 
     def _unjudged(self, group: Group) -> Group:
         known = self._rewards.get(group.prompt.id, {})
@@ -120,14 +118,19 @@ class StepCollection:
 
     @property
     def groups(self) -> list[Group]:
-        """All so far, in the order in which they were first requested; each by its samples."""
+        """All groups so far, in order of their first request, each sorted by sample."""
         return [
             Group(self._picked[name], tuple(of[sample] for sample in sorted(of))) for name, of in self._rollouts.items()
         ]
 
+    @property
+    def made(self) -> list[ScoredGroup]:
+        """All groups that have become whole in this step and were judged, whether they are trained on or not."""
+        new = (group for group in self.groups if group.whole and group.prompt.id not in self._held)
+        return _with_rewards([self._judged(group) for group in new if not self._unjudged(group).rollouts])
+
     def run(self, collector: Collector, engine: Engine) -> list[ScoredGroup]:
-        """Make what the collector requests until it requests no more; the groups to train on. UserError if it requests
-        what cannot be had."""
+        """Run the collector to its end; returns the groups to train on. UserError for impossible requests."""
         rounds: Any = collector(self)
         if not isinstance(rounds, Generator):
             raise UserError(f"the collector is no generator, but a {type(rounds).__name__}: yield its rounds")
@@ -136,19 +139,33 @@ class StepCollection:
             try:
                 wanted = rounds.send(answer)
             except StopIteration as end:
-                return list(self.score(self._chosen(end.value)))
+                return self._trained_on(self.score(self._chosen(end.value)))
             partial = self._begun(wanted, number)
             self._make(partial, self._goal(wanted.enough, partial, number), engine)
             answer = self.groups
         raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
 
+    def _trained_on(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups without what their judge has failed on. UserError where nothing is left."""
+        left = _with_rewards(groups)
+        if not left:
+            raise UserError(
+                "the judge scored no rollout of the step (the warnings above say why); fix the judge, then continue "
+                "with grpo train resume=auto"
+            )
+        if len(left) < len(groups):
+            self.note("unjudged_groups", len(groups) - len(left))
+        return left
+
     def _begun(self, wanted: Any, number: int) -> list[Rollout]:
-        """What a round is to bring to its end: partial rollouts, most of them with no token yet."""
+        """The partial rollouts that a round completes, most of them without a token yet."""
         if not isinstance(wanted, Round):
             kind = type(wanted).__name__
             raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
-        if not wanted.requests and not wanted.resumed:
+        if not wanted.requests and not wanted.resumed and not wanted.held:
             raise UserError(f"round {number + 1} of the collector is empty: leave it out")
+        for held in wanted.held:
+            self._join(held, number)
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
         if len({_key(rollout.request) for rollout in found}) < len(found):
             raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
@@ -158,7 +175,7 @@ class StepCollection:
         return found
 
     def _resumed(self, group: Group, number: int) -> list[Rollout]:
-        """The partial rollouts of a group, which becomes one of this step."""
+        """The partial rollouts of a resumed group, which becomes one of this step."""
         name, given = group.prompt.id, {rollout.request.sample: rollout for rollout in group.rollouts}
         own = self._rollouts.setdefault(name, given)
         if (
@@ -180,8 +197,24 @@ class StepCollection:
             self._check_sampling(name, rollout.request.sampling)
         return partial
 
+    def _join(self, group: ScoredGroup, number: int) -> None:
+        """A whole group of an earlier step becomes one of this step."""
+        name = group.prompt.id
+        if name in self._picked or name in self._rollouts:
+            raise UserError(
+                f"round {number + 1} of the collector brings a held group of problem {name!r}, which this step has "
+                "already: pick no problem of which one is held (collection.pick(count, without=...))"
+            )
+        samples = [rollout.request.sample for rollout in group.rollouts]
+        for rollout in group.rollouts:
+            self._check_sampling(name, rollout.request.sampling)
+        self._held.add(name)
+        self._picked[name] = group.prompt
+        self._rollouts[name] = dict(zip(samples, group.rollouts, strict=True))
+        self._rewards[name] = dict(zip(samples, group.rewards, strict=True))
+
     def _check_sampling(self, name: str, before: Sampling) -> None:
-        """One rollout is drawn in one way, and no longer than it was to be."""
+        """UserError if a resumed rollout was begun with other sampling settings."""
         if before != self._sampling:
             now = vars(self._sampling)
             changed = {f"sampling.{key}": (value, now[key]) for key, value in vars(before).items() if value != now[key]}
@@ -208,7 +241,7 @@ class StepCollection:
                 )
             first = len(self._rollouts.get(name, {})) + sum(request.prompt.id == name for request in made)
             made += [
-                Request(group.prompt, sample, seed_of(self._seed, self._step, name, sample), self._sampling)
+                Request(group.prompt, sample, seed_of(self._seed, self.step, name, sample), self._sampling)
                 for sample in range(first, first + group.count)
             ]
         return made
@@ -223,9 +256,11 @@ class StepCollection:
         return None if enough is None else _Goal(enough, whole, partial)
 
     def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine) -> None:
+        if not partial:  # all that the round asks for is there
+            return
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
-            for rollout in play(engine, self._task, partial, self._version, goal, self._spent):
+            for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
                 self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
@@ -249,25 +284,31 @@ class StepCollection:
 
     @property
     def stats(self) -> EngineStats:
-        """What all rounds cost together."""
-        return together(self._spent.costs)
+        """The total cost of all rounds."""
+        return together(self._spent.costs) if self._spent.costs else EngineStats()
+
+    @property
+    def _generated(self) -> int:
+        return sum(cost.generated_tokens for cost in self._spent.costs)
 
     def metrics(self) -> dict[str, float]:
-        """How much was requested, and what the collector has noted."""
-        sizes = [len(of) for of in self._rollouts.values()]
+        """Counts of requests, and the collector's notes."""
+        groups = [group for group in self.groups if group.prompt.id not in self._held]
+        sizes = [len(group.rollouts) for group in groups]
         with_turns = has_turns(self._task)
         return {
-            **(turn_metrics(self.groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
+            **(turn_metrics(groups) | {"time/environment": self._spent.environment_seconds} if with_turns else {}),
             "collect/rounds": float(self._rounds),
             "collect/problems": float(len(sizes)),
-            "collect/rollouts_min": float(min(sizes)),
-            "collect/rollouts_max": float(max(sizes)),
+            "collect/rollouts_min": float(min(sizes, default=0)),
+            "collect/rollouts_max": float(max(sizes, default=0)),
             **self._notes,
+            **(self._task.counted() if isinstance(self._task, Counts) else {}),
         }
 
 
 class _Goal:
-    """Says when so many groups are whole, as the rollouts that are `under_way` end."""
+    """Whether `enough` groups are whole, as the rollouts `under_way` end."""
 
     def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
         self._enough, self._whole = enough, whole
@@ -281,12 +322,18 @@ class _Goal:
 
 
 def _key(request: Request) -> tuple[str, int]:
-    """By which an answer is known again; a request that resumes has a prompt of its own."""
+    """Identifies a rollout; a request that resumes one has a different prompt."""
     return request.prompt.id, request.sample
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:
     return " ".join(f"{key}={values[which]}" for key, values in changed.items())
+
+
+def _with_rewards(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """Only the rollouts that have a judgement."""
+    judged = [group.take([i for i, one in enumerate(group.rewards) if one.judged]) for group in groups]
+    return [group for group in judged if group.rollouts]
 
 
 def _ended(group: Group) -> tuple[Rollout, ...]:

@@ -1,4 +1,4 @@
-"""Episodes of several turns: an engine draws what the model says, the task's environment answers, and so on to the end.
+"""Multi-turn episodes: an engine samples the model's turn, the task's environment answers, and so on to the end.
 
 An engine that answers in place keeps a row's slot and its keys, and reads the answer in the decode steps that run
 anyway. For any other one an ended turn is a partial rollout (`resuming.py`), which goes on behind a longer prompt once
@@ -27,8 +27,8 @@ Enough = Callable[[Episode], bool]
 
 @dataclass
 class Spent:
-    """What it took: the engine's cost of each round, and the seconds in which nothing ran, because all that was left
-    waited for its environment."""
+    """The engine's cost of each round, and the seconds in which nothing ran because everything left was waiting for its
+    environment."""
 
     costs: list[EngineStats] = field(default_factory=list)
     environment_seconds: float = 0.0
@@ -42,8 +42,8 @@ def play(
     enough: Enough | None = None,
     spent: Spent | None = None,
 ) -> Iterator[Episode]:
-    """Bring partial rollouts (`resuming.begun`: of requests) to their end, in order of ending. `enough` is asked of
-    each that has ended, until it says yes: then the others come partial."""
+    """Bring partial rollouts (`resuming.begun`: of requests) to their end, in order of finishing. `enough` is asked
+    about each finished one until it returns True; the others then come back partial."""
     spent = Spent() if spent is None else spent
     if not has_turns(task):
         yield from _generated(engine, partial, [rest_of(one) for one in partial], version, enough, spent)
@@ -64,13 +64,13 @@ def has_turns(task: Task) -> bool:
 
 
 def fits(rollout: Rollout, reply: Sequence[int]) -> bool:
-    """Whether the model can say at least a token after the reply."""
+    """Whether there is room for at least one token of the model after the reply."""
     return len(rollout) + len(reply) < rollout.request.sampling.max_new_tokens
 
 
 class Conversation:
-    """What environments answer to turns that have ended (`interfaces.Replies`). `whole` makes an episode of what an
-    engine has of it."""
+    """The environments' answers to finished turns (`interfaces.Replies`). `whole` turns what an engine has into an
+    episode."""
 
     def __init__(self, task: Dialogue, whole: Callable[[Rollout], Episode], spent: Spent) -> None:
         self._task, self._whole, self._spent = task, whole, spent
@@ -79,7 +79,7 @@ class Conversation:
         self._fresh = False  # whether something was asked since the last look
 
     def ask(self, rollout: Rollout) -> int:
-        """A turn is over. The number by which its answer is known."""
+        """Ask about a finished turn; returns the number that identifies its answer."""
         episode, number = self._whole(rollout), next(self._numbers)
         said: Future[Sequence[str] | None] = Future()
         if len(episode.turns) < self._task.turns:
@@ -90,7 +90,7 @@ class Conversation:
         return number
 
     def answers(self, wait: bool) -> Sequence[tuple[int, tuple[int, ...] | None]]:
-        """What has been answered since, None where the episode is over; with `wait` at least one answer."""
+        """Answers since the last call, None for an episode that is over; with `wait`, at least one."""
         start = time.monotonic()
         until, self._fresh = start + GRACE * self._fresh, False
         while True:
@@ -103,7 +103,7 @@ class Conversation:
         return [(number, self._reply(number)) for number in done]
 
     def answer_to(self, number: int) -> tuple[int, ...] | None:
-        """The answer to one turn, once it is there."""
+        """Wait for the answer to one turn."""
         start = time.monotonic()
         while not self._open[number][1].done():
             time.sleep(POLL)
@@ -123,7 +123,7 @@ class Conversation:
 def _in_rounds(
     engine: Engine, task: Dialogue, partial: Sequence[Episode], version: int, enough: Enough | None, spent: Spent
 ) -> Iterator[Episode]:
-    """A round draws one turn of everybody who is left; then all hear what is answered."""
+    """Each round samples one turn of every episode left, then all get their answers."""
     conversation = Conversation(task, lambda episode: episode, spent)
     left, stopped = list(partial), False
     while left and not stopped:
@@ -176,8 +176,8 @@ def _generated(
     spent: Spent,
     **replies: Conversation,
 ) -> Iterator[Episode]:
-    """What an engine makes of the requests for the rest of each. An engine of one's own need not know how to stop as
-    long as it is not asked to."""
+    """What an engine makes of the requests for the rest of each. A custom engine need not support stopping unless it
+    is asked to stop."""
     of = {_key(request): one for request, one in zip(requests, partial, strict=True)}
 
     def whole(rest: Rollout) -> Episode:
@@ -196,13 +196,13 @@ def _is_full(episode: Episode) -> bool:
 
 
 def _ending(request: Request, task: Dialogue) -> Request:
-    """With the strings that end a turn."""
+    """The request, with the strings that end a turn."""
     stop = (*request.sampling.stop, *task.turn_ends)
     return replace(request, sampling=replace(request.sampling, stop=stop)) if task.turn_ends else request
 
 
 def _one_turn_of(request: Request) -> Request:
-    """For an engine that knows of no turns."""
+    """The request for one turn, for an engine that does not know turns."""
     sampling = request.sampling
     if sampling.max_turn_tokens is None:
         return request
@@ -211,5 +211,5 @@ def _one_turn_of(request: Request) -> Request:
 
 
 def _key(request: Request) -> tuple[str, int, int]:
-    """By which an answer is known again; a request that resumes has a prompt and a seed of its own."""
+    """Identifies an answer; a request that resumes has its own prompt and seed."""
     return request.prompt.id, request.sample, request.seed

@@ -1,4 +1,4 @@
-"""Every problem once an epoch: the plain curriculum, and the order in which the others look for candidates."""
+"""Every problem once per epoch: the plain curriculum, and the order of candidates for the others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_cli.types import Prompt, ScoredGroup
 
 
 class Epochs:
-    """A new order every epoch, a function of (seed, epoch), in which a place moves on.
+    """A new order every epoch, a function of (seed, epoch), and a position in it.
 
-    An epoch ends where fewer problems are left than are asked for, so that none comes twice in one; what is left over
-    in one epoch's order comes in another's. Prompts in a list or tuple are there, and their ids are looked at now;
-    those of any other sequence may cost their making, and are looked at step by step (by `requests_for`).
+    An epoch ends if fewer problems are left than asked for, so that none comes twice in a step. Ids of prompts in a
+    list or tuple are checked now; other sequences may compute their prompts, which are checked step by step (in
+    `requests_for`).
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_step: int, seed: int) -> None:
@@ -37,20 +37,20 @@ class Epochs:
         return [self._prompts[index] for index in self.places(step, count, without)]
 
     def places(self, step: int, count: int, without: Set[str]) -> list[int]:
-        """Where in the task's sequence the next `count` problems are."""
+        """Indices of the next `count` problems in the task's sequence."""
         if count + len(without) > len(self._prompts):
             raise UserError(
                 f"step {step + 1} asks for {count + len(without)} different problems, but the task has "
                 f"{len(self._prompts)}: lower train.prompts or the rule's pool"
             )
-        if self._epoch < 0:  # begun, or gone on from a checkpoint that was made when steps alone said where it is
+        if self._epoch < 0:  # fresh, or resumed from an old checkpoint without a position
             epoch, steps = divmod(step, len(self._prompts) // self._per_step)
             self._turn_to(epoch, steps * self._per_step)
         if self._place + count > len(self._order):
             self._turn_to(self._epoch + 1, 0)
         chosen: list[int] = []
         while len(chosen) < count:
-            if self._place == len(self._order):  # those of `without` were in the way
+            if self._place == len(self._order):  # the others were in `without`
                 self._turn_to(self._epoch + 1, 0)
             index = int(self._order[self._place])
             self._place += 1

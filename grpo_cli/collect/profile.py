@@ -1,5 +1,4 @@
-"""What is known of problems before training: a file of answers, and the sizes of groups that it suggests (sGPO,
-arXiv 2606.08854)."""
+"""Reads what is known of problems before training from a file of answers (sGPO, arXiv 2606.08854)."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _READ = {"prompt_id": str, "sample": int, "reason": str, "solved": bool}
 
 
 def read_history(file: str | None, prompts: Sequence[Prompt]) -> History:
-    """What `samples.jsonl` of an evaluation says of these problems; nothing without one. UserError if it is none, or
-    of another task. Problems are only looked at until all those of the file are found."""
+    """The history of these problems in an evaluation's `samples.jsonl`, empty without a file. UserError if it is
+    another file, or of another task. Stops iterating over problems once all those of the file are found."""
     if file is None:
         return History()
     visits = _visits_in(file)
@@ -38,7 +37,7 @@ def read_history(file: str | None, prompts: Sequence[Prompt]) -> History:
 
 
 def no_history(file: str | None) -> Iterator[str]:
-    """What is wrong with the place of the file, which can be said before anything is read."""
+    """Problems with the path, before anything is read."""
     if file is not None and not Path(file).expanduser().is_file():
         found = "a folder: name the samples.jsonl in it" if Path(file).expanduser().is_dir() else "not there"
         yield (
@@ -69,7 +68,7 @@ def _visits_in(file: str) -> dict[str, Visit]:
 
 
 def _rows_of(file: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Lines with their numbers. UserError for one that is not what an evaluation writes, or if there is none."""
+    """Rows with their line numbers. UserError for one that an evaluation would not write, or if there is none."""
     number = 0
     with open(Path(file).expanduser(), encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""A collector tried with scripted answers, before any weights are read: what it may ask for, and how much."""
+"""Tries a collector with scripted rewards before any weights are read, to find what it may ask for."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import own_code
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
 
-# The most rollouts of a made-up group, and enough of a made-up step: larger ones would teach nothing more, and take
-# their time.
+# The most rollouts of a made-up group, and enough for a made-up step: more would only take time.
 MOST_REHEARSED, ENOUGH = 4096, 1024
 MOST_ASKED = 2**17  # by a collector, of a made-up step
-# What every second, no and every rollout of a problem earns, by its sample.
+# Rewards by sample: none, every second, or every rollout is right.
 _SCRIPTS = ((0.0,), (0.0, 1.0), (1.0,))
-_SOLVED = (0, 1, 2, 3, 4)  # how often problems were solved in earlier visits, of as many tries as the last
+_SOLVED = (0, 1, 2, 3, 4)  # of four tries in an earlier visit
 
 
 @dataclass(frozen=True)
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
-    rollouts altogether, and rounds; whether it leaves rollouts partial, to go on with in a later step; and whether it
-    made groups of another size than n, in one of these steps or in one whose problems differ in how often they are and
-    were solved."""
+    rollouts altogether, rounds, and rollouts of the groups that are trained on; whether it leaves rollouts partial, to
+    go on with in a later step; and whether it made groups of another size than n, in one of these steps or in one whose
+    problems differ in how often they are and were solved."""
 
     picked: int
     problems: int
     at_once: int
     rollouts: int
     rounds: int
+    trained: int
     partial: bool = False
     unequal: bool = False
 
     @classmethod
     def equal(cls, n: int, prompts: int) -> CollectionSize:
-        """Of a plain step."""
-        return cls(prompts, prompts, n * prompts, n * prompts, 1)
+        """The size of a plain step."""
+        return cls(prompts, prompts, n * prompts, n * prompts, 1, n * prompts)
 
 
 def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
-    """Runs copies of `collector` through a step whose rollouts are all wrong, wrong and right in turn, and all right.
-    UserError if it asks for what cannot be had, or has no end."""
+    """Runs copies of `collector` through steps whose rollouts are all wrong, alternating, and all right. UserError if
+    it makes impossible requests or does not end."""
     size = min(n, MOST_REHEARSED)
     problems = max(1, min(prompts, ENOUGH // size))
     seen = [_tried(collector, size, problems, [script], History()) for script in _SCRIPTS]
@@ -66,13 +66,14 @@ def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
         at_once=most("at_once", longer),
         rollouts=most("rollouts", longer),
         rounds=most("rounds", 1.0),
+        trained=most("trained", longer),
         partial=any(one.partial for one in seen),
         unequal=any(one.unequal for one in (*seen, later)),
     )
 
 
 def _visited(problems: int) -> History:
-    """Some problems were never solved before, some always, some in part."""
+    """A history of problems solved never, always, or sometimes."""
     visits = {_name(place): Visit(PROFILED, _SOLVED[place % len(_SOLVED)], _SOLVED[-1]) for place in range(problems)}
     return History({name: [visit] for name, visit in visits.items()})
 
@@ -84,7 +85,7 @@ def _name(place: int) -> str:
 def _tried(
     collector: Collector, n: int, prompts: int, scripts: Sequence[Sequence[float]], history: History
 ) -> CollectionSize:
-    """The most of a step; of two, if the first leaves partial rollouts that the second may resume."""
+    """The size of a step, or of two if the first leaves partial rollouts that the second may resume."""
     made_up, collector = _MadeUp(scripts), copy.deepcopy(collector)
     first = _step(collector, n, prompts, made_up, 0, history)
     if not first.partial:
@@ -114,11 +115,12 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
     rounds = made_up.rounds
     return CollectionSize(
         picked=made_up.picked - before,
-        # One that is resumed is of a longer prompt, by the name of that and more.
+        # A resumed one has a longer prompt, whose id has a suffix.
         problems=max(len({request.prompt.id.partition("+")[0] for request in requests}) for requests in rounds),
         at_once=max(map(len, rounds)),
         rollouts=sum(map(len, rounds)),
         rounds=len(rounds),
+        trained=sum(len(group.rollouts) for group in groups),
         partial=made_up.stopped,
         unequal=any(len(group.rollouts) != n for group in groups),
     )
@@ -142,7 +144,7 @@ class _MadeUp:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One token each. Of those that are stopped every second has one, too."""
+        """One token each; of the stopped ones every second has one, too."""
         self.rounds.append(requests)
         stop = False
         for request in requests:

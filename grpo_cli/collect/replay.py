@@ -1,4 +1,4 @@
-"""Groups of earlier steps that are trained on again: none, or a store of the last ones (DOTS, arXiv 2506.05316)."""
+"""No replay: a step trains only on its own groups (stores are in `methods/`)."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, Scor
 
 
 def seed_of(*names: object) -> int:
-    """A 64-bit seed that is a function of names and nothing else: the same on every machine and in every process."""
+    """A 64-bit seed that is a function of the names, the same on every machine and in every process."""
     text = "/".join(str(name) for name in names)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def check_ids(prompts: Iterable[Prompt], which: str) -> None:
-    """Refuse prompts of which two have one id: seeds, groups and what is learnt about a prompt go by it."""
+    """UserError for two prompts with the same id, which identifies seeds, groups and what is learnt."""
     numbers: dict[str, int] = {}
     for number, prompt in enumerate(prompts, 1):
         first = numbers.setdefault(prompt.id, number)
@@ -44,7 +44,7 @@ def requests_for(
 
 
 def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> list[Group]:
-    """Rollouts in any order to one group per prompt, in the order of `prompts` and of the samples."""
+    """Rollouts in any order to one group per prompt, in order of `prompts` and samples."""
     check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
@@ -55,7 +55,7 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
 
 
 def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
-    """Judge every rollout of many groups, all at once if the task can. A reward that is not finite is an error."""
+    """Judge every rollout of many groups, all at once if the task can. UserError for a reward that is not finite."""
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     given = task.rewards(pairs) if isinstance(task, BatchTask) else [task.reward(*pair) for pair in pairs]
     assert len(given) == len(pairs), "a task gives one reward for each rollout"
@@ -67,7 +67,7 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
 
 
 def check_rewards(group: ScoredGroup) -> None:
-    """Raise for a NaN, infinite or huge reward: training on it would destroy the weights without a word."""
+    """UserError for a NaN, infinite or huge reward, which would silently destroy the weights."""
     bad = np.flatnonzero(~(np.abs(group.totals) <= LARGEST_REWARD))
     if len(bad):
         first = int(bad[0])

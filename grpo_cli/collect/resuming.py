@@ -1,4 +1,4 @@
-"""Partial rollouts: the request that goes on where one was stopped, and the two made one rollout again.
+"""Partial rollouts: the request that continues one where it was stopped, and the joining of both into one rollout.
 
 An engine is asked for a longer prompt, so it remembers nothing of what was stopped. Number t of a random stream is a
 hash of `seed + t * golden ratio` (`engine/step/sample.py`), so with the seed moved on by k of these the torch engine
@@ -23,17 +23,17 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def begun(request: Request) -> Rollout:
-    """A rollout of which there is nothing yet."""
+    """A rollout without any tokens yet."""
     return Rollout(request, (), (), Finish.PARTIAL, 0)
 
 
 def rest_of(partial: Rollout) -> Request:
-    """What to ask an engine for so that it makes the tokens that a partial rollout lacks.
+    """The request for the tokens that a partial rollout still lacks.
 
-    The longer prompt has an id that is that of its text, since engines read prompts of one id once.
+    The longer prompt's id depends on its tokens, since engines compute prompts of the same id once.
     """
     request, count = partial.request, len(partial)
-    assert partial.finish is Finish.PARTIAL, "only a partial rollout goes on"
+    assert partial.finish is Finish.PARTIAL, "only a partial rollout can continue"
     if not count:
         return request
     added = hashlib.blake2b(",".join(map(str, partial.token_ids)).encode(), digest_size=8).hexdigest()
@@ -49,13 +49,13 @@ def rest_of(partial: Rollout) -> Request:
 
 
 def first_seed(request: Request) -> int:
-    """The seed that a rollout began with, by the request for its rest."""
+    """The seed that a rollout started with, from the request for its rest."""
     return (request.seed - request.resumed * GOLDEN) % 2**64
 
 
 def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
-    """A partial rollout with what has come after it from weights of `version`: under its own request, and partial still
-    if the rest is."""
+    """A partial rollout and its continuation by weights of `version`, under the first request; still partial if the
+    continuation is."""
     return Rollout(
         request=partial.request,
         token_ids=partial.token_ids + rest.token_ids,

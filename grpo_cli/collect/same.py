@@ -1,4 +1,4 @@
-"""Whether problems that a checkpoint or a record knows by their ids are in this run's task, and are the same there."""
+"""Whether problems known by id, from a checkpoint or a record, are in this run's task, and are the same."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cached_property
 from grpo_cli.history import digest_of
 from grpo_cli.types import Prompt
 
-MOST_GONE_THROUGH = 100_000  # problems: making more of them to find one would hold up every resume
+MOST_GONE_THROUGH = 100_000  # problems: generating more to find one would delay every resume
 
 
 class Places:
-    """Where in a task's sequence the problems of given ids are.
+    """Indices of problems in a task's sequence by id.
 
-    Tasks may make each problem when it is asked for, and most number them by place: then only that place is looked at.
-    A sequence may say where its problems are (`places`, by id); others are gone through once, unless they are many.
+    Tasks may compute problems on access, and most number them by index: then only that index is read. A sequence may
+    have an index itself (`places`, by id); others are searched once, unless they are long.
     """
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
@@ -25,7 +25,7 @@ class Places:
         self.certain = self._numbered or listed or len(prompts) <= MOST_GONE_THROUGH
 
     def of(self, name: str) -> int | None:
-        """None where there is no such problem, or, unless this is `certain`, none that could be found."""
+        """None if there is no such problem or, unless this is `certain`, if it was not found."""
         number = _number(name)
         if number is not None and number < len(self._prompts) and self._prompts[number].id == name:
             return number
@@ -44,10 +44,10 @@ def _number(name: str) -> int | None:
 
 
 class OtherProblems:
-    """Says of a problem that a checkpoint knows whether this task does not have it, or has another by its id.
+    """Whether this task lacks a problem of a checkpoint, or has a different one with its id.
 
-    `digests` are those of the history; a rule that holds a problem itself gives its own. Where nobody wrote down what a
-    problem was, and where it cannot be found out, it is taken for the same.
+    `digests` are the history's; a rule that stores a problem itself passes its own. Without a digest, or if the problem
+    cannot be found, it is assumed to be the same.
     """
 
     def __init__(self, prompts: Sequence[Prompt], digests: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A scored group as plain values and tensors: what a store holds of it and a checkpoint keeps, at 12 bytes a token."""
+"""A scored group as plain values and tensors, for stores and checkpoints, at 12 bytes per token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 
 def to_plain(group: ScoredGroup) -> dict[str, Any]:
-    """The group with the tokens of all its rollouts end to end. Log-probabilities are kept as float32, which they were
-    drawn with."""
+    """The group with all its rollouts' tokens concatenated, log-probabilities in float32, in which they were drawn."""
     tokens = [token for rollout in group.rollouts for token in rollout.token_ids]
     logprobs = [logprob for rollout in group.rollouts for logprob in rollout.sampler_logprobs]
     return {
@@ -48,7 +47,7 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
 
 
 def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
-    """What `to_plain` was given."""
+    """The inverse of `to_plain`."""
     prompt = prompt_of(state)
     lengths = [fate["length"] for fate in state["rollouts"]]
     parts = zip(state["rollouts"], state["token_ids"].split(lengths), state["logprobs"].split(lengths), strict=True)
@@ -60,7 +59,7 @@ def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
 
 
 def prompt_of(state: Mapping[str, Any]) -> Prompt:
-    """The problem of a group as it is kept."""
+    """The problem of a stored group."""
     name, token_ids, answer = state["prompt"]
     return Prompt(name, tuple(token_ids), answer)
 
@@ -77,13 +76,13 @@ def _rollout(
 def drawn(
     stored: Sequence[Mapping[str, Any]], count: int, fresh: Sequence[ScoredGroup], rng: np.random.Generator
 ) -> list[ScoredGroup]:
-    """`count` of the groups, each at most once, those of problems that are `fresh` after all others."""
+    """`count` groups drawn without replacement, those of problems that are `fresh` last."""
     anew = {group.prompt.id for group in fresh}
     order = sorted(rng.permutation(len(stored)).tolist(), key=lambda place: stored[place]["prompt"][0] in anew)
     return [from_plain(stored[place]) for place in order[:count]]
 
 
 def version_of(state: Mapping[str, Any]) -> int:
-    """The oldest weights that drew any of its tokens, 0 without a token."""
+    """The oldest version that drew any of its tokens, 0 without a token."""
     versions = (version for fate in state["rollouts"] for version, _ in fate["spans"])
     return min((version for version in versions if version >= 0), default=0)

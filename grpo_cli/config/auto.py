@@ -1,8 +1,7 @@
-"""What `auto` stands for: decided once, when a command begins, written down in its `run.json`, and kept by a resumed
-run on whatever machine, since its bits depend on it.
+"""Resolves `auto`: decided once at the start of a command, recorded in `run.json`, and kept by a resumed run on any
+machine, since its bits depend on it.
 
-Numbers are the model's or the task's to say, in their `recipe` in `conf/`; precisions go by the device. A typed value
-and that of a named experiment are no `auto`.
+Numbers come from the `recipe` of the model or the task in `conf/`, precisions from the device.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from grpo_cli.settings import EvalRunSettings, ModelSettings, RunSettings
 from grpo_cli.support.processor import fast_in_bfloat16
 
 AUTO = "auto"
-# The settings that may be `auto`, by their groups. Of numbers, the part whose recipe says them, and by which word.
+# The settings that may be `auto`, by group; for numbers, the part whose recipe has them, and the key there.
 _BY_DEVICE = {"model": ("dtype", "autocast"), "train": ("micro_batch_tokens",)}
 _BY_RECIPE = {
     "optim": {
@@ -30,13 +29,13 @@ _BY_RECIPE = {
     "eval": {"problems": ("task", "eval_problems"), "every": ("task", "eval_every")},
 }
 _OPEN: Mapping[str, tuple[str, ...]] = {**_BY_DEVICE, **{group: tuple(keys) for group, keys in _BY_RECIPE.items()}}
-# A part of one's own that brings no recipe has that of the file which the shipped ones are based on.
+# A user's own part without a recipe uses that of the base file of the shipped ones.
 _BASE = {"model": "hf", "task": "_text"}
 Settings = TypeVar("Settings", bound=RunSettings | EvalRunSettings)
 
 
 def as_decided(settings: RunSettings | EvalRunSettings) -> dict[str, dict[str, Any]]:
-    """The values of what may be left open, by group."""
+    """The values of the settings that may be `auto`, by group."""
     return {
         group: {key: getattr(found, key) for key in keys if hasattr(found, key)}
         for group, keys in _OPEN.items()
@@ -50,14 +49,25 @@ def as_begun(settings: RunSettings | EvalRunSettings, group: str) -> dict[str, A
 
 
 def _begun(run_dir: str, group: str) -> dict[str, Any]:
-    record = read_record(Path(run_dir))
-    written = {} if record is None else record.config.get(group)
-    known = written if isinstance(written, dict) else {}
+    known = _written(run_dir, group) or {}
     return {key: value for key, value in known.items() if key in _OPEN[group] and value != AUTO}
 
 
+def _written(run_dir: str, group: str) -> dict[str, Any] | None:
+    """The group's settings as a run recorded them; None if there is no such run."""
+    record = read_record(Path(run_dir))
+    found = None if record is None else record.config.get(group)
+    return found if isinstance(found, dict) else None
+
+
 def fill(values: dict[str, Any]) -> None:
-    """Replace `auto` in a composed configuration with the numbers of the recipes."""
+    """Replace `auto` in a composed configuration with the numbers of the recipes.
+
+    A run that began before there was `model.chat_template_kwargs` goes on with the prompts that it had.
+    """
+    word = "chat_template_kwargs"
+    if values.get("resume") and word not in (_written(str(values["run_dir"]), "model") or {word: None}):
+        values["model"][word] = None
     for group, keys in _BY_RECIPE.items():
         settings = values[group] if isinstance(values.get(group), dict) else {}
         for name in [name for name in keys if settings.get(name) == AUTO]:
@@ -66,7 +76,7 @@ def fill(values: dict[str, Any]) -> None:
 
 
 def _of_the_recipe(values: Mapping[str, Any], part: str, word: str) -> Any:
-    """What the part says by this word, at most what the model says by it. An episode has as many replies as turns."""
+    """The part's value, capped by the model's. An episode has as many replies as turns."""
     recipe, of_model = shipped(part, _BASE[part])["recipe"] | _recipe(values.get(part)), _recipe(values.get("model"))
     if word == "lr" and _has_adapters(values["model"]):
         word = "lora_lr"
@@ -87,9 +97,9 @@ def _has_adapters(model: Any) -> bool:
 
 
 def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = None) -> Settings:
-    """The settings with precisions in place of `auto`. `say` is given the choice, and a warning if it is slow here.
+    """The settings with precisions decided. `say` gets the choice, and a warning if it is slow here.
 
-    `fast`: whether the device is faster in bfloat16 than in float32; None: ask the settings' device.
+    `fast`: whether the device is faster in bfloat16 than in float32; None: determine it from the settings' device.
     """
     fast = fast_in_bfloat16(settings.device) if fast is None else fast
     begun = as_begun(settings, "model")
@@ -102,8 +112,8 @@ def decided(settings: Settings, say: Callable[[str], None], fast: bool | None = 
 
 
 def decided_model(model: ModelSettings, fast: bool) -> ModelSettings:
-    """Weights below adapters are kept in bfloat16 where they are computed in it: as they are frozen, no small step of
-    theirs is lost. Those that are trained stay float32, and those that are computed in float32."""
+    """Frozen weights below adapters are stored in bfloat16 if computed in it, since they take no small steps that could
+    be lost; all others are float32."""
     autocast = ("bfloat16" if fast else "none") if model.autocast == AUTO else model.autocast
     half = model.adapted and autocast == "bfloat16"
     dtype = ("bfloat16" if half else "float32") if model.dtype == AUTO else model.dtype
@@ -115,7 +125,7 @@ def _remarks(asked: ModelSettings, here: ModelSettings, model: ModelSettings, fa
     why = f"{faster} is faster than {slower} here" + ("" if fast else ": no GPU with bfloat16, no AMX, no AVX512_BF16")
     words = {key: getattr(model, key) for key in _BY_DEVICE["model"] if getattr(asked, key) == AUTO}
     if not model.adapted:
-        words.pop("dtype", None)  # float32 whatever the device: there is nothing to tell
+        words.pop("dtype", None)  # float32 on any device: nothing to report
     chosen = ", ".join(f"model.{key}=auto is {word}" for key, word in words.items())
     if here != model:
         otherwise = " and ".join(getattr(here, key) for key in words)

@@ -1,7 +1,4 @@
-"""Checks how settings relate to each other, and reports all violations at once.
-
-Parts check their own settings and are asked here too. No model is touched.
-"""
+"""Checks relations between settings, and reports all violations at once. Parts check their own; no model is loaded."""
 
 from __future__ import annotations
 
@@ -29,13 +26,14 @@ from grpo_cli.support.formatting import parse_bytes, shown
 
 
 def check(settings: RunSettings) -> Tried:
-    """Check the settings of a training run, whose types and ranges were checked as they were read. Returns its rules,
-    tried. UserError lists every violation."""
+    """Check a training run's settings, whose types and ranges are checked already. Returns its tried rules. UserError
+    lists every violation."""
     problems = [
         *_group_problems(settings),
         *_train_problems(settings.train, settings.m),
         *_sampling_problems(settings.sampling),
         *_turn_problems(settings),
+        *_length_problems(settings),
         *_optim_problems(settings.optim),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
@@ -62,14 +60,14 @@ def _resume_problems(settings: RunSettings) -> Iterator[str]:
 
 
 def check_profile(settings: ProfileRunSettings) -> Tried:
-    """The same for `grpo profile`: those of the training run, then those of the profile."""
+    """The same for `grpo profile`: the training run's settings, then the profile's."""
     tried = check(settings)
     refuse([*_profile_problems(settings.profile, settings.sampling, _turns(settings))])
     return tried
 
 
 def _turns(settings: RunSettings | EvalRunSettings) -> int:
-    """Most turns of an episode, as the task has it."""
+    """The most turns of an episode of the task."""
     return settings.parts["task"].get("turns", 1)
 
 
@@ -78,6 +76,21 @@ def _turn_problems(settings: RunSettings | EvalRunSettings) -> Iterator[str]:
         yield (
             f"sampling.max_turn_tokens={settings.sampling.max_turn_tokens} bounds each of several turns, and the task "
             "has one: use sampling.max_new_tokens"
+        )
+
+
+def _length_problems(settings: RunSettings) -> Iterator[str]:
+    task, longest = settings.parts["task"], settings.sampling.max_new_tokens
+    within = task.get("overlong_tokens")
+    if isinstance(within, int) and within > longest:
+        yield (
+            f"task.overlong_tokens={within} must not be more than sampling.max_new_tokens={longest}: they are the last "
+            "ones of it"
+        )
+    if settings.train.truncated == "zero" and (task.get("weights") or {}).get("overlong"):
+        yield (
+            "train.truncated=zero gives a reply that is cut off more than task.weights.overlong leaves one that nearly "
+            "is: use train.truncated=train or leave_out, or task.weights.overlong=null"
         )
 
 
@@ -140,6 +153,12 @@ def _train_problems(train: TrainSettings, m: int) -> Iterator[str]:
             f"(train.prompts={train.prompts} times m={m})"
         )
 
+    if train.warmup == "sft" and train.warmup_steps >= train.steps:
+        yield (
+            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}, which counts them: "
+            "no step would learn from rewards"
+        )
+
 
 def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
     if "" in sampling.stop:
@@ -159,6 +178,11 @@ def _sampling_problems(sampling: Sampling) -> Iterator[str]:
 def _optim_problems(optim: OptimSettings) -> Iterator[str]:
     if optim.name == "adamw8bit" and optim.offload:
         yield "optim.name=adamw8bit keeps its state on the GPU; use optim.offload=false, or optim.name=adamw"
+    if optim.name == "muon" and optim.offload:
+        yield "optim.name=muon multiplies matrices, for which a CPU is slow; use optim.offload=false or optim.park=true"
+    if optim.park and (optim.offload or optim.name == "adamw8bit"):
+        keeps = "optim.offload=true keeps there anyway" if optim.offload else "optim.name=adamw8bit keeps on the GPU"
+        yield f"optim.park=true moves the optimizer's state to the CPU's memory, which {keeps}; use one of them"
     if optim.lr * optim.weight_decay >= 1:
         yield (
             f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
@@ -167,7 +191,7 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:
-    """Not of a resumed run, whose version may have allowed it."""
+    """Not for a resumed run, which an older version may have allowed."""
     if settings.model.dtype == "bfloat16" and not settings.model.adapted and settings.resume is None:
         yield (
             "model.dtype=bfloat16 would train every weight in 8 bits of precision, where steps of less than a 256th of "
@@ -180,6 +204,9 @@ def _model_problems(model: ModelSettings, device: str) -> Iterator[str]:
     for name, value in (model.architecture or {}).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"model.architecture.{name}={value} must be finite"
+    for kind in ("dora", "rslora"):
+        if getattr(model.lora, kind) and not model.adapted:
+            yield f"model.lora.{kind}=true is about adapters, and there are none: give model.lora.rank=16 or more"
     if model.lora.rank > 0 and not model.lora.targets:
         yield "model.lora.targets=[] leaves no layer to adapt; name some, such as [q_proj, v_proj]"
     if model.offload_activations and not model.gradient_checkpointing:

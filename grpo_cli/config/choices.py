@@ -1,4 +1,4 @@
-"""The groups that a run is composed of, and what `conf/` says of them. Asks for neither Hydra nor torch."""
+"""The config groups and their choices in `conf/`. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 ENGINE_PARTS = ("engine", "sampler", "scheduler", "predictor", "sparsity")
 
 
@@ -22,7 +22,7 @@ def config_dir() -> Path:
 
 
 def shipped(group: str, choice: str) -> dict[str, Any]:
-    """A choice's keys and values as its file says them, with those of the files that it is based on."""
+    """A choice's keys and values, including those of its base files."""
     merged: dict[str, Any] = {}
     for values in _files(f"{group}/{choice}"):
         merged = _over(merged, {key: value for key, value in values.items() if key != "defaults"})
@@ -30,13 +30,13 @@ def shipped(group: str, choice: str) -> dict[str, Any]:
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Groups of settings are laid over each other key by key, as Hydra does it."""
+    """Merge nested settings key by key, as Hydra does."""
     both = {k: _over(below[k], v) for k, v in above.items() if isinstance(v, dict) and isinstance(below.get(k), dict)}
     return {**below, **above, **both}
 
 
 def defaults_of(command: str) -> dict[str, str]:
-    """What a command's configuration chooses of each group if nothing is said, those of Hydra's own included."""
+    """A command's default choice in each group, Hydra's own groups included."""
     entries = [entry for values in _files(command) for entry in values.get("defaults", []) if isinstance(entry, dict)]
     return {group.removeprefix("override "): choice for entry in entries for group, choice in entry.items()}
 
@@ -47,12 +47,12 @@ def groups_of(command: str) -> list[str]:
 
 
 def parts_of(command: str) -> tuple[str, ...]:
-    """Those of its groups that are built of a `_target_`, which all are but the model and named experiments."""
+    """Its groups that are built from a `_target_`: all but the model and named experiments."""
     return tuple(group for group in groups_of(command) if group not in ("model", "experiment"))
 
 
 def _files(name: str) -> Iterator[dict[str, Any]]:
-    """A file of `conf/`, unresolved, after those that its defaults list names without a group."""
+    """A file of `conf/`, unresolved, preceded by its base files."""
     values = yaml.load((config_dir() / f"{name}.yaml").read_text(encoding="utf-8"), _LOADER) or {}
     for entry in values.get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
@@ -61,12 +61,12 @@ def _files(name: str) -> Iterator[dict[str, Any]]:
 
 
 def choices(group: str) -> list[str]:
-    """The choices that `conf/` offers for a group. A file whose name begins with `_` is what several are based on."""
+    """The choices of a group in `conf/`. A file whose name begins with `_` is a base of several."""
     return sorted(file.stem for file in (config_dir() / group).glob("*.yaml") if not file.stem.startswith("_"))
 
 
 def choice_of(group: str, part: Mapping[str, Any]) -> str:
-    """What a person would choose to get this part, with the fewest other settings; for one of their own its target."""
+    """The choice that needs the fewest other settings to give this part; for a user's own part its target."""
     target = str(part["_target_"])
     files = {choice: shipped(group, choice) for choice in choices(group)}
     same = {choice: keys for choice, keys in files.items() if keys.get("_target_") == target}

@@ -1,7 +1,7 @@
-"""What `conf/` says of its settings: the comment above each key and at the head of each file, which YAML parsers drop.
+"""Reads the comments of `conf/`: above each key and at the head of each file, which YAML parsers drop.
 
-The comments are the one place where settings are explained; help pages and `grpo explain` repeat them. Composes
-nothing: values are those that stand in the files. Neither Hydra nor torch is imported.
+They are the one place where settings are explained; help pages and `grpo explain` print them. Values are those in the
+files; nothing is composed, and neither Hydra nor torch is imported.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class ConfFile:
-    """`about` is the comment at the head, `builds` what a choice is built by, `settings` are in their order, by their
-    keys (`lora.rank`), with those of the files that `defaults` names as bases."""
+    """`about` is the comment at the head, `builds` the `_target_`, `settings` are in order by key (`lora.rank`), those
+    of base files included."""
 
     about: str
     builds: str | None
@@ -41,8 +41,7 @@ class ConfFile:
 
 @functools.cache
 def read_conf(file: Path) -> ConfFile:
-    """One file of `conf/` and its bases. A key without a comment keeps that of the base, or else shares that of the key
-    above it."""
+    """One file of `conf/` and its bases. A key without a comment inherits the base's, or else that of the key above."""
     text = file.read_text(encoding="utf-8")
     lines, root = text.splitlines(), yaml.compose(text)
     values: dict[str, Any] = yaml.safe_load(text) or {}
@@ -68,7 +67,7 @@ def read_choice(group: str, choice: str) -> ConfFile:
 
 
 def flow(value: Any) -> str:
-    """A value in one line, as it is typed after `key=`."""
+    """A value on one line, as typed after `key=`."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
     return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
@@ -89,7 +88,7 @@ def _settings(node: Any, lines: Sequence[str], file: str, prefix: str = "") -> I
 
 
 def _head(root: Any, lines: Sequence[str]) -> int:
-    """How many lines of comment are the file's: one, if the rest stands right above a setting and is its own."""
+    """How many comment lines are the file's: one, if the rest directly precedes a setting and belongs to it."""
     end = next((row for row, line in enumerate(lines) if not line.startswith("#")), len(lines))
     first = root.value[0][0] if root is not None else None
     bare = first is not None and first.start_mark.line == end and first.value not in _NO_SETTINGS
@@ -97,7 +96,7 @@ def _head(root: Any, lines: Sequence[str]) -> int:
 
 
 def _above(lines: Sequence[str], row: int) -> str:
-    """The comment that ends right above a row, in one line."""
+    """The comment directly above a row, on one line."""
     first = row
     while first and lines[first - 1].lstrip().startswith("#"):
         first -= 1

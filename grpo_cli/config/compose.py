@@ -1,4 +1,4 @@
-"""From what Hydra composed to typed settings: wrong types, missing values and unknown keys, all said at once."""
+"""Parses Hydra's composed config into typed settings; all type errors, missing values and unknown keys at once."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def parse_profile(cfg: DictConfig) -> ProfileRunSettings:
 
 
 def settings_of(*overrides: str) -> RunSettings:
-    """The settings of `grpo train` with these overrides, decided and not checked: for tests, scripts and notebooks."""
+    """The settings of `grpo train` with these overrides, unchecked: for tests, scripts and notebooks."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         return decided(parse(hydra.compose("train", ["run_dir=.", *overrides])), lambda line: None)
 
 
 def model_of(choice: str, **changed: Any) -> ModelSettings:
-    """The settings of `model=<choice>`, with some of them changed."""
+    """The settings of `model=<choice>` with changes."""
     problems: list[str] = []
     settings = read(ModelSettings, shipped("model", choice) | changed, problems)
     refuse(problems)
@@ -75,7 +75,7 @@ def _parse(cfg: DictConfig, kind: type[Settings], command: str) -> Settings:
 
 
 def _of_the_builder(key: str, value: Any, depth: int = 0) -> Iterator[str]:
-    """A line for each word that would change how a part is built: its `_target_` is called with its settings."""
+    """A line for each Hydra keyword that would change how a part is built."""
     if not isinstance(value, dict):
         return
     for name, item in value.items():
@@ -88,7 +88,7 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
 def _with_escapes_read(stop: Sequence[str], problems: list[str]) -> tuple[str, ...]:
-    r"""Stop strings as they are meant: a line break is typed as \n, which Hydra leaves as it is."""
+    r"""Unescape stop strings: a line break is typed as \n, which Hydra does not interpret."""
     for i, text in enumerate(stop):
         for unknown in set(re.findall(r"\\.?", text, re.DOTALL)) - _ESCAPES.keys():
             problems.append(

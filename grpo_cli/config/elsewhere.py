@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Word(NamedTuple):
-    """`ours` is as it is typed here; a value behind `=` is an example, or the choice that it comes to."""
+    """`ours` is as typed here; a value after `=` is an example, or the corresponding choice."""
 
     trl: tuple[str, ...]
     verl: tuple[str, ...]
@@ -47,6 +47,10 @@ ROWS = (
     Word(("epsilon_high",), ("clip_ratio_high",), "loss.clip_high"),
     Word(("loss_type",), ("loss_mode", "policy_loss"), "loss=dapo"),
     Word((), ("loss_agg_mode",), "loss.aggregation"),
+    Word(("mask_truncated_completions",), (), "train.truncated"),
+    Word((), ("filter_groups",), "collector=dynamic"),
+    Word((), ("max_num_gen_batches",), "collector.most_rounds"),
+    Word((), ("overlong_buffer",), "task.overlong_tokens"),
     Word(("importance_sampling_level",), (), "loss=gspo"),
     Word(("scale_rewards",), ("adv_estimator", "norm_adv_by_std_in_grpo"), "advantage=dr_grpo"),
     Word(("vllm_importance_sampling_correction",), ("rollout_correction", "rollout_is"), "correction=tis"),
@@ -57,6 +61,8 @@ ROWS = (
     Word(("model_name_or_path",), ("model.path",), "model.path"),
     Word(("lora_r", "peft_config"), ("lora_rank",), "model.lora.rank"),
     Word(("lora_alpha",), ("lora_alpha",), "model.lora.alpha"),
+    Word(("use_dora",), (), "model.lora.dora"),
+    Word(("use_rslora",), (), "model.lora.rslora"),
     Word(("load_in_4bit",), (), "model.quantize"),
     Word(("bf16",), (), "model.autocast"),
     Word(("gradient_checkpointing",), ("enable_gradient_checkpointing",), "model.gradient_checkpointing"),
@@ -68,7 +74,7 @@ ROWS = (
 
 
 def meant_by(key: str) -> Word | None:
-    """The row of somebody else's word, which may stand behind other names: `actor_rollout_ref.rollout.n`."""
+    """The row of a TRL or verl name, which may have a prefix: `actor_rollout_ref.rollout.n`."""
     parts = key.split(".")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
     return next((row for tail in tails for row in ROWS if tail in (*row.trl, *row.verl)), None)

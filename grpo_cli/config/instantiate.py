@@ -1,8 +1,7 @@
-"""Parts of the configuration to objects and rules, tried before any weights are read.
+"""Instantiates the parts of a configuration.
 
-A part gets the arguments of its YAML and, of the objects that are offered (model, tokenizer, seed, ...), those that
-its signature names. A misspelt argument is a UserError. What parts refuse, each for itself and of each other, is their
-own to say; whether rules answer as they must is tried in `config.rehearsal`.
+A part gets the arguments of its YAML and those offered objects (model, tokenizer, seed, ...) that its signature names.
+A misspelt argument is a UserError. Parts declare themselves what they refuse; rules are tried in `config.rehearsal`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
 from grpo_cli.types import Batch, LossOutput, Totals
 
-RECIPE = "recipe"  # what a task says of other groups (`config.auto`)
-INNER = "inner"  # the word by which an engine names the one that its workers have
-# What is given by its name to a part that is called, if it has such a parameter.
+RECIPE = "recipe"  # a task's values for other groups (`config.auto`)
+INNER = "inner"  # the key by which an engine names its workers' engine
+# Keyword arguments for rules that have such a parameter.
 _BY_NAME = {"advantage": ("inputs",)}
 
 
 def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """What the group `name` describes."""
+    """Build the part of group `name`. UserError if an argument is missing or unknown."""
     factory = _factory(name, part, offered)
     missing, given = _fits(factory, offered)
     if missing:
@@ -42,13 +41,13 @@ def make(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
         return factory(**given)
 
 
-def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, **changed: Any) -> Any:
-    """What `name=choice` makes, with some of its settings changed: for tests, scripts and notebooks."""
+def ready(name: str, choice: str, offered: Mapping[str, Any] | None = None, /, **changed: Any) -> Any:
+    """Build `name=choice` with changed settings: for tests, scripts and notebooks."""
     return make(name, shipped(name, choice) | changed, offered or {})
 
 
 def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> partial[Any]:
-    """The class or function with its settings filled in, once it is known to take them."""
+    """The class or function with its settings bound, after checking that it takes them."""
     target = str(part["_target_"])
     with own_code(f"{name}._target_={target}"):
         try:
@@ -69,7 +68,7 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
             for word in kwargs
             if word not in parameters
         ]
-    if code.__module__.startswith("grpo_cli."):  # how others annotate is their own business
+    if code.__module__.startswith("grpo_cli."):  # others may annotate as they like
         kwargs = read_kwargs(code, name, kwargs, problems)
     refuse(problems)
     return partial(code, **kwargs)
@@ -80,7 +79,7 @@ def _meant(key: str, word: str, known: list[str]) -> str:
 
 
 def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What it still lacks, in Python's words, and what it takes of the objects that are offered."""
+    """Python's message about missing arguments, and the offered objects that it takes."""
     signature = inspect.signature(factory.func)
     given = {key: offered[key] for key in signature.parameters if key in offered and key not in factory.keywords}
     try:
@@ -91,8 +90,8 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def function(name: str, part: Mapping[str, Any]) -> Any:
-    """A rule that is called: an object of a class, or a function with its settings filled in, once it is known to take
-    the arguments it will get."""
+    """A callable rule: an instance, or a function with its settings bound. UserError if it does not take the arguments
+    of its kind."""
     called_with, factory = RULES[name].called_with, _factory(name, part, {})
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     signature = inspect.signature(rule)
@@ -108,17 +107,17 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
 
 
 def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """What the class or function that a part names says of itself (`interfaces.facts`). None where it says nothing, and
-    for a part that cannot be made, which is refused elsewhere."""
+    """A fact of a part's class or function (`interfaces.facts`). None if it has no such fact or cannot be made, which
+    is refused elsewhere."""
     with suppress(UserError):
         return getattr(_factory(name, part, {}).func, fact, None)
     return None
 
 
 def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bool = False) -> dict[str, Any]:
-    """Sampler, scheduler, predictor and sparsity, once they are known to go together, and with the engine.
+    """Sampler, scheduler, predictor and sparsity. UserError if they do not work together or with the engine.
 
-    `early`: before there is a model. What has to wait for an object that is not offered yet is then left out.
+    `early`: before a model is loaded; parts that need an object that is not offered yet are left out.
     """
     built: dict[str, Any] = {}
     problems: list[str] = []
@@ -135,7 +134,7 @@ def engine_parts(parts: Mapping[str, Any], offered: Mapping[str, Any], early: bo
 
 
 def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
-    """What will be asked of it, and it has not."""
+    """Complains about members of its protocol that it lacks."""
     lacking = [asked for asked in KINDS[name].members if not hasattr(made, asked)] if name in KINDS else []
     if lacking:
         protocol = KINDS[name].protocol
@@ -143,7 +142,7 @@ def _unspoken(name: str, part: Mapping[str, Any], made: Any) -> Iterator[str]:
 
 
 def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """Of those that could be built."""
+    """Conflicts among the parts that could be built."""
     if isinstance(built.get("predictor"), NoPredictor) and "scheduler" in built and built["scheduler"].needs_lengths:
         scheduler, predictor = (choice_of(name, parts[name]) for name in ("scheduler", "predictor"))
         others = ", ".join(name for name in choices("predictor") if name != predictor)
@@ -156,7 +155,7 @@ def _not_together(parts: Mapping[str, Any], built: Mapping[str, Any]) -> Iterato
 
 
 def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> Iterator[str]:
-    """What an engine or a curriculum says of its settings before it can be made, if it says anything."""
+    """Problems that a part's own `refuses`, if it has one, finds in its settings before it is made."""
     factory = _factory(name, part, {})
     if hasattr(factory.func, "refuses"):
         asked = inspect.signature(factory.func.refuses).parameters
@@ -168,8 +167,7 @@ def refused_by(name: str, part: Mapping[str, Any], built: Mapping[str, Any]) -> 
 
 
 def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine that the workers of an engine have, as its own file would describe it. Raises UserError for one that
-    cannot be had."""
+    """The settings of the engine of an engine's workers. UserError for an unknown one."""
     inner, known = part[INNER], [name for name in choices("engine") if INNER not in shipped("engine", name)]
     if inner not in known:
         raise UserError(f"engine.{INNER}={inner} must be one of {', '.join(known)}{closest(str(inner), known)}")
@@ -178,8 +176,8 @@ def inner_engine(part: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A loss that is not `Loss`, which a plain function cannot be: whether it needs a reference is an attribute of
-    the function or class, and where there is none it needs none."""
+    """Makes a plain function a `Loss`: whether it needs a reference is an attribute of the function or class, by
+    default False."""
 
     inner: Callable[..., LossOutput]
 
@@ -193,7 +191,7 @@ class OwnLoss:
 
 
 def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
-    """The rules of a run, untried. UserError lists all that cannot be had."""
+    """The rules of a run, untried. UserError lists all that cannot be made."""
     made: dict[str, Any] = {}
     problems: list[str] = []
     for name in RULES:

@@ -1,8 +1,7 @@
-"""The kinds of parts: what each group of `conf/` has to be, of which all that handles parts follows.
+"""The kinds of parts: the protocol of each group of `conf/`, from which everything else about parts follows.
 
-A rule of the step is a field of `interfaces.Rules`, and its protocol says the rest: how it is called, and what else it
-is asked. So a new kind of rule is a protocol and a field there, its module, its YAML, and the place in `step.py` that
-asks it.
+A rule of the step is a field of `interfaces.Rules`, and its protocol says how it is called and what other members it
+has. So a new kind of rule is a protocol and a field there, its module, its YAML, and its call in `step.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from grpo_cli.engine.interfaces import Predictor, Scheduler
 
 @dataclass(frozen=True)
 class Kind:
-    """`members`: what is asked of a part by name; `called_with`: the arguments of a call, by place, if it is called."""
+    """`members` are those of its protocol; `called_with` the positional arguments of its call, if it is called."""
 
     protocol: Any
     members: tuple[str, ...]
     called_with: tuple[str, ...]
-    answers: Any  # the type of what a call returns
+    answers: Any  # the return type of a call
 
     @classmethod
     def of(cls, protocol: Any) -> Kind:
@@ -37,7 +36,7 @@ class Kind:
 
     @property
     def methods(self) -> list[str]:
-        """What a class that is such a part defines, its call included."""
+        """The methods that a class of this kind defines, its call included."""
         return [name for name in (*self.members, "__call__") if inspect.isfunction(vars(self.protocol).get(name))]
 
 
@@ -53,7 +52,7 @@ KINDS: Mapping[str, Kind] = {
     "logger": Kind.of(interfaces.Tracker),
     **RULES,
 }
-# Rules that a plain function can be although they are asked for more than a call (`instantiate.OwnLoss`).
+# Rules that may be plain functions although their protocol has other members (`instantiate.OwnLoss`).
 ADAPTED = ("loss",)
 
 

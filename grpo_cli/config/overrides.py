@@ -1,4 +1,4 @@
-"""A run's settings as Hydra overrides: what starts it again, evaluates it, or says any value in Hydra's grammar."""
+"""A run's settings as Hydra overrides: to resume it, to evaluate it, or to write any value in Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config.choices import choices, parts_of, shipped
@@ -18,10 +19,10 @@ from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 
-# Keys that old run folders, and people, know by another name.
+# Former names of keys, in old run folders and command lines.
 RENAMED = {"correction.is": "correction.importance", "correction.rs": "correction.rejection"}
 _DRAWN = ("top_p", "top_k", "max_new_tokens", "stop")
-# What a run is told when it goes on, and is no setting of the run itself.
+# Settings of a resumption, not of the run itself.
 OF_A_RESUME = ("resume", "resume_wait", "accept_damage")
 
 
@@ -29,9 +30,8 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     """A run's model, task, engine, sampling, evaluation and seed as Hydra overrides: those of `grpo eval`.
 
     Choices and values are those of the composed config rather than of the command line, so that neither a named
-    experiment nor a default that has changed since makes a difference. What a choice of ours is built by is the
-    choice's own word: where that code stands now may not be where it stood when the run was made.
-    UserError if something is missing there, or is not taken unless it is `typed` on this command line (`config.trust`).
+    experiment nor a changed default makes a difference. `_target_`s of ours come from the current choices, since code
+    may have moved. UserError if something is missing, or has to be `typed` on this command line (`config.trust`).
     """
     groups, resolving = ("model", *parts_of("eval")), dict[str, str]()
     try:
@@ -41,15 +41,17 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
         values |= {f"sampling.{word}": drawn[word] for word in _DRAWN if word in drawn}
         values |= {f"eval.{key}": run.eval[key] for key in ("problems", "k", "temperature")}
         values_of_model: Any = OmegaConf.to_container(run.model, resolve=True)
-        # a setting that the run did not have yet is as it is in every preset
-        shape = read(ModelSettings, {**shipped("model", "hf"), **values_of_model}, [])
+        # a setting that is newer than the run has the value of every preset
+        values_of_model = {**shipped("model", "hf"), **values_of_model}
+        shape = read(ModelSettings, values_of_model, [])
         for group in groups:
             values |= leaves(group, OmegaConf.to_container(run[group], resolve=True))
+        values |= leaves("model", values_of_model)
         chosen = [f"{group}={record.choices[group]}" for group in groups]
     except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{record.source} does not hold the settings of a run ({plain(error)})") from error
     values = {key: value for key, value in values.items() if not _is_our_target(key, value)}
-    if shape is not None and shape.without_files:  # the ends are those of a tokenizer that was not there
+    if shape is not None and shape.without_files:  # these would be of a tokenizer that was not loaded
         values["model.eos_tokens"] = []
     values |= {key: text for key, text in resolving.items() if key in values}  # to be refused
     assert record.source is not None, "it was read from somewhere"
@@ -57,32 +59,45 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
 
 
 def overrides_to_resume(record: RunRecord, run_dir: Path, typed: Sequence[str] = ()) -> list[str]:
-    """What a run was started with, and its folder: the same command again, going on in the same place.
-
-    UserError for what is not taken unless it is `typed` on this command line (`config.trust`).
-    """
-    again = [renamed(word) for word in record.overrides if not is_of_a_resume(word)]
+    """What a run was started with, and its folder. UserError for what has to be `typed` again (`config.trust`)."""
+    again = [renamed(word) for word in (*record.overrides, *chosen_of(record)) if not is_of_a_resume(word)]
     return [*taken(again, typed, run_dir), *overrides({"hydra.run.dir": str(run_dir)})]
 
 
+def chosen_of(record: RunRecord) -> tuple[str, ...]:
+    """What `fit` chose when the run began, as overrides."""
+    return tuple(record.about.get("fit", ()))
+
+
+def apply(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Put plain overrides into a composed configuration; a choice replaces its group."""
+    with open_dict(cfg):
+        for word in words:
+            key, _, value = word.partition("=")
+            if "." in key:
+                OmegaConf.update(cfg, key, yaml.safe_load(value))
+            else:
+                cfg[key] = shipped(key, value)
+
+
 def not_said_twice(recorded: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """What is typed on top of the overrides of a run, without what is the last that they say of its key."""
+    """The typed overrides without those that repeat a run's last value of their key."""
     last = {word.partition("=")[0].lstrip("+"): word for word in recorded}
     return [word for word in typed if last.get(word.partition("=")[0].lstrip("+")) != word]
 
 
 def is_of_a_resume(word: str) -> bool:
-    """Whether an override says how a run goes on, rather than what it is."""
+    """Whether an override concerns a resumption rather than the run itself."""
     return word.lstrip("+").partition("=")[0] in OF_A_RESUME
 
 
 def overrides(values: Mapping[str, Any]) -> list[str]:
-    """Keys and their values in Hydra's grammar, each read back as what it is. Keys that are new are added."""
+    """Keys and values in Hydra's grammar, adding new keys, so that each value is parsed back exactly."""
     return [f"++{key}={_quoted(value)}" for key, value in values.items()]
 
 
 def renamed(word: str) -> str:
-    """An override by the key that it has now, and where it names a part of ours, by the place that part has now."""
+    """An override with the current name of its key, and the current location of a part of ours."""
     key, equals, value = word.partition("=")
     bare = key.lstrip("+")
     if _is_our_target(bare, value):
@@ -91,14 +106,14 @@ def renamed(word: str) -> str:
 
 
 def _moved(group: str, target: str) -> str:
-    """The `_target_` among the group's choices that ends in the same name; the same one where there is none."""
+    """The `_target_` among the group's choices that ends in the same name, else the same one."""
     name = "." + target.rpartition(".")[2]
     targets = (str(shipped(group, choice).get("_target_")) for choice in choices(group))
     return next((found for found in targets if found.endswith(name)), target)
 
 
 def leaves(key: str, value: Any) -> dict[str, Any]:
-    """The values in groups of settings, by their keys with dots."""
+    """Nested settings flattened to dotted keys."""
     if not isinstance(value, dict) or not value:
         return {key: value}
     below = {f"{key}.{name}" if key else name: item for name, item in value.items()}
@@ -110,7 +125,7 @@ def _is_our_target(key: str, value: Any) -> bool:
 
 
 def is_ours(target: Any) -> bool:
-    """Whether a part is built by code of this package, which may have stood elsewhere in another version."""
+    """Whether a part is code of this package, which other versions may have in another place."""
     return str(target).startswith("grpo_cli.")
 
 
@@ -125,13 +140,13 @@ def _quoted(value: Any) -> str:
 
 
 def value_of(key: str, words: Sequence[str]) -> str | None:
-    """What the last of these overrides says of a key, without quotes; None if none does."""
+    """The last value of a key in these overrides, unquoted; None if there is none."""
     values = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{key}=")]
     return unquoted(values[-1]) if values else None
 
 
 def unquoted(value: str) -> str:
-    """A value as Hydra reads it if it is one quoted text: `'it\\'s'` is it's. Anything else stays as it is."""
+    """A quoted string as Hydra parses it: `'it\\'s'` is it's. Any other value is unchanged."""
     if not value.startswith(("'", '"')):
         return value
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -1,11 +1,12 @@
-"""A run prepared once: settings checked and without `auto`, rules made and tried, the collector rehearsed, a device.
+"""Prepares a run once: settings checked, `auto` resolved, rules made and tried, the collector rehearsed, a device.
 
-Training and profiles are handed the result; nothing after this makes rules or rehearses a collector again.
+Training and profiles get the result; nothing after this makes rules or rehearses a collector again.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,7 +20,8 @@ from grpo_cli.interfaces import Rules
 from grpo_cli.learner.optimizer import check_optimizer
 from grpo_cli.settings import EvalRunSettings, ProfileRunSettings, RunSettings
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import SHARE, part_of_gpu
+from grpo_cli.support.formatting import parse_bytes
+from grpo_cli.support.memory import SHARE, keep_freed, part_of_gpu
 from grpo_cli.support.processor import flush_denormals, why_no_gpu
 
 Settings = TypeVar("Settings", bound=RunSettings)
@@ -27,7 +29,7 @@ Settings = TypeVar("Settings", bound=RunSettings)
 
 @dataclass(frozen=True)
 class Prepared(Generic[Settings]):
-    """What is known of a run before its model is loaded. `size`: what a step asks for, as far as a rehearsal tells."""
+    """A run before its model is loaded. `size`: what a step asks for, according to the rehearsal."""
 
     settings: Settings
     rules: Rules
@@ -36,8 +38,10 @@ class Prepared(Generic[Settings]):
 
 
 def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool | None = None) -> Prepared[Settings]:
-    """UserError with all that can be refused before a model is read. What `auto` became goes to `say`; `fast` as in
+    """UserError with everything that can be refused before a model is read. `say` gets what `auto` became; `fast` as in
     `config.auto`."""
+    is_a_size = re.match(r"[\d.]*[1-9]", str(settings.fit))
+    keep_freed(parse_bytes(settings.fit, "fit") if is_a_size else None)
     tried = check_profile(settings) if isinstance(settings, ProfileRunSettings) else check(settings)
     device = pick_device(settings.device)
     check_optimizer(settings.optim, device)
@@ -45,14 +49,14 @@ def prepare(settings: Settings, say: Callable[[str], None] = print, fast: bool |
 
 
 def prepare_eval(settings: EvalRunSettings, say: Callable[[str], None] = print) -> EvalRunSettings:
-    """The settings of an evaluation, checked and without `auto`."""
+    """The settings of an evaluation, checked and with `auto` resolved."""
     check_eval(settings)
     return decided(settings, say)
 
 
 def pick_device(word: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU may take no more than its part of the memory."""
-    flush_denormals()  # whoever computes asks here first
+    """`auto`, `cpu` or `cuda`. A sweep's job that shares a GPU is limited to its share of the memory."""
+    flush_denormals()  # called before anything computes
     if word == "auto":
         word = "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda":

@@ -1,7 +1,7 @@
-"""Plain values (what YAML and the command line yield) to typed settings, strictly and with everything wrong said at
-once: types, missing and unknown keys, and the ranges that are declared beside the types (`support.ranges`).
+"""Parses plain values (from YAML and the command line) into typed settings, strictly, and reports all errors at once:
+types, missing and unknown keys, and ranges declared beside the types (`support.ranges`).
 
-Nothing is converted but a whole number to a float: `true` is no number, `2.0` no whole number, `"3"` neither.
+The only conversion is from a whole number to a float: `true` is not a number, `2.0` not a whole one, `"3"` neither.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _CONTAINERS: Mapping[Any, tuple[type, str]] = {Mapping: (dict, "a group of settings"), Sequence: (list, "a list")}
-_LARGEST = {int: 2**64, float: 3.4e38}  # seeds end there, and float32
+_LARGEST = {int: 2**64, float: 3.4e38}  # the largest seed and float32
 _MISSING = "???"
 
 
 def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
-    """`values` as the dataclass `kind`, or None and at least one more line in `problems`."""
+    """`values` as the dataclass `kind`, or None and at least one new line in `problems`."""
     found: list[str] = []
     result = _read(kind, values, "", found)
     problems += found
@@ -33,8 +33,8 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 
 
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """A part's settings as its constructor declares them, one by one or as `**words: Unpack[...]`; what it declares
-    nothing plain of stays as it is."""
+    """A part's settings, parsed by its constructor's annotations (also `**words: Unpack[...]`); those without a plain
+    type are unchanged."""
     constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
     hints = typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
     for hint in tuple(hints.values()):
@@ -44,7 +44,7 @@ def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: li
 
 
 def missing(key: str, value: Any) -> Iterator[str]:
-    """A line for each value under `key` that has yet to be given."""
+    """A line for each missing value under `key`."""
     if value == _MISSING:
         yield f"{key} has no value; give {key}=..."
     elif isinstance(value, dict):
@@ -53,7 +53,7 @@ def missing(key: str, value: Any) -> Iterator[str]:
 
 
 def _read(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
-    """The value as the kind has it; None where it cannot be read. Kinds that are not plain take any value."""
+    """The value parsed as `kind`; None if it is wrong. Types that are not plain take any value."""
     origin, of = typing.get_origin(kind), typing.get_args(kind)
     if value == _MISSING:
         problems.extend(missing(key, value))
@@ -95,7 +95,7 @@ def _read_fields(kind: Any, value: Any, key: str, problems: list[str]) -> Any:
 
 
 def _read_union(kinds: Sequence[Any], value: Any, key: str, problems: list[str]) -> Any:
-    """Of a kind, of null, and of words that stand for themselves. A whole or a broken number is a number."""
+    """A union of a type, null and literal words. `int | float` is a number."""
     if value is None and types.NoneType in kinds:
         return None
     words = [word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)]

@@ -1,4 +1,4 @@
-"""Rules tried once on made-up rollouts, before any weights are read: one that does not answer as it must is found."""
+"""Tries the rules on made-up rollouts before any weights are read, to find those that return something wrong."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from grpo_cli.types import (
 
 @dataclass(frozen=True)
 class Tried:
-    """The rules of a run, each tried once, and what a step of its collector may ask for."""
+    """The rules of a run, each tried once, and the most that a step of its collector may ask for."""
 
     rules: Rules
     size: CollectionSize
 
 
 def try_rules(settings: RunSettings) -> Tried | None:
-    """The rules of a run, each tried on a made-up group of its size. UserError lists what cannot be used. None where
-    there is no `m` of `n` to try, which is refused elsewhere."""
+    """The rules of a run, each tried on a made-up group of its size. UserError lists what cannot be used. None if `m`
+    and `n` are invalid, which is refused elsewhere."""
     rules, problems = rules_of(settings.parts), list[str]()
     if settings.resume is None:
         problems += together.undone(settings, rules)
@@ -79,7 +79,7 @@ def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
 
 
 def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:
-    """A made-up group of `n` rollouts (or of as many as are worth it), and those of it that are kept for `m`."""
+    """A made-up group of `n` rollouts (at most MOST_REHEARSED), and the part of it that is kept for `m`."""
     size = min(n, MOST_REHEARSED)
     group, keep = _made_up_group(size), min(m, size if m == n else size - 1)
     try:
@@ -90,7 +90,7 @@ def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]
         raise UserError(f"{error} (tried on a made-up group of n={size} with m={keep})") from error
 
 
-# Those that are asked in the order of a step, each of the answer of the one before.
+# Called in the order of a step, each with the result of the one before.
 _REHEARSED = ("collector", "downsample", "advantage", "correction", "credit", "loss")
 
 
@@ -126,8 +126,8 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
 
 
 def _rehearse_others(rules: Rules, made_up: Mapping[str, Any]) -> None:
-    """Ask each rule of a kind that `_rehearse` does not know, of what its protocol names. UserError if the answer is
-    not of the type that the protocol declares."""
+    """Call each rule of a kind that `_rehearse` does not know with the arguments of its protocol. UserError if the
+    result is not of the declared type."""
     for name, kind in RULES.items():
         if name not in _REHEARSED:
             answer = copy.deepcopy(getattr(rules, name))(*[made_up[word] for word in kind.called_with])
@@ -136,13 +136,13 @@ def _rehearse_others(rules: Rules, made_up: Mapping[str, Any]) -> None:
 
 
 def _rehearsed_loss(loss: Loss, logprobs: torch.Tensor, batch: Batch) -> LossOutput:
-    """With a reference only if the loss says that it needs one, since the run gives none otherwise."""
+    """With a reference only if the loss says that it needs one, as in the run."""
     totals, compared = Totals(len(batch), 3 * len(batch), 3), replace(batch, ref_logprobs=batch.sampler_logprobs)
     if loss.needs_reference:
         return loss(logprobs, compared, totals)
     try:
         return loss(logprobs, batch, totals)
-    except (TypeError, AttributeError, AssertionError) as error:  # what comes of None in the place of a tensor
+    except (TypeError, AttributeError, AssertionError) as error:  # raised by None in place of a tensor
         try:
             loss(logprobs, compared, totals)
         except (TypeError, AttributeError, AssertionError):

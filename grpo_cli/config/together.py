@@ -1,7 +1,7 @@
-"""Parts that ask something of each other, of `n` or of `m`: what cannot work, and what undoes what was asked.
+"""Conflicts between parts, or of parts with `n` or `m`.
 
-What one part asks of the others it says itself (`goes_with`, `undone_by`: see `interfaces.facts`); here is what follows
-from facts of two of them. No choice is known by its name, which is for the person alone.
+What a part requires of others it declares itself (`goes_with`, `undone_by`: see `interfaces.facts`); here are conflicts
+that follow from the facts of two parts. Names of choices appear only in messages.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Chosen:
     unequal: bool = False
 
     def says(self, group: str, fact: str) -> Any:
-        part = self.parts[group]
-        said = fact_of(group, part, fact)
-        return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
+        return says(self.parts, group, fact)
 
     def named(self, group: str) -> str:
         return f"{group}={choice_of(group, self.parts[group])}"
@@ -39,7 +37,7 @@ class Chosen:
         return self.parts[group].get(key)
 
     def of_each(self, hook: str) -> Iterator[str]:
-        """What all parts say by a hook."""
+        """The problems that all parts report through a hook."""
         for group, part in self.parts.items():
             if callable(ask := fact_of(group, part, hook)):
                 with own_code_unless_ours(f"{group}._target_={part['_target_']}: {hook}", ask):
@@ -47,24 +45,31 @@ class Chosen:
                 yield from found
 
 
+def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
+    """As `Others.says`; of an engine of workers what these say where it says nothing."""
+    part = parts[group]
+    said = fact_of(group, part, fact)
+    return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
+
+
 def chosen(settings: RunSettings) -> Chosen:
     return Chosen(settings.parts, settings.n, settings.m)
 
 
 def problems(settings: RunSettings) -> Iterator[str]:
-    """What cannot work, whatever the rehearsal of the collector shows."""
+    """What cannot work, whatever the collector's rehearsal shows."""
     others = chosen(settings)
     yield from others.of_each("goes_with")
     yield from _drawn_problems(others)
     if others.says("curriculum", "needs_history") and settings.train.history is None and settings.resume is None:
-        # a run that goes on has it in its checkpoint
+        # a resumed run has it in its checkpoint
         from grpo_cli.collect.profile import WRITE_IT
 
         yield f"{others.named('curriculum')} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
 
 
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
-    """What cannot work with a collector that rehearsed as it did."""
+    """What cannot work, given the collector's rehearsal."""
     others = chosen(settings)
     if size.unequal:
         known = {*others.of_each("goes_with")}
@@ -74,7 +79,7 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
 
 
 def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
-    """What was asked for and can never be, as another setting undoes it. A run that began so goes on, and is warned."""
+    """Settings made ineffective by others. Refused, but a resumed run continues with a warning."""
     others = chosen(settings)
     if rules.correction.prox == "drawn" and rules.correction.needs_policy_logprobs:
         yield (
@@ -86,7 +91,7 @@ def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
 
 
 def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterator[str]:
-    """What works, and may not be what was meant."""
+    """What works, but may not be what was meant."""
     if settings.resume is not None:
         yield from undone(settings, rules)
     n, m, others = settings.n, settings.m, chosen(settings)
@@ -105,7 +110,7 @@ def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterat
 
 
 def _drawn_problems(others: Chosen) -> Iterator[str]:
-    """Where what was drawn from is not the policy as it was, its log-probabilities cannot stand for the policy's."""
+    """If the sampler is not the old policy, its log-probabilities cannot stand in for the policy's."""
     if others.setting("correction", "prox") != "drawn":
         return
     inner = others.setting("engine", INNER)
@@ -125,7 +130,7 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
 
 
 def _partial_problems(others: Chosen) -> Iterator[str]:
-    """Of a collector that leaves rollouts partial and resumes them."""
+    """Conflicts of a collector that leaves rollouts partial and resumes them."""
     collector = others.named("collector")
     if others.says("sparsity", "evicts"):
         yield (

@@ -1,8 +1,7 @@
-"""What a recorded run may ask for when it is evaluated or goes on: its folder may be anybody's, its checksum is no
-signature.
+"""What is accepted from a recorded run that is evaluated or resumed: its folder is untrusted, a checksum no signature.
 
-Its settings are taken as values. What names code, reads the environment or writes elsewhere has to stand on this
-command line as well, but for the parts of grpo_cli and those of modules in the current directory.
+Its settings are taken as values. What names code, reads the environment or writes elsewhere has to be typed on this
+command line too, except for the parts of grpo_cli and those of modules in the current directory.
 """
 
 from __future__ import annotations
@@ -17,26 +16,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from grpo_cli.config.choices import choices, config_dir, parts_of, shipped
 from grpo_cli.support.errors import own_code, refuse
 from grpo_cli.support.formatting import plain
 
 TARGET = "_target_"
-# Settings that name code of one's own as module:name, some of them several names.
+# Settings that name a user's own code as module:name, some of them several names.
 OWN = ("task.reward", "task.respond", "task.environment", "task.tools")
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _CHOICE = re.compile(r"\w[\w-]*")
-_RESERVED = re.compile(r"_\w+_")  # the words by which Hydra is told how to build a part
+_RESERVED = re.compile(r"_\w+_")  # Hydra's keywords for building a part
 _FOLDER_OF_A_JOB = re.compile(r"([\w,=-]|\$\{\w+(\.\w+)*\})+")
-# Numbers, true and false, about who runs the jobs of a sweep. Of `params`, sweepers make overrides.
+# Numeric and boolean settings of a sweep's launcher and sweeper, but not `params`, which become overrides.
 _OF_A_SWEEP = re.compile(r"hydra\.(launcher|sweeper)\.(?!params\b)[\w.-]+")
 
 
 @dataclass(frozen=True)
 class _Trusted:
-    """Whose code may run: that of modules which the command line names, or which lie in the current directory and not
-    in the `folder` of the run."""
+    """Modules whose code may run: those named on the command line, or in the current directory but not in the run's
+    `folder`."""
 
     named: frozenset[str]
     folder: Path
@@ -45,20 +45,19 @@ class _Trusted:
         top = module.partition(".")[0]
         try:
             spec = importlib.util.find_spec(top)
-        except (ImportError, ValueError):  # no name of a module, or one that was made without a file
+        except (ImportError, ValueError):  # not a module name, or a module without a spec
             spec = None
         if module in self.named or spec is None or spec.origin is None or not Path(spec.origin).is_file():
             return module in self.named
         file, here, run = Path(spec.origin).resolve(), Path.cwd().resolve(), self.folder.resolve()
-        if file == (here / top / "__init__.py").resolve():  # a package that has a run in it may have come with it
+        if file == (here / top / "__init__.py").resolve():  # a package that contains a run may have come with it
             return not (file.is_relative_to(run) or run.is_relative_to(file.parent))
         return file == (here / f"{top}.py").resolve() and not file.is_relative_to(run)
 
 
 def taken(words: Sequence[str], typed: Sequence[str], folder: Path) -> list[str]:
-    """The overrides of a recorded run that may be composed; those `typed` on this command line replace them.
-
-    UserError lists all that are refused, and the way out.
+    """The overrides of a recorded run that may be composed; those `typed` on this command line replace them. UserError
+    lists all that are refused, and the way out.
     """
     said = [(str(found.key_or_group), found.value()) for word in typed if (found := _parsed(word)) is not None]
     here, keys = _Trusted(frozenset(_modules(said)), folder), {key for key, _ in said}
@@ -85,8 +84,8 @@ def not_taken(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def without_resolvers(values: Any, found: dict[str, str], key: str = "") -> Any:
-    """A configuration with null in the place of texts that call a resolver, such as `${oc.env:HOME}`; they are added
-    to `found`, by their keys."""
+    """A configuration with null in place of strings that call a resolver, such as `${oc.env:HOME}`, which are added to
+    `found` by key."""
     if isinstance(values, Mapping):
         return {k: without_resolvers(value, found, f"{key}.{k}" if key else str(k)) for k, value in values.items()}
     if isinstance(values, list):
@@ -98,7 +97,7 @@ def without_resolvers(values: Any, found: dict[str, str], key: str = "") -> Any:
 
 
 def _calls_a_resolver(text: str) -> bool:
-    """Also some that do not: a reference such as `${n}` before a colon."""
+    """Conservative: also true for a reference such as `${n}` before a colon."""
     return ":" in text.partition("${")[2]
 
 
@@ -150,7 +149,7 @@ def _objections(word: str, override: Any, here: _Trusted) -> Iterator[str]:
 
 
 def _values(override: Any) -> list[Any]:
-    """The values of an override, several in a sweep. Those that are drawn from a range are numbers."""
+    """The values of an override, several in a sweep. A range sweep stands for numbers."""
     from hydra.core.override_parser.types import ChoiceSweep, Glob
 
     value = override.value()
@@ -184,12 +183,24 @@ def _objections_to(key: str, group: str, value: Any, here: _Trusted) -> Iterator
         yield "it runs the code that comes with a model"
     elif key == "engine.address" and value not in (None, "auto"):
         yield "it sends the run to another machine, whose answers are believed"
+    elif key == "task.judge" or (key == "task.judge.base_url" and not _is_here(value)):
+        yield "it sends replies to another machine, whose answers are believed"
+    elif key == "task.judge.key" and value is not None:
+        yield "it reads the environment"
     elif key.startswith("engine.options") and (odd := [*_unknown_options(key, value)]):
         yield f"it hands {', '.join(odd)} to another program"
 
 
+def _is_here(address: Any) -> bool:
+    """Whether a server has an address of this machine only."""
+    try:
+        return address is None or urlsplit(str(address)).hostname in ("localhost", "127.0.0.1", "::1")
+    except ValueError:
+        return False
+
+
 def _names(value: Any) -> Iterator[str]:
-    """The keys in a value, at any depth."""
+    """All keys in a nested value."""
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _names(item)
     yield from map(str, value if isinstance(value, Mapping) else ())
@@ -208,7 +219,7 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
 
 
 def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterator[str]:
-    """Why a class or function is not taken for a part of the group. The module of one's own code is imported."""
+    """Why a class or function is not accepted as a part of the group. Imports the user's own module."""
     if group not in (*parts_of("train"), *OWN):
         yield f"{group} is no group of parts"
     elif module.startswith("grpo_cli."):
@@ -225,20 +236,20 @@ def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterato
                 return
         if not (inspect.isclass(found) or inspect.isfunction(found)):
             yield f"{module} has no class and no function {name}"
-        elif found.__module__ != module:  # it was imported there, and is judged by where it is from
+        elif found.__module__ != module:  # imported there: judge it by its origin
             yield from _against_code(group, found.__module__, found.__qualname__, here)
         elif group not in OWN and (asked := _lacking(group, found)):
             yield f"{module}.{name} is not what {group} takes: {asked}"
 
 
 def _lacking(group: str, found: Any) -> str:
-    """What the group asks of a class or function, if this one is nothing of that kind."""
+    """What the group requires of a class or function, if this one does not satisfy it."""
     from grpo_cli.config.kinds import KINDS, is_function  # loads torch, as the part does
     from grpo_cli.engine.kv.eviction import Budget, Dense
 
     if group == "sparsity":
         return "" if inspect.isclass(found) and issubclass(found, Budget | Dense) else "a subclass of Budget"
-    if inspect.isfunction(found) and is_function(group):  # whether it can be called so is looked at before it is
+    if inspect.isfunction(found) and is_function(group):  # its signature is checked before it is called
         return ""
     kind = KINDS[group]
     defined = {name for base in found.__mro__[:-1] for name in vars(base)} if inspect.isclass(found) else set()
@@ -247,7 +258,7 @@ def _lacking(group: str, found: Any) -> str:
 
 @contextmanager
 def _path_of_own_modules() -> Iterator[None]:
-    """The current directory is looked into last, as it is when a part is built."""
+    """Appends the current directory to the path, as when a part is built."""
     before = list(sys.path)
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

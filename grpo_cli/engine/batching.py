@@ -1,5 +1,5 @@
-"""How many rollouts are decoded at a time, and when a new one may enter: the three ways of Infinite Sampling
-(arXiv 2506.22950). The order in which they enter is the scheduler's business."""
+"""How many rollouts are decoded at a time, and when a new one may enter: the three modes of Infinite Sampling
+(arXiv 2506.22950). The scheduler decides the order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class KvShape:
     """The KV cache that a number of requests need, in bytes.
 
     A row starts with one page and takes more as it grows, up to `slot_bytes`. A prompt is stored once, from the start
-    of its first rollout to the end of its last. Where every rollout generates a prefix first, for the predictor to
-    read, it keeps its KV entries until it goes on.
+    of its first rollout to the end of its last. If every rollout generates a prefix first, for the predictor, it keeps
+    that prefix's KV entries until it continues.
     """
 
     requests: int
-    prompts: int  # that the requests have between them
+    prompts: int  # different ones
     prompt_bytes: int  # of each, at most
     page_bytes: int
     slot_bytes: int
-    parked_bytes: int = 0  # of each request that waits after its prefix; 0: no prefix is made first
+    parked_bytes: int = 0  # of each request that waits after its prefix; 0: no prefix
 
     @property
     def least(self) -> int:
@@ -40,7 +40,7 @@ class KvShape:
         return self.prompts * self.prompt_bytes + self.requests * self.slot_bytes
 
     def rows(self, budget: int) -> int:
-        """How many rows of one prompt can run at a time when each holds its first page only."""
+        """How many rows of one prompt can run at a time if each holds only its first page."""
         return (budget - self.prompt_bytes) // self.page_bytes
 
     def slots(self, budget: int) -> int:
@@ -51,7 +51,7 @@ class KvShape:
         return (budget - self.prompts * self.prompt_bytes) // self.slot_bytes
 
     def probing(self, slots: int) -> int:
-        """Bytes needed when all generate a prefix first, in so many slots that may be full."""
+        """Bytes needed if all generate a prefix first, in `slots` slots that may be full."""
         beside = self.prompts * self.prompt_bytes + self.requests * self.parked_bytes
         return beside + slots * self.slot_bytes
 
@@ -64,8 +64,8 @@ class KvShape:
 class Room:
     """What a generation may allocate: at most `slots` rows at a time, and `budget` bytes of KV cache (None: no bound).
 
-    `probes`: there are fewer slots than requests, and room for all prompts and for every request's KV after its prefix.
-    `probes_with`: the smallest kv_budget that would have that room, if the given one has not; else 0.
+    `probes`: there are fewer slots than requests, and room for all prompts and every request's KV after its prefix.
+    `probes_with`: the smallest kv_budget with that room if the given one is smaller, else 0.
     """
 
     slots: int
@@ -104,8 +104,8 @@ class _Slots(_Fit):
     """A fixed number of slots: as given, as many as fit into `kv_budget` (the fewer if both are given), or 16.
 
     `kv_budget` bounds the bytes of KV cache at any moment: slots, prompts and paused rollouts. Temporary tensors (a
-    prefill's output, the copies of an eviction) and the notes of eviction policies (`engine/eviction_note_bytes`) come
-    on top of it.
+    prefill's output, the copies of an eviction) and notes of eviction policies (`engine/eviction_note_bytes`) are
+    extra.
     """
 
     slots: Count | None
@@ -119,10 +119,10 @@ class _Slots(_Fit):
             parse_bytes(shown(self.kv_budget))
 
     def fit(self, shape: KvShape, most: int | None = None) -> Room:
-        """What to allocate: never more slots than requests, nor than `most`, nor than the budget has pages for.
+        """What to allocate: never more slots than requests, `most`, or the budget's pages.
 
-        Generating everybody's prefix first, to order the rest by, costs slots. No order is twice as fast as another
-        (Graham), so it may cost half of them and no more; with room for less there is no prefix round.
+        Generating all prefixes first, to order the rest, costs slots. No order is twice as fast as another (Graham), so
+        it may cost at most half of them; otherwise there is no prefix round.
         """
         if self.kv_budget is None:
             return _unbounded(self.slots or DEFAULT_SLOTS, shape, most)
@@ -206,15 +206,15 @@ class Sampler(Protocol):
         """The same sampler with that many slots."""
 
 
-# So few rollouts at a time are no load for a GPU: an evaluation may run them whatever a step has.
+# So few rollouts are no load for a GPU: an evaluation may run as many even if a step has fewer.
 LEAST_AT_ONCE = 128
 
 
 class Capped:
-    """A sampler, with the most slots that have turned out to fit (`most`, None: never out of memory).
+    """A sampler, with the most slots found to fit (`most`, None: never out of memory).
 
     `sampler=full` runs the `rollouts` of a step at once (None: there are no steps). An evaluation, which may have many
-    more, runs as many at a time and refills. `last` is the number of slots of the last answer, 0 before.
+    more, runs that many at a time and refills. `last` is the number of slots of the last `fit`, 0 before.
     """
 
     def __init__(self, sampler: Sampler, rollouts: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a scheduler and a predictor must do. They read views of the requests and answer; only the engine acts."""
+"""Protocols of schedulers and predictors. They read views of the requests and answer; only the engine acts."""
 
 from __future__ import annotations
 

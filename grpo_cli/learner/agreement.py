@@ -1,6 +1,6 @@
-"""Whether packed rows give what padded ones give, tried on a few rows before the first update.
+"""Checks that packed rows give the same results as padded ones, on a few rows before the first update.
 
-A family of models whose attention packing does not understand would otherwise be trained on wrong log-probabilities.
+Otherwise a model family whose attention does not support packing would be trained on wrong log-probabilities.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_cli.learner.forward import Forward, prompt_groups, row_shapes
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Batch, Totals
 
-# What rounding may make of the difference between the two, in means of log-probabilities and in relative gradients.
+# How much the two may differ by rounding, in mean log-probabilities and in relative gradients.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _ROWS_COMPARED = 4
 _GRADIENTS_COMPARED = 4096  # numbers of each weight's gradient, evenly spread
@@ -28,7 +28,7 @@ _GRADIENTS_COMPARED = 4096  # numbers of each weight's gradient, evenly spread
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward made of a micro-batch. `gradients` are samples, weight by weight."""
+    """The result of one forward of a micro-batch. `gradients` are samples, weight by weight."""
 
     logprobs: Float[Tensor, "B T"]
     loss: Tensor
@@ -53,8 +53,8 @@ def require_agreement(
 ) -> None:
     """Raises UserError, with the numbers, unless both give the same to rounding for `batch`: a few rows.
 
-    Without dropout, and on-policy: by an old policy of other roundings a narrow clip would tell the two apart.
-    Advantages are set to +1 and -0.5, since real ones may all be 0 and hide a difference.
+    Without dropout, and on-policy: with an old policy that was rounded differently, a narrow clip would make them
+    differ. Advantages are set to +1 and -0.5, since real ones may all be 0 and hide a difference.
     """
     model.eval()
     signs = torch.where(torch.arange(len(batch)) % 2 == 0, 1.0, -0.5)

@@ -1,6 +1,6 @@
-"""Scored groups to one padded batch; a batch to parts: minibatches for several updates, micro-batches for memory.
+"""Scored groups to one padded batch; splits a batch: minibatches for several updates, micro-batches for memory.
 
-Padding stands on the right, where a causal model never sees it. A part is trimmed to its own longest row.
+Padding is on the right, where a causal model never sees it. A part is trimmed to its own longest row.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PASS_COST = 512
 def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
     """One row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the step.
 
-    Every response token is to be trained on with weight 1 until a correction says otherwise; what an environment
-    answered is read and is no response. The NaN of tokens that were not drawn ends here; one of a token that was drawn
-    stays, for the correction to refuse.
+    Every response token is trained on with weight 1 until a correction says otherwise; an environment's answers are
+    read and are no response. The NaN of tokens that were not drawn is removed here; that of a drawn token stays, for
+    the correction to refuse.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     starts = [len(rollout.request.prompt.token_ids) for rollout in rollouts]
@@ -60,7 +60,7 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
-    """By how many updates each token is older than `version`, or why there is no such number; None: all are of now."""
+    """By how many updates each token is older than `version`, or why there is no such number; None: all are current."""
     if all(span.version in (version, ENVIRONMENT) for rollout in rollouts for span in rollout.spans):
         return None
     lags = torch.zeros(shape, dtype=torch.long)
@@ -73,16 +73,16 @@ def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size,
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
-    """The divisors of this batch as one update: sequences all count, tokens only where they are trained on."""
+    """The divisors of this batch as one update: all sequences count, tokens only if they are trained on."""
     return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Verdict:
-    """What a correction says of a batch, of which it is shown the tokens that were drawn; `old_logprobs` (B T) are the
-    old policy's of its response tokens.
+    """A correction's verdict on a batch; it sees only the drawn tokens. `old_logprobs` (B T) are the old policy's, of
+    the response tokens.
 
-    Given tokens get weight 1 where their row is trained on, and stay where any token of it is left. A row without a
-    drawn token is none of the correction's business.
+    Given tokens get weight 1 where their row is trained on, and stay if any token of the row is left. A row without a
+    drawn token is not subject to the correction.
     """
     drawn = batch.drawn_mask
     named = {"advantages": batch.advantages} if takes_advantages(correction) else {}
@@ -99,13 +99,20 @@ def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Ve
 
 
 def takes_advantages(correction: Correction) -> bool:
-    """Whether it has to know the advantages, and so can only be asked once rollouts are chosen."""
+    """Whether it needs the advantages, and so can only be asked once rollouts are chosen."""
     return "advantages" in inspect.signature(correction).parameters
 
 
 def corrected(batch: Batch, verdict: Verdict) -> Batch:
-    """The batch with a correction's weights, times those that it had, and the tokens that it leaves."""
-    return replace(batch, weights=batch.weights * (verdict.weights * verdict.mask), loss_mask=verdict.mask)
+    """The batch with a correction's weights, times those that it had, and the tokens that both leave."""
+    weights = batch.weights * (verdict.weights * verdict.mask)
+    return replace(batch, weights=weights, loss_mask=batch.loss_mask & verdict.mask)
+
+
+def without_rows(batch: Batch, rows: Sequence[bool]) -> Batch:
+    """The batch with nothing to train on in these rows, which stay in it."""
+    left = ~torch.tensor(rows)[:, None]
+    return replace(batch, weights=batch.weights * left, loss_mask=batch.loss_mask & left)
 
 
 def rows_of(batch: Batch, rows: Tensor) -> Batch:
@@ -122,7 +129,7 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch of the host's there: by way of pinned memory, so that nothing waits."""
+    """A batch moved from the host to the device, through pinned memory so that nothing waits."""
     if device.type == "cpu":
         return batch
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}
@@ -157,8 +164,3 @@ def micro_batch_rows(lengths: Sequence[int], tokens: int) -> list[list[int]]:
             parts.append([row])
             padding = 0
     return parts
-
-
-def micro_batches(batch: Batch, tokens: int) -> list[Tensor]:
-    """The rows of each micro-batch (see `micro_batch_rows`)."""
-    return [torch.tensor(rows) for rows in micro_batch_rows(batch.lengths.tolist(), tokens)]

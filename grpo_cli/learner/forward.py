@@ -1,4 +1,4 @@
-"""How a batch goes through the model: padded rows, or packed into one without padding and each prompt once.
+"""How a batch goes through the model: as padded rows, or packed into one row without padding, each prompt once.
 
 Both give the same log-probabilities and gradients to rounding; they differ in time and memory.
 """
@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.learner.batch import micro_batch_rows, micro_batches
+from grpo_cli.learner.batch import micro_batch_rows
 from grpo_cli.learner.logprobs import PLAIN, ByRow, Entropy, chosen_logprobs, logprobs_at, token_logprobs
-from grpo_cli.model.anatomy import place_of
+from grpo_cli.model.anatomy import is_llama_shaped, place_of, unwrapped
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
 from grpo_cli.settings import TrainSettings
@@ -25,7 +25,7 @@ from grpo_cli.types import Batch
 
 
 class RowShape(NamedTuple):
-    """All of a row that its shape in a forward depends on: its tokens, and which rows share its prompt."""
+    """What a row's shape in a forward depends on: its number of tokens, and which rows share its prompt."""
 
     prompt: int
     completion: int
@@ -34,7 +34,7 @@ class RowShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward(ABC):
-    """Cuts a batch into micro-batches, and computes one of them at the temperature that it was sampled at.
+    """Splits a batch into micro-batches, and computes one of them at the sampling temperature.
 
     A micro-batch has at most `tokens` tokens, unless a single row has more; `chunk` positions reach the head at a time.
     """
@@ -43,14 +43,15 @@ class Forward(ABC):
     chunk: int
     temperature: float
     by_row: ByRow = PLAIN
+    share: bool = field(default=False, kw_only=True)  # whether rows with the same prompt compute it only once
 
     @abstractmethod
     def prepare(self, model: Any) -> None:
-        """Called before a model is computed with for the first time."""
+        """Called before the first forward through a model."""
 
-    @abstractmethod
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         """The rows of each micro-batch."""
+        return [torch.tensor(rows) for rows in self.cut(row_shapes(batch, self.share))]
 
     @abstractmethod
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
@@ -66,16 +67,22 @@ class Forward(ABC):
 
     @abstractmethod
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
-        """As `logprobs.token_logprobs`: of a part that lies on the host, where the model is. The backward pass measures
-        `entropy`."""
+        """Like `logprobs.token_logprobs`: takes a part on the host, returns results on the model's device. The backward
+        pass measures `entropy`."""
 
 
-def make_forward(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Forward:
-    """What `train` asks for. UserError if it leaves open how much goes through at once."""
+def make_forward(train: TrainSettings, temperature: float, share: bool, by_row: ByRow = PLAIN) -> Forward:
+    """The forward that `train` asks for; `share` as `shares_prefix` has it. UserError if it does not say how many
+    tokens go through at once."""
     plain = make_padded(train, temperature, by_row)
-    if train.shared_prefix or train.padding_free:
-        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=train.shared_prefix)
+    if share or train.padding_free:
+        return PaddingFree(plain.tokens, plain.chunk, temperature, by_row, share=share)
     return plain
+
+
+def shares_prefix(train: TrainSettings, device: torch.device, llama_shaped: bool) -> bool:
+    """`train.shared_prefix`, with `auto` decided."""
+    return train.shared_prefix is True or (train.shared_prefix == "auto" and device.type == "cpu" and llama_shaped)
 
 
 def make_padded(train: TrainSettings, temperature: float, by_row: ByRow = PLAIN) -> Padded:
@@ -93,12 +100,9 @@ class Padded(Forward):
     """Rows of about equal length, padded on the right to the longest; `tokens` counts the padding."""
 
     def prepare(self, model: Any) -> None:
-        """On a GPU transformers would look whether positions are those of packed rows, and wait for what it sees."""
-        if place_of(model).type == "cuda":
+        """On a GPU transformers would check whether the positions are those of packed rows, and wait for the result."""
+        if place_of(model).type == "cuda" and is_llama_shaped(model):
             allow_packing(model)
-
-    def micro_batches(self, batch: Batch) -> list[Tensor]:
-        return micro_batches(batch, self.tokens)
 
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
         return micro_batch_rows([row.prompt + row.completion for row in rows], self.tokens)
@@ -109,7 +113,7 @@ class Padded(Forward):
     def blank(self, model: Any, rows: Sequence[RowShape]) -> Float[Tensor, "N"]:
         ids = torch.zeros(len(rows), self.size(rows) // len(rows), dtype=torch.long)
         places = torch.ones(sum(row.completion for row in rows), dtype=torch.long)
-        return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk)
+        return logprobs_at(model, ids, 0 * places, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
@@ -122,20 +126,20 @@ class PaddingFree(Forward):
     the model once, and a group of m rows costs P + R_1 + ... + R_m tokens in place of m P + R_1 + ... + R_m.
     """
 
-    share: bool = field(kw_only=True)
-
     def prepare(self, model: Any) -> None:
+        if not is_llama_shaped(model):
+            raise UserError(
+                "train.padding_free and train.shared_prefix pack rows by an attention of our own, which "
+                f"{type(unwrapped(model)).__name__} does not have; set both to false"
+            )
         allow_packing(model)
 
-    def micro_batches(self, batch: Batch) -> list[Tensor]:
-        return [torch.tensor(rows) for rows in self.cut(row_shapes(batch, self.share))]
-
     def cut(self, rows: Sequence[RowShape]) -> list[list[int]]:
-        """At most `tokens` tokens each, but at least one row. A group that is too large is cut between its rows."""
+        """At most `tokens` tokens each, but at least one row. A group that is too large is split between its rows."""
         parts: list[list[int]] = []
         used = 0
         for group in prompt_groups(rows, self.share):
-            opened = False  # whether the group's prompt stands in the last part
+            opened = False  # whether the group's prompt is in the last part
             for row in group:
                 whole = rows[row].prompt + rows[row].completion
                 cost = whole - (rows[row].prompt if opened and self.share else 0)
@@ -155,7 +159,8 @@ class PaddingFree(Forward):
         trees = _trees(rows, prompt_groups(rows, self.share))
         ids = torch.zeros(sum(map(len, trees)), dtype=torch.long)
         places = torch.zeros(sum(row.completion for row in rows), dtype=torch.long)
-        return chosen_logprobs(model, packed_hidden(model, ids, trees)[places], places, self.temperature, self.chunk)
+        states = packed_hidden(model, ids, trees).index_select(0, places)
+        return chosen_logprobs(model, states, places, self.temperature, self.chunk, self.by_row)
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         device, packed = place_of(model), pack(part, self.share)
@@ -164,7 +169,9 @@ class PaddingFree(Forward):
         ids, predicting, labels, *places = send(
             device, *(table.numpy() for table in (tables[0], packed.predicting, *targeted))
         )
-        states = packed_hidden(model, ids, packed.trees)[predicting]
+        # A prompt's last state predicts several tokens, whose gradients are added up; with several threads the backward
+        # pass of plain indexing does so in an order that differs from run to run.
+        states = packed_hidden(model, ids, packed.trees).index_select(0, predicting)
         room = None if entropy is None else entropy.room(*places)
         chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
         return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
@@ -195,7 +202,7 @@ def pack(batch: Batch, share: bool) -> Packed:
         width = lengths[group[0]].prompt
         rows.append(torch.full((width,), group[0]))
         columns.append(torch.arange(width))
-        last = end + width - 1  # the prompt's last token predicts the first of every completion
+        last = end + width - 1  # the prompt's last token predicts each completion's first
         end += width
         for row in group:
             completion = lengths[row].completion
@@ -207,7 +214,7 @@ def pack(batch: Batch, share: bool) -> Packed:
             end += completion
     joined = (torch.cat(parts) for parts in (rows, columns, targets, predicting))
     all_rows, all_columns, all_targets, all_predicting = joined
-    asked = batch.response_mask[all_rows[all_targets], all_columns[all_targets]]  # not what an environment answered
+    asked = batch.response_mask[all_rows[all_targets], all_columns[all_targets]]  # not an environment's answers
     return Packed(all_rows, all_columns, tuple(_trees(lengths, groups)), all_targets[asked], all_predicting[asked])
 
 
@@ -234,7 +241,7 @@ def prompt_groups(rows: Sequence[RowShape], share: bool) -> list[list[int]]:
 
 
 def _trees(rows: Sequence[RowShape], groups: Sequence[Sequence[int]]) -> list[Tree]:
-    """A tree for each group; a row that shares its prompt with none is a plain sequence."""
+    """A tree for each group; a row that shares its prompt with no other is a plain sequence."""
     trees = []
     for group in groups:
         prompt, completions = rows[group[0]].prompt, tuple(rows[row].completion for row in group)

@@ -1,6 +1,6 @@
 """What moves the weights: log-probabilities of a batch, its loss in micro-batches, one guarded optimizer step.
 
-It knows nothing of prompts, rewards or rollouts. The model and the optimizer are the two things that change here.
+It knows nothing about prompts, rewards or rollouts. Only the model and the optimizer change here.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
-from grpo_cli.learner.forward import Forward, make_forward, make_padded
+from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
-from grpo_cli.learner.optimizer import load_state, make_optimizer, require_finite_weights
+from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights
 from grpo_cli.learner.sample_size import effective_share, rate_factor
-from grpo_cli.model.anatomy import has_dropout
+from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
-from grpo_cli.types import Batch
+from grpo_cli.types import Batch, Totals
 
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a batch. `logprobs` are the learner's own, dropout included, from before the step.
+    """The result of a batch. `logprobs` are the learner's own, dropout included, from before the step.
 
-    `fault` says what was not finite. `moved` says whether the optimizer has stepped; without gradient it does not.
+    `fault` says what was not finite. `moved` says whether the optimizer stepped; without gradient it does not.
     """
 
     metrics: Mapping[str, float]
@@ -44,7 +45,7 @@ class Update:
 class Learner:
     """A model and the AdamW that trains it (every parameter that asks for a gradient).
 
-    `updates` counts the optimizer steps that were begun, those before a checkpoint included once it is restored.
+    `updates` counts the optimizer steps begun, including those before the checkpoint that was restored.
     """
 
     def __init__(
@@ -68,14 +69,20 @@ class Learner:
         compiles = self._device.type == "cuda" if train.compile is None else train.compile
         by_row = compiled_by_row(warn) if compiles else PLAIN
         self._plain = make_padded(train, sampling.temperature, by_row)
-        self._forward: Forward = make_forward(train, sampling.temperature, by_row)
+        share = shares_prefix(train, self._device, is_of_a_known_family(model))
+        self._forward: Forward = make_forward(train, sampling.temperature, share, by_row)
         self._forward.prepare(model)
         self._compared = self._forward == self._plain
-        self._span = meter.span
+        self._span, self._warn = meter.span, warn
         self._autocast_word = model_settings.autocast
-        self.drops = has_dropout(model)  # so that the passes of `update` are not those of `logprobs`
+        self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.updates = 0
-        self._optimizer = make_optimizer(self._parameters, optim)
+        self._optimizer = make_optimizer(self._parameters, optim, ends(model))
+
+    def park(self) -> None:
+        """Before rollouts: the optimizer's state makes room for them, if that is asked for, until it is needed."""
+        if self._optim.park:
+            move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that the computation runs in, rollouts included."""
@@ -92,7 +99,7 @@ class Learner:
             values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
-    def update(self, batch: Batch, step: int) -> Update:
+    def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.
 
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
@@ -100,8 +107,8 @@ class Learner:
         divisors = totals(batch, self._max_new_tokens)
         if not self._compared:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
-            require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
-            self._compared = True
+            with self._span("forward"):
+                self._compare(some, divisors)
         num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
@@ -112,7 +119,7 @@ class Learner:
                 entropy = Entropy(there.trained_mask, num_trained)
                 with self._span("forward"), self.autocast():
                     values = self._forward.logprobs(self._model, part, entropy)
-                output = self._loss(values, there, divisors)
+                output = (loss or self._loss)(values, there, divisors)
                 with self._span("backward"):
                     output.loss.backward()
                 logprobs.append(values.detach())
@@ -127,18 +134,31 @@ class Learner:
             own = _in_place(batch, parts, found[: len(parts)])
             if self._optim.ess != "none" or batch.lags is not None:
                 metrics["off/ess"] = effective_share(batch, own)
-            fault, moved = self._move(metrics, step)
+            fault, moved = self._move(
+                metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
+            )
         self._optimizer.zero_grad(set_to_none=True)
-        give_back_freed()
+        give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
 
-    def _move(self, metrics: dict[str, float], step: int) -> tuple[str | None, bool]:
+    def _compare(self, some: Batch, divisors: Totals) -> None:
+        """Raises UserError if the forward that was asked for is not right for this model; what nobody asked for is then
+        left alone."""
+        try:
+            require_agreement(self._plain, self._forward, self._model, self._loss, some, divisors, self.autocast)
+        except UserError as error:
+            if self._train.padding_free or self._train.shared_prefix is True:
+                raise
+            self._warn(f"train.shared_prefix=auto is false: {error}")
+            self._forward = self._plain
+        self._compared = True
+
+    def _move(self, metrics: dict[str, float], rate: float, step: int) -> tuple[str | None, bool]:
         """One optimizer step, if the gradient is finite and there is any: without one, the moments of earlier ones and
         weight decay would move the weights. Notes the rate in `metrics`, which `optim.ess` may have lowered."""
         fault = next((f"{name} is {v}" for name, v in metrics.items() if not torch.isfinite(torch.tensor(v))), None)
         if fault is not None:
             return fault, False
-        rate = learning_rate(self._optim, step, self._train.steps)
         if self._optim.ess != "none":
             rate *= rate_factor(self._optim.ess, metrics["off/ess"], self._optim.ess_reference)
         metrics["optim/lr"] = rate
@@ -146,13 +166,15 @@ class Learner:
             return None, False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self.updates += 1  # first: a step that is cut short has moved some of the weights
+        if self._optim.park:
+            move_state(self._optimizer, to_host=False)
+        self.updates += 1  # first: an interrupted step may have moved some of the weights
         self._optimizer.step()
         require_finite_weights(self._parameters, self._optim, step, rate)
         return None, True
 
     def _has_gradient(self) -> bool:
-        """The squares of small numbers, and so their norm, may be 0 where they are not."""
+        """The squares of small numbers, and so their norm, can be 0 when the numbers are not."""
         found = [p.grad.any() for p in self._parameters if p.grad is not None]
         return bool(found) and bool(torch.stack(found).any())
 
@@ -173,7 +195,7 @@ class Learner:
 
 
 def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "B T"]:
-    """What was computed of the rows of each part, in the rows' own order."""
+    """The results of all parts, in the original order of the rows."""
     result = torch.zeros(batch.input_ids.shape)
     for rows, some in zip(parts, values, strict=True):
         result[rows, : some.shape[1]] = some
@@ -199,7 +221,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
 
 
 def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
-    """What the learning rate follows, by the keys of the settings: a checkpoint keeps it."""
+    """The settings that determine the learning rate, by key: saved in a checkpoint."""
     return {
         "optim.lr": optim.lr,
         "optim.warmup_steps": optim.warmup_steps,
@@ -209,7 +231,7 @@ def schedule_of(optim: OptimSettings, train: TrainSettings) -> dict[str, Any]:
 
 
 def rate_jump(saved: Mapping[str, Any], optim: OptimSettings, train: TrainSettings, step: int) -> str | None:
-    """What to say if the rate of update `step` is not what it would have been under a `schedule_of` that was saved."""
+    """A warning if the rate of update `step` differs from what a saved `schedule_of` would have given."""
     changed_then = {key.removeprefix("optim."): value for key, value in saved.items() if key.startswith("optim.")}
     then = learning_rate(replace(optim, **changed_then), step, saved["train.steps"])
     now = learning_rate(optim, step, train.steps)

@@ -23,15 +23,16 @@ from grpo_cli.model.compiling import Compiler
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
 
-_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that are in float32 at one time; a GPU wants few large calls
+_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits in float32 at one time; a GPU works best with few large calls
 
 
 @dataclass(frozen=True)
 class ByRow:
-    """What is done with the logits of each row: log p of its token; and, given that and the row's factor, the gradient
-    of factor * temperature * log p, which is written over them, and the entropy of p in nats, over what is last."""
+    """What is computed from the logits of each row: log p of its token; and, given that and the row's factor, the
+    gradient of factor * temperature * log p, which overwrites the logits, and the entropy of p in nats, into the last
+    argument."""
 
-    # Not shown: addresses, which differ from one process to another.
+    # Not in the repr: addresses, which differ between processes.
     chosen: Callable[[Tensor, Tensor, float], Tensor] = field(repr=False)
     slope: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], None] = field(repr=False)
 
@@ -55,7 +56,7 @@ def _slope_in_parts(
 
 
 def _sums(terms: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """Of p log p over each row. A token of probability 0 adds nothing, where 0 * -inf would be NaN."""
+    """The sum of p log p over each row. A token of probability 0 adds 0, where 0 * -inf would be NaN."""
     return terms.nansum(dim=1)
 
 
@@ -97,8 +98,8 @@ class Entropy:
     """Mean entropy in nats of the distributions that some tokens of a part were predicted from.
 
     A backward pass through the part's log-probabilities measures it, at the temperature that those are at and without
-    a gradient of its own; before that there is none. `counted` (B T) says which tokens, and `total` how many there are
-    in the whole update: the shares of its parts add up to the mean.
+    a gradient of its own; before that there is none. `counted` (B T) says which tokens count, and `total` how many
+    there are in the whole update: the shares of its parts add up to the mean.
     """
 
     def __init__(self, counted: Bool[Tensor, "B T"], total: int) -> None:
@@ -106,7 +107,7 @@ class Entropy:
         self._found: list[tuple[Tensor, Tensor]] = []
 
     def room(self, rows: Int[Tensor, "N"], columns: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-        """Where the backward pass is to write those of the tokens at these places."""
+        """Where the backward pass writes the entropies of the tokens at these places."""
         counted = self._counted[rows, columns]
         values = torch.zeros(counted.shape, device=counted.device)
         self._found.append((counted, values))
@@ -128,9 +129,8 @@ def token_logprobs(
 ) -> Float[Tensor, "B T"]:
     """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`.
 
-    What is given lies on the host, so that it is known there how many tokens there are; the result is where the model
-    is. Rows are right-padded, so the causal mask alone hides the padding and none other is built.
-    """
+    The inputs are on the host, where the number of tokens is then known; the result is on the model's device. Rows are
+    right-padded, so the causal mask alone hides the padding and none other is built."""
     device, places = place_of(model), response_mask.nonzero(as_tuple=True)
     ids, rows, columns = send(device, *(x.numpy() for x in (input_ids, *places)))
     chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy)

@@ -1,9 +1,9 @@
-"""The old policy, from which the clip measures how far the learner has gone: three kinds of it (`correction.prox`).
+"""The old policy, from which the clip measures how far the learner has moved: three kinds (`correction.prox`).
 
-The ratio of the learner to the sampler is a product: old policy / sampler, which the correction answers for, and
-learner / old policy, which the loss clips. `now` puts the border at the start of the step, `drawn` at the sampler, and
-`ewma` at an average of the weights so far (PPO-EWMA, arXiv 2110.00641). Of old rollouts they differ (arXiv 2605.12070).
-"""
+The ratio of the learner to the sampler is a product: old policy / sampler, which the correction handles, and learner /
+old policy, which the loss clips. `now` puts the border at the start of the step, `drawn` at the sampler, and
+`ewma` at an average of the weights so far (PPO-EWMA, arXiv 2110.00641). They differ for old rollouts (arXiv
+2605.12070)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from grpo_cli.learner.learner import Learner
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import GIVEN, Batch
 
-ACTIVE_LEAST = 0.9  # where fewer tokens than this share teach, the average is too far behind, and starts over
+ACTIVE_LEAST = 0.9  # if a smaller share of tokens than this teaches, the average lags too far behind and is reset
 _GROUP = "correction.prox"
 
 
 class OldPolicy(ABC):
-    """Whose log-probabilities are the old ones. As it stands here it keeps nothing from step to step."""
+    """The policy whose log-probabilities are the old ones. This base class keeps nothing from step to step."""
 
     kind: ClassVar[str]
 
     @property
     @abstractmethod
     def apart(self) -> bool:
-        """Whether it is another than the learner at the start of the step, and so has to be known before an update."""
+        """Whether it differs from the learner at the start of the step, and so must be computed before an update."""
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> Float[Tensor, "B T"]:
-        """Of the batch's response tokens, on the CPU, without gradient. Asked before the step's first update."""
+        """Of the batch's response tokens, on the CPU, without gradient. Called before the step's first update."""
 
     def follow(self) -> None:
-        """The optimizer has stepped."""
+        """Called after an optimizer step."""
         return None
 
     def settle(self, active: float) -> Mapping[str, float]:
-        """A step in which the weights moved is over; `active` is the share of its tokens that were neither masked nor
+        """Called after a step that moved the weights; `active` is the share of its tokens that were neither masked nor
         clipped. Returns metrics by their full names."""
         return {}
 
@@ -76,7 +76,7 @@ def average_bytes(weights: Sequence[Tensor], prox: str | None) -> int:
 
 
 class StepPolicy(OldPolicy):
-    """The learner as it is at the start of the step."""
+    """The learner as of the start of the step."""
 
     kind, apart = "now", False
 
@@ -88,8 +88,8 @@ class StepPolicy(OldPolicy):
 
 
 class SamplerPolicy(OldPolicy):
-    """The sampler itself, where it is the policy as it was when it drew: no pass is made, and the clip measures from
-    where each token was drawn. The ratio that a correction sees is then 1 everywhere."""
+    """The sampler itself, if it is the policy as of when it drew: there is no extra pass, and the clip measures from
+    the policy that drew each token. The ratio that a correction sees is then 1 everywhere."""
 
     kind, apart = "drawn", True
 
@@ -107,12 +107,12 @@ class SamplerPolicy(OldPolicy):
 
 
 class AveragedPolicy(OldPolicy):
-    """An average of the trained weights over updates, of which one counts beta = window / (window + 2) of the next.
+    """An average of the trained weights over updates, each of which counts beta = window / (window + 2) times the next.
 
-    It is free of the bias of its beginning: after t updates since the start (or since a reset) it is
+    It is corrected for the bias of its start: after t updates since the start (or since a reset) it is
     (1 - beta) * sum of beta^(t - i) * weights after update i, divided by 1 - beta^t. Before the first it is the learner
-    itself. It is kept in float32, whatever the weights are in, since what an update adds would round away in bfloat16,
-    and where they are; its pass takes the weights' place for as long as it lasts. Frozen weights are not copied.
+    itself. It is kept on the weights' device, and in float32 whatever their type, since an update's change would round
+    away in bfloat16; during its pass it takes the weights' place. Frozen weights are not copied.
     """
 
     kind = "ewma"
@@ -134,10 +134,10 @@ class AveragedPolicy(OldPolicy):
 
     @contextmanager
     def _in_their_place(self) -> Iterator[None]:
-        """The model with the average's numbers. Its own stay where they are in memory: graphs hold their addresses."""
+        """The model with the average's values. Its own stay where they are in memory: graphs hold their addresses."""
         own = [weight.data for weight in self._weights]
         try:
-            for weight, average in zip(self._weights, self._average, strict=False):  # there is none before an update
+            for weight, average in zip(self._weights, self._average, strict=False):  # none before an update
                 weight.data = average.to(weight.dtype)
             yield
         finally:

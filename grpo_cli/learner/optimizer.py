@@ -1,10 +1,10 @@
-"""AdamW in its three forms: PyTorch's, bitsandbytes' with 8-bit state, and PyTorch's in the CPU's memory."""
+"""AdamW in three forms (PyTorch's, bitsandbytes' with 8-bit state, PyTorch's with state in host memory), and Muon."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from grpo_cli.settings import OptimSettings
 from grpo_cli.support.errors import UserError
 
 
-def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
-    """What `optim` asks for, over `weights`. Raises UserError where bitsandbytes cannot work.
+def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings, ends: Collection[Tensor] = ()) -> Any:
+    """What `optim` asks for, over `weights`; `ends` are those of embeddings and heads. Raises UserError where
+    bitsandbytes cannot work.
 
     Weight decay acts on weights of two or more dimensions: matrices, embeddings, adapters. Norms and biases do not
     decay, by the convention of nanoGPT's `configure_optimizers` and of transformers' Trainer.
@@ -26,11 +27,13 @@ def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings) -> Any:
         return _eight_bit(_groups(weights, optim.weight_decay), kwargs)
     if optim.offload:
         return Offloaded(weights, optim.weight_decay, kwargs)
+    if optim.name == "muon":
+        return MuonAndAdamW(*_hidden_and_others(weights, ends), optim.weight_decay, kwargs)
     return torch.optim.AdamW(_groups(weights, optim.weight_decay), fused=True, **kwargs)
 
 
 def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """Those that decay, then those that do not; a group that would be empty is left out."""
+    """Weights with decay, then those without; empty groups are left out."""
     decaying, others = [w for w in weights if w.dim() >= 2], [w for w in weights if w.dim() < 2]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -38,7 +41,7 @@ def _groups(weights: Sequence[Tensor], weight_decay: float) -> list[dict[str, An
 
 @torch.no_grad()
 def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step: int, rate: float) -> None:
-    """Raises UserError if the update of `step` (from 0) has left a weight that is not finite, or that has no square.
+    """Raises UserError if the update of `step` (from 0) has left a weight that is not finite, or whose square is not.
 
     Every weight is read once: 4 bytes of each, where AdamW itself reads and writes 28.
     """
@@ -50,9 +53,23 @@ def require_finite_weights(weights: Sequence[Tensor], optim: OptimSettings, step
         )
 
 
+def _hidden_and_others(weights: Sequence[Tensor], ends: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Matrices of hidden layers, adapters among them, and all other weights."""
+    apart = {id(weight) for weight in ends}
+    hidden = [weight for weight in weights if weight.dim() == 2 and id(weight) not in apart]
+    known = {id(weight) for weight in hidden}
+    return hidden, [weight for weight in weights if id(weight) not in known]
+
+
 def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """The state of a checkpoint. Rate, betas, eps and decay stay those that `optimizer` was made with: PyTorch would
     bring back the saved ones. Raises UserError for an optimizer of other weights, or of weights in other groups."""
+    if ("muon" in state) != isinstance(optimizer, MuonAndAdamW):
+        other = "muon" if "muon" in state else "adamw"
+        raise UserError(
+            f"the checkpoint's optimizer is {other}, whose state no other can use: resume with optim.name={other}, or "
+            "start a new run from its weights with model.path=<checkpoint>"
+        )
     saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
     if saved != here:
         raise UserError(
@@ -71,10 +88,10 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
-    """Raises UserError for 8-bit state where bitsandbytes has no kernels for them, or is not there."""
+    """Raises UserError for 8-bit state if bitsandbytes is missing or has no kernels for the device."""
     if optim.name == "adamw8bit" and device.type != "cuda":
         raise UserError(
-            f"optim.name=adamw8bit needs a CUDA GPU, whose kernels bitsandbytes brings, and the device is "
+            f"optim.name=adamw8bit needs a CUDA GPU, for which bitsandbytes has kernels, but the device is "
             f"{device.type}; use optim.name=adamw"
         )
     if optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
@@ -86,16 +103,25 @@ def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
 _SMALL, _BLOCK = 4096, 256
 
 
-def state_bytes(weights: Sequence[Tensor], optim: OptimSettings, device: torch.device) -> int:
-    """What the optimizer comes to hold on `device`, where the model is, from the shapes of its weights."""
+def state_bytes(
+    weights: Sequence[Tensor], optim: OptimSettings, device: torch.device, ends: Collection[Tensor] = ()
+) -> int:
+    """Bytes that the optimizer will hold on `device`, the model's, from the shapes of its weights."""
     if optim.offload and device.type != "cpu":
         return 0
     if optim.name == "adamw8bit":
         maps = 2 * 256 * 4  # from a byte to a number, for each of the moments
         return maps + sum(_eight_bit_bytes(weight.numel()) for weight in weights)
+    if optim.name == "muon":
+        hidden, weights = _hidden_and_others(weights, ends)
+        return sum(weight.untyped_storage().nbytes() for weight in hidden) + sum(map(_two_moments, weights))
     copies = 1 if optim.offload else 0
-    # Two moments of each weight in its own precision, and a float32 count of its steps.
-    return sum((2 + copies) * weight.untyped_storage().nbytes() + 4 for weight in weights)
+    return sum(copies * weight.untyped_storage().nbytes() + _two_moments(weight) for weight in weights)
+
+
+def _two_moments(weight: Tensor) -> int:
+    """AdamW's two moments in the weight's own precision, and a float32 step count."""
+    return 2 * weight.untyped_storage().nbytes() + 4
 
 
 def _eight_bit_bytes(count: int) -> int:
@@ -148,3 +174,59 @@ class Offloaded:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._adamw.load_state_dict(state)
+
+
+class MuonAndAdamW:
+    """Muon for matrices of hidden layers, which keeps one moment of each, and AdamW for all other weights.
+
+    An update of Muon is scaled to be as large as one of AdamW (arXiv 2502.16982), so that both have one rate and one
+    decay. Its momentum is the published one, 0.95 (https://kellerjordan.github.io/posts/muon).
+    """
+
+    def __init__(
+        self, hidden: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]
+    ) -> None:
+        words = dict(lr=kwargs["lr"], weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._parts: dict[str, Any] = {"muon": torch.optim.Muon(hidden, **words)} if hidden else {}
+        if others:
+            self._parts["adamw"] = torch.optim.AdamW(_groups(others, weight_decay), fused=True, **kwargs)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts.values() for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        return {weight: of for part in self._parts.values() for weight, of in part.state.items()}
+
+    def step(self) -> None:
+        for part in self._parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self._parts.values():
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        groups = [group for state in states.values() for group in state["param_groups"]]
+        return {"muon": None, **states, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+
+def move_state(optimizer: Any, to_host: bool) -> None:
+    """Bring the optimizer's state from a GPU to the host's memory, or back to its weights. Values keep their bits;
+    state that is already in place is not touched."""
+    for weight, state in optimizer.state.items():
+        for name, value in _tensors(state):
+            if to_host and value.is_cuda:
+                state[name] = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+            elif not to_host and value.device != weight.device:
+                state[name] = value.to(weight.device, non_blocking=True)
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, value) for name, value in list(state.items()) if isinstance(value, Tensor))

@@ -1,4 +1,7 @@
-"""APRIL: a step ends before its longest rollouts do, which go on in the next one (arXiv 2509.18521).
+"""APRIL: a step ends before its longest rollouts do, which continue in the next (arXiv 2509.18521).
+
+    in flight = ceil((1 + surplus) * prompts);  a step ends when `prompts` groups are whole
+    a held group whose oldest token has lag >= max_lag updates is finished first
 
 Measured: scripts/reproduce/frontier_b.md (no difference in accuracy seen, fewer decode steps; leaving old tokens out,
 `credit=fresh`, which is ours, costs accuracy).
@@ -75,7 +78,7 @@ class Partial:
 
 
 def _lag(group: Group, version: int) -> int:
-    """By how many updates the oldest token of a group was drawn before weights of `version`; 0 without a token."""
+    """Age of a group's oldest token, in updates before `version`; 0 without tokens."""
     spans = [span for rollout in group.rollouts for span in rollout.spans if span.version != GIVEN]
     return max((version - span.version for span in spans), default=0)
 
@@ -83,15 +86,15 @@ def _lag(group: Group, version: int) -> int:
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     if others.says("replay", "replays"):
         yield (
-            f"{others.named('replay')} brings whole groups of other weights, whose tokens count nothing under "
+            f"{others.named('replay')} brings whole groups drawn by other weights, whose tokens have no weight under "
             f"{others.named('credit')}; use a correction, such as correction=decoupled, and credit=none"
         )
 
 
 @facts(goes_with=_goes_with)
 def fresh(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
-    """Tokens of earlier or other weights count nothing; those of now count, and given ones, which are of no weights.
+    """Only tokens drawn by the current weights count, and given ones, which no weights drew.
 
-    What counts nothing stays in the divisors of the loss, and in its KL term, where old tokens are no bias.
+    The others stay in the divisors of the loss, and in its KL term, where old tokens cause no bias.
     """
     return None if batch.lags is None else ((batch.lags == 0) | (batch.lags == GIVEN)).to(batch.weights.dtype)

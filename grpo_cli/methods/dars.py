@@ -1,4 +1,7 @@
-"""DARS, a null result here: a second round of rollouts for what was hard in the first (arXiv 2508.13755).
+"""DARS, a null result here: a second round of rollouts for problems that were hard in the first (arXiv 2508.13755).
+
+    with p = max(solved, 1/2) / n < 1/2, and w = 1 (equal) or 2 (1 - p) (hard):
+    rollouts = ceil(w n / S), at most `most`;  S = 4 p (1 - p), or 2 sqrt(p (1 - p)) with divided advantages
 
 Measured: scripts/reproduce/frontier_a.md (lower on average, and confounded: fewer steps at equal tokens).
 """
@@ -20,7 +23,7 @@ from grpo_cli.types import GroupRequest, Round
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    """What an advantage of one's own does is not known unless it says it."""
+    """A custom advantage is not checked unless it declares whether it divides."""
     divides, divided = others.says("advantage", "divides"), own.get("divided")
     if isinstance(divided, bool) and divides not in (None, divided):
         does, other = ("divides", "dr_grpo") if divides else ("does not divide", "grpo")

@@ -1,6 +1,9 @@
 """DOTS (arXiv 2506.05316): problems that are solved about as often as is wanted (`curriculum=target`), and groups of
 earlier steps that are trained on again (`replay=fifo`), which loses accuracy here.
 
+    target    P(problem) ~ exp(-|rate - target| / temperature), without replacement
+    fifo      max(ceil(fresh * prompts), prompts - stored) new problems; the others are stored groups, drawn uniformly
+
 Measured: scripts/reproduce/frontier_a.md (`target`: no difference at the end, earlier in every seed) and
 scripts/reproduce/frontier_b.md (`fifo`).
 """
@@ -117,7 +120,7 @@ class GroupStore:
         return [*rescued, *drawn([*self._stored.values()], count, fresh, rng)]
 
     def _with_success(self, group: ScoredGroup, rng: np.random.Generator) -> ScoredGroup:
-        """The group, or with a stored success of its problem if it has none of its own and there is one."""
+        """The group, with a stored success of its problem added if it has none of its own."""
         kept = self._stored.get(group.prompt.id)
         stored = None if group.solved or kept is None else from_plain(kept)
         if stored is None or not stored.solved:

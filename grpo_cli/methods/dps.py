@@ -1,6 +1,9 @@
 """DPS, no difference from plain epochs seen here: problems that are predicted to be solved by some of their rollouts
 and not by others, which alone teach (arXiv 2603.10887).
 
+    T[s', s] = C[s', s] / sum_s' C[s', s];  P(next) = T P(now);  the highest P(next = mixed) are chosen
+    after a visit  C <- decay C + (1 - decay) prior + xi,  xi[s', s] ~ [outcome = s'] T[s', s] P(before = s), of sum 1
+
 Measured: scripts/reproduce/frontier_a.md.
 """
 
@@ -14,10 +17,9 @@ import torch
 from jaxtyping import Float
 
 from grpo_cli.collect.candidates import CandidateOrder, require_revisits
-from grpo_cli.collect.epochs import of_kind
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import Places
-from grpo_cli.history import History, Marked, Solved, Visit
+from grpo_cli.history import History, Marked, Solved, Visit, of_kind
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import Prompt, ScoredGroup
@@ -29,7 +31,7 @@ DIGITS = 9  # chances that agree to so many are a tie: what they differ by is ro
 
 
 class DynamicsPredictive:
-    """The candidates that are likeliest to be mixed (dynamics-predictive sampling, arXiv 2603.10887).
+    """The candidates most likely to be mixed (dynamics-predictive sampling, arXiv 2603.10887).
 
     Each problem is a chain of three states: at a visit none of its rollouts solves it, some do, or all. Of every
     problem that was visited it keeps how often each state came after each (`counts`, a chain's prior included and older
@@ -63,7 +65,7 @@ class DynamicsPredictive:
             self._begin_with(history.profile)
 
     def _begin_with(self, profile: Mapping[str, Visit]) -> None:
-        """A profile counts as a first visit of each problem in it."""
+        """A profile counts as a first visit to each of its problems."""
         names = {place: p.id for place, p in enumerate(self._prompts) if p.id in profile}
         self._move_on(names, _certain([profile[name] for name in names.values()]))
 
@@ -80,7 +82,7 @@ class DynamicsPredictive:
         return [*chosen]
 
     def _let_go(self, names: Sequence[str]) -> None:
-        """No rollout was made of these, which were picked in an earlier step."""
+        """These were picked in an earlier step, but no rollout of them was made."""
         self._look_again([self._picked.pop(name) for name in names])
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
@@ -103,7 +105,7 @@ class DynamicsPredictive:
         self._keep(names, self._decayed(beliefs) + ways / ways.sum((1, 2), keepdims=True), found)
 
     def _look_again(self, places: Sequence[int]) -> None:
-        """Of these nothing was seen: what was predicted is what is believed."""
+        """Nothing was observed of these: the prediction becomes the belief."""
         names = {place: self._beliefs[place][0] for place in places if place in self._beliefs}
         beliefs = self._of([*names])
         self._keep(names, self._decayed(beliefs), beliefs[:, CHANCES])
@@ -155,11 +157,11 @@ class DynamicsPredictive:
         self._beliefs = Marked({place: (name, belief) for place, name, belief in kept})
 
     def _rows_of_older(self, state: Mapping[str, Any]) -> Float[np.ndarray, "N 5 3"]:
-        """Of a checkpoint that holds every problem by its place alone."""
+        """Load a checkpoint that identifies problems by their position alone."""
         known = len(state["counts"])
         if known != len(self._prompts):
             raise UserError(
-                f"the checkpoint holds what curriculum=dps has learnt of {known} problems, but the task has "
+                f"the checkpoint holds what curriculum=dps has learnt about {known} problems, but the task has "
                 f"{len(self._prompts)}; resume with the task as it was, or start a new run"
             )
         return np.concatenate([state["counts"], state["before"][:, None], state["chances"][:, None]], axis=1)
@@ -184,5 +186,5 @@ def _chain(counts: Float[np.ndarray, "Q 3 3"]) -> Float[np.ndarray, "Q 3 3"]:
 
 
 def _certain(visits: Sequence[Visit]) -> Float[np.ndarray, "Q 3"]:
-    """All chance to the state that each visit was in."""
+    """Probability 1 for the state that each visit was in."""
     return np.eye(3)[[STATES.index(visit.outcome) for visit in visits]].reshape(-1, 3)

@@ -1,6 +1,10 @@
 """GDRO (arXiv 2601.19280): problems weigh by how often those of their difficulty fail (Prompt-GDRO, `credit=gdro`), and
 get rollouts by the deviation of their outcomes (Rollout-GDRO, `collector=sqrt`).
 
+    gdro    score_b <- (1 - beta) score_b + beta (mean failure share in b) / (share of the step's problems in b)
+            w = (1 - gamma) softmax(eta score)_b + gamma / bins, over its mean over the batch, at most `cap`
+    sqrt    rollouts ~ max(sqrt(p (1 - p)), floor), at least `least`, n per problem on average
+
 The square root is what the theory of Rollout-GDRO comes to: with a fixed number of rollouts, the variance of a step's
 gradient is least in this proportion. The paper itself learns its allocation with a bandit whose fixed point this is.
 
@@ -30,11 +34,9 @@ from grpo_cli.types import Batch, GroupRequest, Round, ScoredGroup
 class PromptGdro:
     """Problems weigh by the bin of their solved share, bins by how often they failed (Prompt-GDRO, arXiv 2601.19280).
 
-    A problem's rate is taken of its last `window` visits: `mean`, the mean share of rollouts that solved it, or `any`,
-    the share of visits in which any did. It leaves its bin only where the rate is beyond an edge by `hysteresis`. After
-    a step the score of every bin becomes (1 - beta) * score + beta * (mean share of failures in the bin / the bin's
-    share of the step's problems), the last 0 for a bin without any. A row weighs (1 - gamma) * softmax(eta * scores) +
-    gamma / bins of its problem's bin, divided by the mean over the batch's rows, and at most `cap`.
+    A problem's rate is taken over its last `window` visits: `mean`, the mean share of rollouts that solved it, or
+    `any`, the share of visits in which any did. It leaves its bin only if the rate is beyond an edge by `hysteresis`. A
+    bin without problems in a step has a failure term of 0.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class PromptGdro:
         return torch.ones_like(batch.weights) * torch.tensor(rows, dtype=batch.weights.dtype)[:, None]
 
     def bin_weights(self) -> Float[np.ndarray, " bins"]:
-        """What the scores make of each bin, before the mean and the cap. They add up to 1."""
+        """Each bin's weight by the scores, before the mean and the cap. The weights sum to 1."""
         scores = self._eta * np.array(self._scores)
         weights = np.exp(scores - scores.max())
         return (1 - self._gamma) * weights / weights.sum() + self._gamma / len(weights)
@@ -117,7 +119,7 @@ class PromptGdro:
         return {"kind": "gdro", "edges": list(self._edges), "scores": list(scores), "bin_of": dict(bin_of)}
 
     def forget(self, is_other: Callable[[str], bool]) -> None:
-        """As `interfaces.Forgets` has it. What was learnt of bins goes with the last of its problems."""
+        """As `interfaces.Forgets` has it. What was learnt about bins goes with the last of their problems."""
         known = len(self._bin_of)
         self._bin_of = Marked({problem: place for problem, place in self._bin_of.items() if not is_other(problem)})
         if known and not self._bin_of:
@@ -134,7 +136,7 @@ class PromptGdro:
 
 
 def _edges(bins: Any) -> list[float]:
-    """Where one bin ends and the next begins, of a number of bins or of the edges themselves."""
+    """The edges between bins, from a number of bins or from the edges themselves."""
     if isinstance(bins, int):
         if bins < 1:
             raise UserError(f"credit.bins={bins} must be at least 1")

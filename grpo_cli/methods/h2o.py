@@ -1,5 +1,7 @@
 """H2O: the latest keys and those that received most attention so far (arXiv 2306.14048).
 
+    score_j = sum over steps t >= j of (mean over the group's queries of softmax(q_t K^T / sqrt(d))_j)
+
 Measured: scripts/reproduce/sparse_rl.md.
 """
 

@@ -1,4 +1,4 @@
-"""LightningRL: each part of a reward is normalised for itself, then weighed, so that no part counts by its scale.
+"""LightningRL: each reward part is normalised separately, then weighted, so that its scale does not matter.
 
     A = sum over parts of weight * (x - mean(x)) / (std(x) + eps)
 
@@ -55,7 +55,7 @@ def per_part(
 
 
 def _weights_in_total(rewards: Sequence[Reward]) -> dict[str, float]:
-    """What each part counts in the totals of a group; 1 each where no reward says so and they add up to them."""
+    """Each part's weight in a group's totals; 1 each if rewards do not say and the parts sum to the totals."""
     said = {part: weight for reward in rewards for part, weight in reward.weights.items()}
     if not said and all(math.isclose(sum(reward.parts.values()), reward.total) for reward in rewards):
         return dict.fromkeys((part for reward in rewards for part in reward.parts), 1.0)

@@ -27,8 +27,8 @@ Floor = Annotated[float, Range(0, because="a median distance of 0 is divided by 
 
 
 def _any_size(others: Others, rule: str) -> Iterator[str]:
-    """Of groups whose size is not known beforehand, and so not their middle."""
-    why = f"makes groups of any size, of which {rule} would not know the one in the middle"
+    """Refuses groups whose size, and so whose middle, is not known beforehand."""
+    why = f"makes groups of any size, in which {rule} cannot know the middle rollout"
     if others.unequal:
         yield f"{others.named('collector')} {why}; use collector=equal"
     if others.says("replay", "foreign"):
@@ -100,6 +100,6 @@ def median(
 
 
 def _median(values: Float[Tensor, " G"]) -> Float[Tensor, ""]:
-    """The mean of the two in the middle, which are one where their number is odd. (`Tensor.median` is the lower.)"""
+    """The mean of the two in the middle, the same one if their number is odd. (`Tensor.median` is the lower.)"""
     ordered = values.sort().values
     return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2

@@ -1,5 +1,8 @@
 """SAPO: groups that other runs have recorded, trained on here (arXiv 2509.08721).
 
+    own problems = max(ceil((1 - foreign) * prompts), prompts - recorded groups);  the others are recorded groups, drawn
+    uniformly without replacement
+
 What is read is JSON, and every line is checked before any of it is used. A token counts as drawn only where the
 record has its log-probability; every other one was given.
 

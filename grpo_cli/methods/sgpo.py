@@ -1,4 +1,7 @@
-"""sGPO: the order of problems, and the sizes of their groups, that a profile of answers suggests (arXiv 2606.08854).
+"""sGPO: problem order and group sizes from a profile of answers (arXiv 2606.08854).
+
+    size = the least of `sizes` with size * (solved / tried) >= 1 in the profile, else the largest
+    phases in order of size; problems with solved / tried > trivial, and 1 - unsolved of the unsolved ones, are left out
 
 Measured: scripts/reproduce/frontier_a.md (no difference at equal tokens seen).
 """
@@ -11,10 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
 
-from grpo_cli.collect.epochs import Epochs, of_kind
+from grpo_cli.collect.epochs import Epochs
 from grpo_cli.collect.profile import MOST_PROFILED, WRITE_IT
 from grpo_cli.collect.requests import seed_of
-from grpo_cli.history import History, Visit
+from grpo_cli.history import History, Visit, of_kind
 from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import Share
@@ -22,7 +25,7 @@ from grpo_cli.types import GroupRequest, Prompt, Round, ScoredGroup
 
 
 def bad_sizes(key: str, sizes: Sequence[Any]) -> Iterator[str]:
-    """What is wrong with sizes of groups."""
+    """Problems with the group sizes, for messages."""
     whole = all(type(size) is int for size in sizes)
     if not (sizes and whole and sizes[0] >= 2 and all(a < b for a, b in zip(sizes, sizes[1:], strict=False))):
         yield f"{key}={[*sizes]} must be whole numbers of 2 or more, from the smallest to the largest: groups compare"
@@ -44,7 +47,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
 
 @facts(goes_with=_goes_with)
 def profiled(collection: Collection, *, sizes: Sequence[int]) -> Rounds:
-    """Each problem as often as its profile suggests, in one round (sGPO, arXiv 2606.08854).
+    """As many rollouts of each problem as its profile suggests, in one round (sGPO, arXiv 2606.08854).
 
     A problem that the profile does not know is made `n` rollouts of; one that it saw unsolved, as many as the largest
     group of the step's others, which under `curriculum=profile` is the size of its phase.
@@ -105,7 +108,7 @@ class Profiled:
 
     @staticmethod
     def refuses(*, sizes: Sequence[int], shares: Sequence[int | float] | None) -> Iterator[str]:
-        """What is wrong with its settings."""
+        """Problems with its settings, for messages."""
         yield from bad_sizes("curriculum.sizes", sizes)
         if shares is not None and not (
             len(shares) == len(sizes) and all(_is_number(share) and share >= 0 for share in shares) and sum(shares) > 0
@@ -116,7 +119,7 @@ class Profiled:
             )
 
     def _suited(self, profile: Mapping[str, Visit], n: int, trivial: float, unsolved: float) -> dict[str, int]:
-        """Which problems are trained on, by their sizes."""
+        """The problems to train on, by group size."""
         largest, found = self._all_sizes[-1], dict[str, int]()
         few = len(self._prompts) <= MOST_PROFILED
         for prompt in self._prompts if few else self._those_of(profile):
@@ -161,7 +164,7 @@ class Profiled:
         return Bucket(size, own, frozenset(prompt.id for prompt in prompts), order)
 
     def _number(self, step: int) -> int:
-        """Which phase a step is of; the last one that has steps has no end."""
+        """The phase of a step; the last one with steps never ends."""
         last = self._borders.index(self._borders[-1])
         return next((i for i, border in enumerate(self._borders) if step < border), last)
 

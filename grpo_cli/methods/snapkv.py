@@ -1,5 +1,7 @@
 """SnapKV: the latest keys and those that the latest queries attend to (arXiv 2404.14469), in its form for decoding.
 
+    score = maxpool_kernel(mean over the window's queries of softmax(max over the group of q K^T / sqrt(d)))
+
 Measured: scripts/reproduce/sparse_rl.md.
 """
 

@@ -1,5 +1,7 @@
 """StreamingLLM: the first positions and the latest keys (arXiv 2309.17453).
 
+    kept = the first `sinks` positions and the latest budget - sinks keys;  score_j = j
+
 Measured: scripts/reproduce/sparse_rl.md.
 """
 

@@ -1,6 +1,10 @@
 """XRPO: a bonus for right answers that were unlikely in their group, and rollouts in rounds, each to the problem whose
 solved share it narrows most (arXiv 2510.06672).
 
+    novelty   A + min(bonus * max(0, 1 - exp(s - mean(s))), cap * A)  if solved and A > 0;  s: mean log-probability
+    ci        the k-th rollout is worth sqrt(p (1 - p)) (h(k-1) - h(k)) + explore sqrt(ln K / (k-1)),
+              h(k) = t_.975 / sqrt(k),  p = (solved + 1) / (tried + 2),  K: rollouts so far in the step
+
 Not measured.
 """
 
@@ -61,7 +65,7 @@ def rarity_bonus(
 
 
 def _mean_logprob(rollout: Rollout) -> float:
-    """Of the tokens that were drawn; NaN if all were given."""
+    """The mean over sampled tokens; NaN if all were given."""
     if not rollout.token_ids:
         return 0.0
     drawn = [logprob for logprob in rollout.sampler_logprobs if not math.isnan(logprob)]

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) through PEFT: put on a model, saved by themselves, switched off for the reference.
+"""Low-rank adapters (LoRA) through PEFT: added to a model, saved separately, switched off for the reference.
 
 PEFT replaces linear layers in place, so rollouts and updates use the adapters without further code.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,16 @@ from grpo_cli.support.errors import UserError, closest
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 BASE = "base"
-_IMPORTS = ("megatron_config", "tokenizer_kwargs")  # by which PEFT imports modules that a file names
+_IMPORTS = ("megatron_config", "tokenizer_kwargs")  # keys through which PEFT imports modules named in a file
 
 
 def has_adapters(folder: Path) -> bool:
-    """Whether the folder holds adapters, and no model of its own."""
+    """Whether the folder holds adapters rather than a model."""
     return (folder / CONFIG).is_file()
 
 
 def base_of(folder: Path) -> str:
-    """What the adapters in `folder` were trained on top of: the base saved beside them, else where they say it was."""
+    """The base of the adapters in `folder`: the one saved beside them, else the one that they name."""
     if (folder / BASE).is_dir():
         return str(folder / BASE)
     return str(_read_config(folder).get("base_model_name_or_path") or "")
@@ -37,8 +36,8 @@ def base_of(folder: Path) -> str:
 def with_adapters(model: Any, settings: ModelSettings) -> Any:
     """The model with its weights frozen and adapters to train: new ones, which change nothing yet, or saved ones.
 
-    Adapters are float32 even on bfloat16 weights. Raises UserError for layers that the model lacks, for a saved adapter
-    that cannot be read, and without PEFT.
+    Adapters are float32 even on bfloat16 weights. UserError for layers that the model lacks, for a saved adapter that
+    cannot be read, and without PEFT.
     """
     if settings.adapter is not None:
         return _with_saved(model, settings.adapter, settings.lora)
@@ -60,6 +59,8 @@ def with_adapters(model: Any, settings: ModelSettings) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
         task_type="CAUSAL_LM",
     )
     with _quiet():
@@ -73,20 +74,23 @@ def _with_saved(model: Any, place: str, lora: LoraSettings) -> Any:
     saved = _read_config(folder)
     odd = [key for key in _IMPORTS if saved.get(key)]
     if saved.get("peft_type", "LORA") != "LORA" or odd:
-        what = f"its {CONFIG} says {', '.join(odd)}" if odd else f"they are of the kind {saved['peft_type']}"
-        raise UserError(f"model.adapter={place} holds no adapters that are known here ({what}): only LoRA's are")
+        what = f"its {CONFIG} says {', '.join(odd)}" if odd else f"their type is {saved['peft_type']}"
+        raise UserError(f"model.adapter={place} holds unsupported adapters ({what}): only LoRA is supported")
     if lora.rank and saved.get("r") != lora.rank:
         raise UserError(
             f"model.adapter={place} has rank {saved.get('r')}, but model.lora.rank={lora.rank}; leave it at 0 to take "
             "the adapter as it is"
         )
+    for kind in ("dora", "rslora"):
+        if getattr(lora, kind) and not saved.get(f"use_{kind}"):
+            raise UserError(f"model.adapter={place} was made without model.lora.{kind}=true: leave it out")
     peft = _peft()
     try:
         with _quiet():
             return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
         reason = f"{type(error).__name__}: {' '.join(line.strip() for line in str(error).splitlines()[:2])}"
-        raise UserError(f"model.adapter={place} cannot be put on {type(model).__name__} ({reason})") from error
+        raise UserError(f"model.adapter={place} cannot be loaded onto {type(model).__name__} ({reason})") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{folder / CONFIG} is no adapter's config")
+        raise UserError(f"{folder / CONFIG} is not an adapter's config")
     return found
 
 
@@ -113,40 +117,3 @@ def _peft() -> Any:
     except ImportError as error:
         raise UserError("model.lora and model.adapter need PEFT: pip install peft, or the extra `peft`") from error
     return peft
-
-
-@dataclass(frozen=True)
-class AdapterOff:
-    """The model with its adapters off, in the shape that `anatomy` reads: a reference that takes no memory."""
-
-    adapted: Any
-
-    def get_base_model(self) -> AdapterOff:
-        return self
-
-    def parameters(self) -> Iterator[Any]:
-        yield from self.adapted.parameters()
-
-    @property
-    def model(self) -> Any:
-        return _Half(self.adapted, self.adapted.get_base_model().model)
-
-    @property
-    def lm_head(self) -> Any:
-        return _Half(self.adapted, self.adapted.get_base_model().lm_head)
-
-
-@dataclass(frozen=True)
-class _Half:
-    """One half of a model; adapters are off while it runs."""
-
-    adapted: Any
-    half: Callable[..., Any]
-
-    @property
-    def config(self) -> Any:
-        return self.adapted.get_base_model().config
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.adapted.disable_adapter():
-            return self.half(*args, **kwargs)

@@ -1,36 +1,144 @@
-"""The two halves of a Hugging Face causal language model, whatever wraps it: the backbone and the head."""
+"""The two halves of a Hugging Face causal language model, whatever wraps it: the backbone and the head.
+
+Of a Llama-shaped model the head is a layer. Others scale or cap its logits in their own way, so there it is the model
+itself, asked for what it makes of states that its backbone has given.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_cli.model.checks import ARCHITECTURES
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def unwrapped(model: Any) -> Any:
-    """The causal language model inside a PEFT wrapper, whose layers PEFT has replaced in place; else the model."""
+    """The causal language model inside a PEFT wrapper (PEFT replaces layers in place); else the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def is_llama_shaped(model: Any) -> bool:
+    """Whether it is of the families whose layers are driven, packed and taken apart here, or not of transformers at
+    all. Of any other nothing is known but its two halves."""
+    return not isinstance(unwrapped(model), PreTrainedModel) or is_of_a_known_family(model)
+
+
+def is_of_a_known_family(model: Any) -> bool:
+    return type(unwrapped(model)).__name__ in ARCHITECTURES.values()
 
 
 def backbone(model: Any) -> Any:
     """Token ids to last hidden states."""
-    return unwrapped(model).model
+    inner = unwrapped(model)
+    return inner.model if is_llama_shaped(model) else inner.base_model
 
 
 def head(model: Any) -> Any:
     """Hidden states to logits."""
-    return unwrapped(model).lm_head
+    inner = unwrapped(model)
+    return inner.lm_head if is_llama_shaped(model) else _WholeAsHead(inner)
+
+
+class _States(tuple[Tensor]):
+    """What a backbone answers: its states, by name and as the first of what it gives, and nothing else."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """In the place of a backbone, or of a part of it that the model calls by itself."""
+
+    states: Tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _States:
+        return _States((self.states,))
+
+    def __getattr__(self, name: str) -> _Given:
+        return self
+
+
+@dataclass(frozen=True)
+class _WholeAsHead:
+    """A model as a function of its backbone's states; nothing of it is changed for longer than a call."""
+
+    whole: Any
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Of [N, H] states the [N, V] logits."""
+        modules, name = self.whole._modules, self.whole.base_model_prefix
+        body, modules[name] = modules[name], _Given(states[None])
+        try:  # there are no tokens to read: all that is left to do is what comes after the backbone
+            nothing = torch.zeros(1, 0, dtype=torch.long, device=states.device)
+            logits: Tensor = self.whole(input_ids=nothing, use_cache=False).logits
+        finally:
+            modules[name] = body
+        return logits[0]
+
+
+def ends(model: Any) -> list[torch.Tensor]:
+    """The weights of the embedding and of the head, which may be one; none of a model that has no such methods."""
+    inner = unwrapped(model)
+    has_them = hasattr(inner, "get_input_embeddings")
+    modules = [inner.get_input_embeddings(), inner.get_output_embeddings()] if has_them else []
+    return [module.weight for module in modules if module is not None]
 
 
 def place_of(model: Any) -> torch.device:
-    """Where its computation takes place."""
+    """The device that it computes on."""
     place: torch.device = next(model.parameters()).device
     return place
 
 
 def has_dropout(model: Any) -> bool:
-    """Whether a pass in train mode leaves numbers out at random, and so differs from one in eval mode."""
+    """Whether it has active dropout, so that train mode differs from eval mode."""
     return any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules())
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """The model with its adapters off, in the shape that `anatomy` reads: a reference that takes no memory."""
+
+    adapted: Any
+
+    def get_base_model(self) -> AdapterOff:
+        return self
+
+    def parameters(self) -> Iterator[Any]:
+        yield from self.adapted.parameters()
+
+    @property
+    def model(self) -> Any:
+        return _Half(self.adapted, backbone(self.adapted))
+
+    @property
+    def lm_head(self) -> Any:
+        return _Half(self.adapted, head(self.adapted))
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One half of a model; adapters are off while it runs."""
+
+    adapted: Any
+    half: Callable[..., Any]
+
+    @property
+    def config(self) -> Any:
+        return self.adapted.get_base_model().config
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.adapted.disable_adapter():
+            return self.half(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a model can be refused for: its files, shape, weights, vocabulary and device."""
+"""Reasons to refuse a model: its files, shape, weights, vocabulary and device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
 
-# The causal models whose layers the torch engine can drive, by model type.
+# The causal models that the torch engine can run, by model type.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -23,27 +24,40 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """What a config.json says it is: its class, or its model type when it names no class. UserError for one that the
-    torch engine cannot drive."""
-    model_type = str(config.get("model_type", "of no name"))
-    name = str((config.get("architectures") or [ARCHITECTURES.get(model_type, model_type)])[0])
-    _check_heads(config)
-    if name not in ARCHITECTURES.values():
-        raise UserError(f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}")
+def architecture_of(config: Mapping[str, Any], any_family: bool = False) -> str:
+    """The model class that a config.json names, or that of its model type. UserError for one that the torch engine
+    cannot run; with `any_family` for one that is no causal model of `transformers`."""
+    model_type = str(config.get("model_type", "without a name"))
+    causal = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any_family else ARCHITECTURES).get(model_type, model_type)
+    name = str((config.get("architectures") or [causal])[0])
+    if name in ARCHITECTURES.values():
+        _check_heads(config)
+    elif not any_family:
+        _check_heads(config)
+        raise UserError(
+            f"the architecture {name} is not supported; supported are {', '.join(ARCHITECTURES.values())}; for other "
+            "causal models use engine=generate, which is slow"
+        )
+    elif causal == model_type and "auto_map" not in config:
+        raise UserError(
+            f"the architecture {name} ({model_type}) is no causal language model that transformers "
+            "knows; choose one that is"
+        )
     return name
 
 
 def check_files(folder: Path) -> None:
-    """Refuse pipes and devices among the files: reading them may block for ever."""
+    """Refuse pipes and devices among the files: reading them may block forever."""
     for file in folder.iterdir():
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise UserError(f"model folder {folder}: {file.name} is no regular file; put a copy of what it holds there")
+            raise UserError(
+                f"model folder {folder}: {file.name} is not a regular file; replace it by a copy of its content"
+            )
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
-    """Refuse heads that nothing can be computed with: rotary positions turn each head's numbers in two halves, and
-    queries are dealt to key-value heads evenly. What is missing or no number is left to the config's class."""
+    """Refuse impossible heads: rotary embedding splits a head's dimension into halves, and query heads are shared
+    evenly among key-value heads. Missing or non-numeric values are left to the config's class."""
     hidden, heads, size = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
     shared = heads if (given := config.get("num_key_value_heads")) is None else given
     if not (isinstance(hidden, int) and isinstance(heads, int) and isinstance(shared, int)):
@@ -57,21 +71,28 @@ def _check_heads(config: Mapping[str, Any]) -> None:
     if isinstance(dim, int | float) and (dim < 2 or dim % 2):
         where = f"hidden_size={hidden} over num_attention_heads={heads}" if size is None else "head_dim"
         raise UserError(
-            f"heads of {dim:g} numbers ({where} in the model's config) must be of an even number of at least 2, as "
-            "rotary positions turn them in two halves: correct config.json, or choose another model"
+            f"the head dimension {dim:g} ({where} in the model's config) must be an even number of at least 2, as "
+            "rotary embedding splits it into halves: correct config.json, or choose another model"
         )
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse attention that forgets, by a sliding window shorter than the context in any layer; and positions that are
-    rotated by other frequencies once a sequence is long, since keys in the cache would keep the short ones."""
-    window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
+def context_of(config: PreTrainedConfig) -> int:
+    """The most tokens that the model has positions for; without a limit, more than any run needs."""
+    context: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    return context
+
+
+def check_config(config: PreTrainedConfig, any_family: bool = False) -> None:
+    """Refuse a sliding window shorter than the context in any layer, unless the model's own cache may handle it
+    (`any_family`); and RoPE whose frequencies change once a sequence is long, since cached keys would keep the old
+    ones."""
+    window, context = getattr(config, "sliding_window", None), context_of(config)
     layers = getattr(config, "layer_types", None)
-    if window is not None and window < context and (layers is None or "sliding_attention" in layers):
+    if not any_family and window is not None and window < context and (layers is None or "sliding_attention" in layers):
         raise UserError(
-            f"{config.model_type} model with a sliding window of {window} tokens: the engine attends to the whole "
-            f"context only; set sliding_window to null in its config.json if completions stay shorter than {window} "
-            "tokens"
+            f"{config.model_type} model with a sliding window of {window} tokens: the engine always attends to the "
+            f"whole context; set sliding_window to null in its config.json if completions stay shorter than {window} "
+            "tokens, or use engine=generate"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings")
@@ -93,25 +114,30 @@ def check_weights(model: Any, settings: ModelSettings) -> None:
         if bad := int((~torch.isfinite(weight)).sum()):
             where = f"model.adapter={settings.adapter}" if ".lora_" in name else f"model.path={settings.path}"
             raise UserError(
-                f"{where}: {bad} of the {weight.numel()} numbers of {name} are not finite, so that the model computes "
-                "nothing; it is damaged, or comes from a run that has diverged: take an earlier checkpoint, or a copy"
+                f"{where}: {bad} of the {weight.numel()} numbers of {name} are not finite; the model is "
+                "damaged, or comes from a run that diverged: use an earlier checkpoint, or a copy"
             )
 
 
+def vocabulary_of(model: Any) -> int:
+    """How many tokens it has embeddings for."""
+    return int(model.config.get_text_config().vocab_size)
+
+
 def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises UserError for a tokenizer with tokens that the model has no embedding for."""
+    """UserError for a tokenizer with tokens that the model has no embedding for."""
     largest = max(tokenizer.get_vocab().values(), default=-1)
-    if largest >= model.config.vocab_size:
+    size = vocabulary_of(model)
+    if largest >= size:
         raise UserError(
-            f"model.path={path}: the tokenizer has tokens up to number {largest}, and the model only "
-            f"{model.config.vocab_size} of them (vocab_size, counted from 0); give the folder the tokenizer that the "
-            "model was made with, or the model enough embeddings (transformers' resize_token_embeddings)"
+            f"model.path={path}: the tokenizer has token ids up to {largest}, but the model has only "
+            f"{size} embeddings (vocab_size); put the tokenizer that the model was made with into "
+            "its folder, or enlarge the embeddings (transformers' resize_token_embeddings)"
         )
 
 
 def check_device(settings: ModelSettings, device: torch.device) -> None:
-    """Raises UserError for quantised weights where bitsandbytes has no kernels for them, and for activations that would
-    be offloaded from a CPU."""
+    """UserError for quantised weights where bitsandbytes has no kernels, and for offloading activations from a CPU."""
     if settings.offload_activations and device.type == "cpu":
         raise UserError(
             "model.offload_activations=true moves activations from a GPU's memory to the CPU's, and the device is cpu; "
@@ -121,8 +147,8 @@ def check_device(settings: ModelSettings, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise UserError(
-            f"model.quantize={settings.quantize} needs a CUDA GPU, whose kernels bitsandbytes brings, and the device "
-            f"is {device.type}; use model.quantize=none"
+            f"model.quantize={settings.quantize} needs a CUDA GPU (bitsandbytes), and the device is "
+            f"{device.type}; use model.quantize=none"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"model.quantize={settings.quantize} needs bitsandbytes: pip install bitsandbytes")

@@ -1,4 +1,4 @@
-"""torch.compile where it is available: what cannot be compiled runs uncompiled, which is logged once."""
+"""torch.compile with a fallback: what cannot be compiled runs uncompiled, with one warning."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BACKEND = "inductor"
-# More than there are shapes of a function; PyTorch gives up at 8.
+# More shapes than any function has; PyTorch's default limit is 8.
 MOST_SHAPES = 32
 
 
 class Compiler:
     """Compiles functions until one of them fails; then all run uncompiled. `what` names them in the warning, and `key`
-    is the setting that turns compilation off. Under a dispatch mode, which cannot see into compiled functions, they run
-    uncompiled too."""
+    is the setting that turns compilation off. They also run uncompiled under a dispatch mode, which cannot see into
+    compiled functions."""
 
     def __init__(self, what: str, key: str, warn: Callable[[str], None]) -> None:
         self._what, self._key, self._warn, self._failed = what, key, warn, False
@@ -24,8 +24,8 @@ class Compiler:
     def compiled(
         self, function: Callable[..., Any], dynamic: bool | None, otherwise: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """`function`, or, where that cannot be, `otherwise`, by default `function` as it is. `dynamic` as
-        torch.compile has it."""
+        """`function` compiled, falling back to `otherwise`, by default `function` itself. `dynamic` as in
+        torch.compile."""
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -48,6 +48,6 @@ class Compiler:
         cause = getattr(error, "inner_exception", error)
         reason = next(iter(str(cause).strip().splitlines()), "no reason given")
         self._warn(
-            f"{self._what} are not compiled, and so slower, since that failed ({type(cause).__name__}: {reason}). To "
-            f"begin without: {self._key}=false"
+            f"{self._what} run uncompiled, and slower, because compilation failed ({type(cause).__name__}: {reason}). "
+            f"To turn it off: {self._key}=false"
         )

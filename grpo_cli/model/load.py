@@ -1,6 +1,6 @@
-"""Hugging Face folders in and out: the embedded tiny model, a local folder or a hub id becomes a model and a tokenizer.
+"""Loads and saves Hugging Face folders: the embedded tiny model, a local folder or a hub id.
 
-What a folder holds is checked from its config before any weights are read. Weights are safetensors only, never pickles.
+A folder's config is checked before any weights are read. Weights are safetensors only, never pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo_cli.model.adapters import BASE, base_of, has_adapters, with_adapters
-from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.anatomy import is_llama_shaped, unwrapped
 from grpo_cli.model.checks import (
     architecture_of,
     check_config,
@@ -45,38 +45,59 @@ TINY = "tiny"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
-def load_model(settings: ModelSettings, device: torch.device) -> Any:
-    """The model of `model.path` on `device`, in eval mode, its attention without dropout in either mode.
+def load_model(settings: ModelSettings, device: torch.device, any_family: bool = False) -> Any:
+    """The model of `model.path` on `device`, in eval mode, without dropout of its own in either mode. Llama-shaped, or
+    with `any_family` whatever causal model `transformers` knows.
 
     With `random_init` only the config is read and the weights come from torch's global generator. With
-    `gradient_checkpointing` layers recompute their activations in train mode. With `lora` or `adapter` the model comes
-    in PEFT's wrapper, with only adapters to train; theirs is the only dropout.
+    `gradient_checkpointing` layers recompute their activations in train mode. With `lora` or `adapter` the model is in
+    PEFT's wrapper, with only the adapters trained; theirs is the only dropout.
 
-    Raises UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for
-    what `device` cannot do.
+    UserError for a missing or incomplete folder, an unreachable hub id, an unsupported architecture, and for settings
+    that `device` does not support.
     """
     check_device(settings, device)
     dtype = DTYPES[settings.dtype]
     if settings.random_init:
-        config = model_config(settings)
-        config.attention_dropout = 0.0
-        with device:  # a GPU draws billions of numbers at once, a CPU one after the other
+        config = model_config(settings, any_family)
+        _without_dropout(config)
+        with device:  # drawing billions of numbers is fast on a GPU only
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
         source = _source(settings.path)
-        config = _read_config(source, settings)
-        config.attention_dropout = 0.0
+        config = _read_config(source, settings, any_family)
+        _without_dropout(config)
         model = _read_weights(source, config, dtype, settings, device)
-    if device.type == "cuda":
-        allow_packing(model)  # its attention in float32 is another there
+    if device.type == "cuda" and is_llama_shaped(model):
+        allow_packing(model)  # selects our attention, which differs there in float32
     if settings.gradient_checkpointing:
+        _check_recomputing(model, settings)
         recompute_layers(model, settings.offload_activations)
-    if settings.quantize == "none" and model.device != device:  # quantised weights were read to where they belong
+    if settings.quantize == "none" and model.device != device:  # quantised weights are loaded in place
         model = model.to(device)
     model = with_adapters(model, settings).eval()
     if not settings.random_init:
         check_weights(model, settings)
     return model
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """Each family has words of its own for it: attention_dropout, resid_pdrop, layerdrop."""
+    config.attention_dropout = 0.0
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _check_recomputing(model: PreTrainedModel, settings: ModelSettings) -> None:
+    name = type(model).__name__
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"model.gradient_checkpointing=true cannot be had with {name}, which has none; leave it out")
+    if settings.offload_activations and not is_llama_shaped(model):
+        raise UserError(
+            f"model.offload_activations=true moves what Llama-shaped layers keep, and {name} has others; leave it out "
+            "(model.gradient_checkpointing=true alone keeps as little)"
+        )
 
 
 def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
@@ -90,30 +111,30 @@ def at_checkpoint(settings: ModelSettings, folder: Path) -> ModelSettings:
     return replace(settings, adapter=str(folder))
 
 
-def model_config(settings: ModelSettings) -> PreTrainedConfig:
-    """The model's config: from `model.architecture` where it is given and `model.path` is no local folder, so that
-    nothing is fetched from the hub; else from config.json. Raises UserError for an invalid one, and as `load_model`."""
+def model_config(settings: ModelSettings, any_family: bool = False) -> PreTrainedConfig:
+    """The model's config: from `model.architecture` if given and `model.path` is not a local folder, so that nothing is
+    fetched from the hub; else from config.json. UserError for an invalid one, and as in `load_model`."""
     if settings.architecture is None or _is_here(settings.path):
-        return _read_config(_source(settings.path), settings)
+        return _read_config(_source(settings.path), settings, any_family)
     kwargs = dict(settings.architecture)
     try:
-        named = architecture_of(kwargs)
+        named = architecture_of(kwargs, any_family)
         config = AutoConfig.for_model(**kwargs)
     except UserError as error:
         raise UserError(f"model.architecture: {error}") from error
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"model.architecture makes no {named}: {error}") from error
+        raise UserError(f"model.architecture does not describe a {named}: {error}") from error
     config.architectures = [named]
-    config.eos_token_id = None  # some families have a default, which would be the end of no text here
-    check_config(config)
+    config.eos_token_id = None  # some families have a default, which no text here would end with
+    check_config(config, any_family)
     return config
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer saved with the weights; for random weights of a preset's shape that of the embedded model (a token
-    per byte). Raises UserError when there is none."""
+    per byte). UserError if there is none."""
     folder = Path(settings.path).expanduser()
-    if has_adapters(folder):  # which is no model, but has a tokenizer
+    if has_adapters(folder):  # not a model, but with a tokenizer
         source: Path | str = folder
     else:
         source = _source(TINY if settings.without_files else settings.path)
@@ -127,16 +148,16 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 
 def eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str] = ()) -> tuple[int, ...]:
-    """Every token that ends a completion: `tokens` if any are given, else those of the generation config (Llama 3 has
-    several) and then the tokenizer's. Raises UserError for a token that the tokenizer does not have, and for no end.
+    """Every token that ends a completion: `tokens` if given, else those of the generation config (Llama 3 has several)
+    and then the tokenizer's. UserError for a token that the tokenizer does not have, and if there is none at all.
     """
     if tokens:
         vocabulary = tokenizer.get_vocab()
         unknown = [token for token in tokens if token not in vocabulary]
         if unknown:
             raise UserError(
-                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own end is "
-                f"{tokenizer.eos_token}. Give tokens that it has, or model.eos_tokens=[] for the model's own"
+                f"model.eos_tokens: the tokenizer has no token {', '.join(unknown)}; its own is "
+                f"{tokenizer.eos_token}. Name tokens that it has, or model.eos_tokens=[] for the model's own"
             )
         return tuple(dict.fromkeys(vocabulary[token] for token in tokens))
     generation = model.generation_config.eos_token_id if model.generation_config is not None else None
@@ -158,12 +179,12 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> in
 def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
     """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
 
-    Of a model with adapters only these are written, as PEFT does; `with_base` also saves the weights below them, for a
-    base that is stored nowhere else.
+    For a model with adapters only these are written, as PEFT does; `with_base` also saves the base weights, if they are
+    stored nowhere else.
     """
     adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
-        if adapted:  # without asking the hub whether the base's vocabulary has changed
+        if adapted:  # does not ask the hub whether the base's vocabulary has changed
             model.save_pretrained(folder, save_embedding_layers=False)
         else:
             model.save_pretrained(folder)
@@ -173,7 +194,7 @@ def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path
 
 
 def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The weights below the adapters, under the names that they have without."""
+    """The base weights, under their names without adapters."""
     state = {
         name.replace(".base_layer.", "."): weight
         for name, weight in unwrapped(model).state_dict().items()
@@ -184,7 +205,7 @@ def _save_base(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     tokenizer.save_pretrained(folder)
 
 
-# Folders that presets name, which are no ids of the hub.
+# Folders named by presets that are not hub ids, and what creates them.
 MADE_BY = {"models/smollm2": "scripts/get_smollm2.sh"}
 
 
@@ -193,38 +214,38 @@ def _is_here(path: str) -> bool:
 
 
 def _source(path: str) -> Path | str:
-    """A folder, or a hub id when nothing of that name is here and the name can be one."""
+    """A folder, or a hub id if there is no such folder and the name can be one."""
     if path == TINY:
         return Path(str(files("grpo_cli.model") / "tiny"))
     folder = Path(path).expanduser()
     if folder.is_dir():
         if has_adapters(folder) and not (folder / "config.json").is_file():
             raise UserError(
-                f"model.path={path} holds adapters, and no model below them; give them as model.adapter={path}, and as "
-                f"model.path what they were trained on: {base_of(folder)}"
+                f"model.path={path} holds adapters without their base model; set model.adapter={path}, and model.path "
+                f"to what they were trained on: {base_of(folder)}"
             )
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"model folder {folder} has no config.json; model.path wants a folder saved by transformers"
+                f"model folder {folder} has no config.json; model.path needs a folder saved by transformers"
             )
         return folder
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists() or not path
     if looks_local or path in MADE_BY:
         way_out = f"{MADE_BY[path]} makes it" if path in MADE_BY else "give a folder saved by transformers"
         raise UserError(
-            f"model.path={path} is no folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or "
-            f"{TINY}"
+            f"model.path={path} is not a folder here: {way_out}, or give a hub id such as Qwen/Qwen2.5-0.5B-Instruct, "
+            f"or {TINY}"
         )
     return path
 
 
-def _read_config(source: Path | str, settings: ModelSettings) -> PreTrainedConfig:
-    """The config. Its architecture is checked before anything else is read or run."""
+def _read_config(source: Path | str, settings: ModelSettings, any_family: bool) -> PreTrainedConfig:
+    """The config, its architecture checked before anything else is read or run."""
     with _reading(source, "config.json"):
         raw, _ = PreTrainedConfig.get_config_dict(source)
-        architecture_of(raw)
+        architecture_of(raw, any_family)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    check_config(config)
+    check_config(config, any_family)
     return config
 
 
@@ -232,7 +253,7 @@ def _read_weights(
     source: Path | str, config: PreTrainedConfig, dtype: torch.dtype, settings: ModelSettings, device: torch.device
 ) -> PreTrainedModel:
     with _reading(source, "safetensors weights"), _no_progress_bars():
-        # with `output_loading_info` a pair comes back, which its annotation does not say
+        # with `output_loading_info` the result is a pair, unlike its annotation
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -250,7 +271,7 @@ def _read_weights(
 
 
 def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` needs for weights of 4 bits (NF4 with quantised scales, arXiv 2305.14314) or 8 bits."""
+    """Arguments of `from_pretrained` for 4-bit (NF4 with quantised scales, arXiv 2305.14314) or 8-bit weights."""
     if settings.quantize == "none":
         return {}
     computed_in = torch.bfloat16 if settings.autocast == "bfloat16" else dtype
@@ -266,9 +287,9 @@ def _quantised(settings: ModelSettings, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def _reading(source: Path | str, what: str) -> Iterator[None]:
-    """Turns any error while a foreign file is read into a UserError of one line, with what to do about it.
+    """Turns any error while reading an untrusted file into a one-line UserError that says what to do.
 
-    Every kind is caught because the readers raise every kind: a malformed tokenizer.json alone gives KeyError,
+    Every exception is caught because the readers raise all kinds: a malformed tokenizer.json alone gives KeyError,
     TypeError or AttributeError.
     """
     try:
@@ -287,13 +308,13 @@ def _reading(source: Path | str, what: str) -> Iterator[None]:
         if isinstance(source, Path):
             raise UserError(f"model folder {source}: its {what} cannot be read ({reason}); save it again") from error
         raise UserError(
-            f"model.path={source} is no folder here and its {what} could not be had from the hub ({reason}); "
+            f"model.path={source} is not a folder here, and its {what} could not be fetched from the hub ({reason}); "
             "without network, download the model elsewhere and give the path of its folder"
         ) from error
 
 
 def _is_gated(error: BaseException | None) -> bool:
-    """Whether the hub refused because its terms were not accepted, an error that `transformers` wraps."""
+    """Whether the hub refused because its terms were not accepted (`transformers` wraps that error)."""
     while error is not None:
         if isinstance(error, GatedRepoError):
             return True
@@ -303,7 +324,7 @@ def _is_gated(error: BaseException | None) -> bool:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Without the progress bars of transformers, which would break the live view."""
+    """Disables the progress bars of transformers, which would break the live view."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

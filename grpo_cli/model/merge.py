@@ -1,4 +1,4 @@
-"""`grpo merge`: saved adapters and the model below them, made into one ordinary model folder."""
+"""`grpo merge`: merges saved adapters and their base into one ordinary model folder."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from grpo_cli.support.errors import UserError
 def merge(place: Path, target: Path, base: str | None, dtype: str) -> Path:
     """Write the merged model of a run's newest checkpoint, or of one checkpoint, to `target`; returns the checkpoint.
 
-    The base is the one saved with the adapters or named by them. Adapters that were trained on 4-bit or 8-bit
-    weights are merged into the unquantised ones, and the result rounds differently from what was trained.
+    The base is the one saved with the adapters or named by them. Adapters that were trained on 4-bit or 8-bit weights
+    are merged into the unquantised ones, and the result rounds differently from what was trained.
 
-    Raises UserError when there are no adapters, when `target` is there and no empty folder, and when the base is not
-    to be had or is quantised.
+    UserError if there are no adapters, if `target` exists and is not an empty folder, and if the base is unavailable or
+    quantised.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype={dtype} must be one of {', '.join(DTYPES)}")
     checkpoint = _adapters(place)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there and no empty folder; name a new one")
+        raise UserError(f"{target} exists and is not an empty folder; name a new one")
     below = _settings(base or base_of(checkpoint), dtype, str(checkpoint))
-    if getattr(model_config(below), "quantization_config", None) is not None:
+    if getattr(model_config(below, any_family=True), "quantization_config", None) is not None:
         raise UserError(
-            f"{below.path} is quantised, and adapters cannot be merged into so few values; "
-            "name the model that it was made of with --base"
+            f"{below.path} is quantised, and adapters cannot be merged into quantised weights; "
+            "name the model that it was made from with --base"
         )
-    merged = load_model(below, torch.device("cpu")).merge_and_unload()
+    merged = load_model(below, torch.device("cpu"), any_family=True).merge_and_unload()
     save_pretrained(merged, load_tokenizer(_settings(str(checkpoint), dtype, None)), target)
     return checkpoint
 
@@ -62,9 +62,10 @@ def _settings(path: str, dtype: str, adapter: str | None) -> ModelSettings:
         gradient_checkpointing=False,
         offload_activations=False,
         quantize="none",
-        lora=LoraSettings(rank=0, alpha=1.0, dropout=0.0, targets=()),
+        lora=LoraSettings(rank=0, alpha=1.0, dropout=0.0, targets=(), dora=False, rslora=False),
         adapter=adapter,
         eos_tokens=(),
+        chat_template_kwargs=None,
         architecture=None,
         recipe={},
     )

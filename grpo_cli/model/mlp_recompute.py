@@ -1,13 +1,18 @@
-"""Less kept for the backward pass: results of elementwise operations are recomputed, not stored.
+"""Saves memory in the backward pass: results of elementwise operations are recomputed, not stored.
 
-A layer's products need their inputs again, and most of these come out of a norm, an activation or a cast, which keep
-their own inputs anyway. In place of such a result stays a note of the node that made it, and the backward pass makes it
-again by the same operation from what that node keeps: the same bits, for a pass over memory. Works for any model; what
-it cannot make again is kept. Inside gradient checkpointing, which keeps nothing itself, it does nothing.
+The backward pass of a layer's products needs their inputs, most of which come from a norm, an activation or a cast that
+saves its own inputs anyway. Instead of such a result we save a reference to the node that made it, and the backward
+pass repeats the operation on what the node has saved: the same bits, for one pass over memory. Llama-shaped models
+only: others store everything, as they may write over what would be needed. What cannot be recomputed is stored. Inside
+gradient checkpointing, which stores nothing itself, it does nothing. On a CPU with memory to spare, a small pass stores
+everything too, which takes less time and changes no bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,47 +21,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_cli.model.anatomy import backbone
-from grpo_cli.support.memory import give_back_freed
+from grpo_cli.model.anatomy import backbone, is_llama_shaped, is_of_a_known_family
+from grpo_cli.support.memory import give_back_freed, is_little
 
-# Nodes by what they do with their inputs. None of them keeps its own result, which a note of it would keep for ever.
+# Autograd nodes by operation. None saves its own result: a reference cycle through its note would leak it.
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TBackward0")
 _MUL, _SILU, _CAST, _LEAF = "MulBackward0", "SiluBackward0", "ToCopyBackward0", "torch::autograd::AccumulateGrad"
-_AT_MOST_FREED = 1 << 27  # bytes that are kept, or used again, before what was freed meanwhile is given back
+_AT_MOST_FREED = 1 << 27  # bytes saved or restored before freed memory is returned to the system
+
+
+# Whether a plan is made, on fake tensors of the CPU, for a device that spares memory in any case.
+_SPARES: ContextVar[bool] = ContextVar("_SPARES", default=False)
+
+
+@contextmanager
+def always_sparing() -> Iterator[None]:
+    """Even small passes store little, as on a GPU."""
+    token = _SPARES.set(True)
+    try:
+        yield
+    finally:
+        _SPARES.reset(token)
 
 
 def last_states(model: Any, input_ids: Tensor, **inputs: Any) -> Tensor:
-    """The backbone's last hidden states; the backward pass keeps only what no elementwise operation can make again.
+    """The backbone's last hidden states; for the backward pass only what cannot be recomputed elementwise is stored.
 
-    Autocast, where it is on, keeps no copies of the weights: each is used once here.
+    Autocast's weight cache is off: each weight is used once here.
     """
-    hooks, kind = _Hooks(), input_ids.device.type
+    states: Tensor
+    kind = input_ids.device.type
+    # Another architecture may write over what a note would be recomputed from.
+    if not is_llama_shaped(model) or _has_room(model, input_ids):
+        states = backbone(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        return states
+    hooks = _Hooks()
     precision = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
         with torch.autocast(kind, *precision, cache_enabled=False):
-            states: Tensor = backbone(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
-    hooks.tidy_up()  # for the head, whose pass comes next and is the fullest
+            states = backbone(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    hooks.tidy_up()  # before the head's pass, which comes next and is the peak
     return states
+
+
+def _has_room(model: Any, input_ids: Tensor) -> bool:
+    """Whether this machine has room for all that a pass would store."""
+    if input_ids.device.type != "cpu" or _SPARES.get() or not is_of_a_known_family(model):
+        return False
+    return is_little(_stored_bytes(model, input_ids.numel()))
+
+
+def _stored_bytes(model: Any, tokens: int) -> int:
+    """Roughly what a pass would store for its backward pass, counted for float32."""
+    config = backbone(model).config
+    return 4 * tokens * config.num_hidden_layers * (11 * config.hidden_size + 4 * config.intermediate_size)
 
 
 @dataclass(frozen=True)
 class _Note:
-    """In place of a tensor: the node that made it."""
+    """Stands for a tensor: the node that made it."""
 
     node: Any
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor, or where a cast has made it larger what it was cast from."""
+    """A tensor, or what it was cast from if the cast made it larger."""
 
     tensor: Tensor
     dtype: torch.dtype
 
 
 class _Hooks:
-    """What is kept and what comes of it. `_last` is what was made last: a norm's result goes into several products, one
-    after the other."""
+    """The saved-tensor hooks. `_last` caches the latest recomputed product: a norm's result goes into several
+    consecutive matrix products."""
 
     def __init__(self) -> None:
         self._last: tuple[int, Tensor] | None = None
@@ -83,7 +121,7 @@ class _Hooks:
         return kept.tensor.to(kept.dtype)
 
     def _narrowed(self, tensor: Tensor) -> Tensor:
-        """The input of the cast that made this, if that was smaller; the same one for all operations that keep it."""
+        """The input of the cast that made this, if it was smaller, shared by all operations that save it."""
         node: Any = tensor.grad_fn
         before, place = node.next_functions[0]
         dtype = before._input_metadata[place].dtype
@@ -92,8 +130,8 @@ class _Hooks:
         return self._narrow.setdefault(node._sequence_nr(), tensor.detach().to(dtype))
 
     def _pass(self, tensor: Tensor) -> None:
-        """Between what is kept and what comes to be lies what was freed, and most of it is never used again: glibc's
-        aligned allocations ask for more than their size, so that none fits where one of the same size has been."""
+        """Returns freed memory to the system now and then. Most of it would never be reused: glibc's aligned
+        allocations ask for more than their size, so that none fits where one of the same size has been."""
         if tensor.device.type == "cpu":
             self._passed += tensor.nbytes
             if self._passed > _AT_MOST_FREED:
@@ -101,13 +139,13 @@ class _Hooks:
                 give_back_freed()
 
     def tidy_up(self) -> None:
-        """Give back now, and again as soon as the backward pass is here; where little was kept that is not worth it."""
+        """Return freed memory now, and again when the backward pass begins, unless little was saved."""
         if self._is_much:
             give_back_freed()
             self._passed = _AT_MOST_FREED
 
     def _made(self, node: Any) -> Tensor:
-        """The result of a node, which `_can_be_made`."""
+        """Recomputes the result of a node that `_can_be_made`."""
         name = node.name()
         if name == _LEAF:
             leaf: Tensor = node.variable.detach()
@@ -135,7 +173,7 @@ class _Hooks:
 
 
 def _keeps_factor(node: Any, place: int) -> bool:
-    """A product keeps a factor where the other one wants a gradient."""
+    """A product saves a factor if the other one needs a gradient."""
     return node.next_functions[1 - place][0] is not None
 
 

@@ -1,7 +1,7 @@
-"""Many sequences as one run of tokens, without padding, a shared prompt standing there once for all its completions.
+"""Many sequences packed into one run of tokens without padding, with a shared prompt stored once for its completions.
 
 The model's own layers do the work; only its attention knows where sequences begin and end, so that each token sees
-exactly what it would see in a row of its own. Gradients of a prompt add up over its completions by themselves.
+exactly what it would see in a row of its own. A prompt's gradients add up over its completions automatically.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KERNEL = Flash()
 
 @dataclass(frozen=True)
 class Tree:
-    """A trunk and the branches that grow from its end, in this order in the run; a plain sequence has no branch."""
+    """A trunk (prompt) and the branches (completions) after it, in this order; a plain sequence has no branches."""
 
     trunk: int
     branches: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Tree:
 
 
 class Layout:
-    """Where the trees of a run lie, and what their branches may look at (built once for all layers)."""
+    """The positions of a run's trees and what their branches may attend to (built once for all layers)."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         self.trees = tuple(trees)
@@ -48,7 +48,7 @@ class Layout:
         self.own = Spans.of(self.sizes, self.sizes, True, device)
         self.trunks = _trunks_of(trees, device)
         shapes = {(size, tree.trunk) for tree in trees for size in tree.branches}
-        # A branch sees its whole trunk and itself causally: ones up to a diagonal that lies `trunk` to the right.
+        # A branch sees its whole trunk, and itself causally: ones up to the diagonal shifted right by `trunk`.
         self.masks = {
             (size, trunk): torch.ones(size, trunk + size, dtype=torch.bool, device=device).tril(trunk)
             for size, trunk in shapes
@@ -56,7 +56,7 @@ class Layout:
 
 
 def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
-    """What branches see above them; None where there are none."""
+    """The trunks that branches attend to; None without branches."""
     starts = accumulate((len(tree) for tree in trees), initial=0)
     split = [(tree, start) for tree, start in zip(trees, starts, strict=False) if tree.branches]
     if not split:
@@ -69,7 +69,7 @@ def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
 
 
 def allow_packing(model: Any) -> None:
-    """Let the model's attention take a `Layout`. Without one it is what it was: PyTorch's, causal."""
+    """Make the model's attention accept a `Layout`. Without one it is unchanged: PyTorch's, causal."""
     backbone(model).config._attn_implementation = _NAME
 
 
@@ -86,8 +86,8 @@ def packed_hidden(model: Any, input_ids: Int[Tensor, "N"], trees: Sequence[Tree]
 def causal(
     query: Float[Tensor, "B HG T D"], key: Float[Tensor, "B H T D"], value: Float[Tensor, "B H T D"], scale: float
 ) -> Float[Tensor, "B HG T D"]:
-    """Attention of rows to themselves, right padded. No fused kernel of a GPU takes fewer key heads than query heads in
-    float32; without one, scores of B x HG x T x T numbers would be kept."""
+    """Causal self-attention of right-padded rows. No fused GPU kernel supports fewer key heads than query heads in
+    float32, and without one B x HG x T x T scores would be stored."""
     alone = _wants_a_head_each(query)
     if alone:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
@@ -107,8 +107,8 @@ def _attention(
     packed_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: a GPU's flash kernel over the run, or part by part. That splits and joins
-    once per layer: the backward of a slice is a whole tensor of zeros, that of a split is one concatenation."""
+    """Called by transformers in every layer: a GPU's flash kernel over the run, or else part by part. The latter splits
+    and joins once per layer: the backward of a slice is a full tensor of zeros, that of a split one concatenation."""
     if packed_layout is None and attention_mask is None and _wants_a_head_each(query):
         return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
     if packed_layout is None:

@@ -1,6 +1,6 @@
-"""Gradient checkpointing: of each layer only its input is kept, and the backward pass computes the layer again.
+"""Gradient checkpointing: only each layer's input is stored, and the backward pass recomputes the layer.
 
-That input may lie elsewhere until then: in the CPU's memory a long sequence's inputs take none of a GPU's.
+The input may be offloaded until then: in CPU memory, a long sequence's inputs take none of the GPU's.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.autograd.graph import save_on_cpu
 
 from grpo_cli.model.anatomy import backbone
 
-Hooks = Callable[[], AbstractContextManager[Any]]  # what saved tensors go through, as `saved_tensors_hooks`
+Hooks = Callable[[], AbstractContextManager[Any]]  # a factory of `saved_tensors_hooks`
 
 
 def recompute_layers(model: Any, offload: bool) -> None:
-    """In train mode only, which the learner turns on for its updates. `offload` moves the inputs to pinned
-    memory and back beside the computation: layers x tokens x hidden numbers, and no number is another for it."""
-    # the second name is what releases of transformers without the first call it
+    """In train mode only, which the learner turns on for its updates. `offload` moves the inputs (layers x tokens x
+    hidden numbers) to pinned memory and back during the computation, without changing a bit."""
+    # the second is its name in older releases of transformers
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     if offload:
@@ -29,11 +29,11 @@ def recompute_layers(model: Any, offload: bool) -> None:
 
 
 def keep_inputs(model: Any, hooks: Hooks) -> None:
-    """Have what recomputed layers keep go through `hooks`."""
+    """Apply `hooks` to the inputs that recomputed layers save."""
     for layer in backbone(model).layers:
         layer._gradient_checkpointing_func = partial(_checkpointed, layer._gradient_checkpointing_func, hooks)
 
 
 def _checkpointed(checkpoint: Callable[..., Tensor], hooks: Hooks, layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    with hooks():  # of the layer's own tensors none comes here: the checkpoint's hooks are inside these, and drop them
+    with hooks():  # only sees the inputs: the checkpoint's hooks, inside these, drop the layer's own tensors
         return checkpoint(layer, *args)

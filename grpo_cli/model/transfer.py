@@ -1,7 +1,7 @@
-"""What crosses between host and device: on a GPU as one copy each way, from and to pinned memory.
+"""Transfers between host and device: on a GPU one copy each way, from and to pinned memory.
 
-Sending does not wait, nor does fetching: the result is read when it is needed, and that is the one wait. On
-a CPU both are views of the same memory.
+Neither sending nor fetching waits; the only wait is when a fetched result is read. On a CPU both are views of the same
+memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    """The tables, all of 8 bytes a number, on the device."""
+    """The tables, all of 8-byte numbers, on the device."""
     if device.type == "cpu":
         return [torch.from_numpy(table) for table in tables]
     flat = np.concatenate([np.ascontiguousarray(table).reshape(-1).view(np.int64) for table in tables])
-    # The pinned copy may be dropped at once: its memory is used again only when the device has read it.
+    # The pinned copy may be dropped at once: its memory is reused only after the device has read it.
     arrived = torch.from_numpy(flat).pin_memory().to(device, non_blocking=True)
     parts = arrived.split([table.size for table in tables])
     return [
@@ -28,7 +28,7 @@ def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
 
 
 class Fetched:
-    """Columns of equal length, whole numbers below 2^31 or float32, on their way to the host."""
+    """Columns of equal length, integers below 2^31 or float32, in transfer to the host."""
 
     def __init__(self, *columns: Tensor) -> None:
         self._columns = columns
@@ -41,7 +41,7 @@ class Fetched:
         self._arrived.record()
 
     def read(self) -> list[np.ndarray]:
-        """Waits until they are there."""
+        """Waits for the transfer."""
         if self._columns[0].device.type == "cpu":
             return [column.numpy() for column in self._columns]
         self._arrived.synchronize()
@@ -52,7 +52,7 @@ class Fetched:
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Floating-point numbers of one device, on the host: moved all together, so that it waits once."""
+    """Floating-point tensors of one device on the host, moved together, with one wait."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     together = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu()

@@ -1,9 +1,9 @@
-"""Attention of a run without padding by PyTorch's flash kernel, in one or two calls whatever the run is made of.
+"""Attention over an unpadded run by PyTorch's flash kernel, in one or two calls for any number of sequences.
 
-In the first call each span sees itself causally. What branches see of their trunk is a second one, in which all
-branches of a tree are one sequence of queries, so that the trunk's keys are there once; the two are joined by their
-log-sum-exps. Backward, the kernel is given the joined output and log-sum-exp: probabilities are
-exp(score - log-sum-exp), so each call gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
+In the first call each span attends to itself causally. The second is for branches and their trunk: all branches of a
+tree are one sequence of queries, so that the trunk's keys are read once; the two are merged by their log-sum-exps.
+The backward kernel is given the merged output and log-sum-exp: probabilities are exp(score - log-sum-exp), so each call
+gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from grpo_cli.model.transfer import send
 
 @dataclass(frozen=True)
 class Spans:
-    """Sequences of queries and those of keys that each sees, one after the other: where they begin and the last ends,
-    int32, and how long the longest are. `causal`: each token sees those before it and itself."""
+    """Consecutive sequences of queries and of the keys that each sees: their starts and the last end (int32), and the
+    longest lengths. `causal`: each token sees only itself and those before it."""
 
     queries: Int[Tensor, "Ends"]
     keys: Int[Tensor, "Ends"]
@@ -40,7 +40,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Trunks:
-    """Places in the run of all branches' tokens and of the trunks that they see, and which sees which."""
+    """Positions in the run of all branches' tokens and of the trunks that they see, and which sees which."""
 
     branches: Int[Tensor, "M"]
     trunks: Int[Tensor, "P"]
@@ -49,8 +49,8 @@ class Trunks:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """PyTorch's flash attention, or what computes the same. HG query heads share H key heads; log-sum-exps are float32
-    and lie by head; what it says besides goes back to it."""
+    """PyTorch's flash attention, or an equivalent. HG query heads share H key heads; log-sum-exps are float32 and
+    ordered by head; further outputs of forward are passed to backward."""
 
     def forward(
         self, q: Float[Tensor, "N HG D"], k: Float[Tensor, "M H D"], v: Float[Tensor, "M H D"], at: Spans, scale: float
@@ -63,7 +63,7 @@ class Kernel(Protocol):
 
 
 class Flash:
-    """PyTorch's own, which wants 16 bits and a head dimension of at most 256, a multiple of 8."""
+    """PyTorch's own, for 16-bit types and head dimensions that are multiples of 8 up to 256."""
 
     @staticmethod
     def takes(q: Tensor) -> bool:
@@ -131,6 +131,6 @@ def attention(
     scale: float,
     kernel: Kernel,
 ) -> Float[Tensor, "N HG D"]:
-    """What each token of the run sees, of its own span and of the trunk above it."""
+    """Each token attends to its own span, causally, and to the trunk of its branch."""
     found: Tensor = _Attention.apply(q, k, v, own, trunks, scale, kernel)
     return found

@@ -1,4 +1,4 @@
-"""A model's weights under the names that its saved folder has: what an engine that holds its own copy is fed with."""
+"""A model's weights under the names in its saved folder, for engines that hold a copy of their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from grpo_cli.support.errors import UserError
 
 
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name, one after the other, without gradient; adapters are added to what they adapt.
+    """Every weight with its name, without gradient, adapters merged.
 
-    Weights without adapters are the model's own tensors, so that nothing is copied before it is read; a merged
-    one exists only while it is the current one. Tied weights come under each of their names. Raises UserError for an
-    adapted layer whose own weights are packed (quantised): they cannot be summed.
+    Weights without adapters are the model's own tensors, not copies; a merged one exists only while it is the current
+    one. Tied weights are yielded under each of their names. UserError for an adapted layer whose weights are packed
+    (quantised): they cannot be merged.
     """
     inner = unwrapped(model)
     adapted = {path for path, module in inner.named_modules() if hasattr(module, "get_delta_weight")}

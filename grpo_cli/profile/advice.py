@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from grpo_cli.config.prepare import Prepared
@@ -15,12 +16,12 @@ from grpo_cli.profile.measure import PHASES, Measured
 from grpo_cli.profile.shapes import KV, Sizes
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
-from grpo_cli.support.memory import held_by_others
+from grpo_cli.support.memory import held_by_others, is_out_of_memory
 from grpo_cli.support.meter import spans_around
 
 _ROLLOUTS = ("prefill", "decode")
 TOKENS = "train.micro_batch_tokens"
-# Where not even one sequence goes through.
+# Where not even one sequence fits.
 NOTHING_FITS = (
     "sampling.max_new_tokens=<fewer>, or adapters, which need next to no gradients and optimizer: model.lora.rank=16"
 )
@@ -62,14 +63,14 @@ def memory_keys(kind: str, phase: str, sampler: Sampler) -> str:
 
 
 def sentences(predicted: Prediction, measured: Measured | None, sampler: Sampler) -> tuple[str, ...]:
-    """Sentences on what was measured, else on what is predicted."""
+    """What to say about the measurements or, without any, about the prediction."""
     if measured is None:
         return (of_memory(predicted.fullest, predicted.phases[predicted.fullest], sampler),)
     return of_time(measured), of_memory(measured.fullest, measured.memory, sampler)
 
 
 def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sampler: Sampler) -> tuple[str, ...]:
-    """Where rollouts of full length do not fit `room` bytes: the one key that makes them, or what each phase wants."""
+    """If rollouts of full length do not fit `room` bytes: the one key that fixes it, or else what each phase takes."""
     if at_most.peak <= room:
         return ()
     if largest.get(TOKENS) is not None:
@@ -77,7 +78,7 @@ def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sa
     if (slots := largest.get("sampler.slots")) is not None:
         infinite = "sampler=infinite " if sampler.all_at_once else ""
         return (f"One choice makes it fit: {infinite}sampler.slots={slots or '<any number>'}.",)
-    lines = ["No one key makes it fit, since more than one phase has too little room:"]
+    lines = ["No single key makes it fit, because more than one phase is too large:"]
     for phase, sizes in at_most.phases.items():
         if total(sizes) > room:
             lines.append(f"  {phase} takes {gib(total(sizes))}: {memory_keys(dominating(sizes), phase, sampler)}")
@@ -85,7 +86,7 @@ def of_fit(at_most: Prediction, room: int, largest: Mapping[str, int | None], sa
 
 
 def dominating(sizes: Sizes) -> str:
-    """The kind that holds most, of those that a key can lower if there are any."""
+    """The largest kind, preferring those that some key can lower."""
     lowered = [kind for kind in KINDS if kind != OTHER and sizes.get(kind, 0)]
     return max(lowered or [OTHER], key=lambda kind: sizes.get(kind, 0))
 
@@ -106,7 +107,7 @@ def of_time(measured: Measured) -> str:
 
 
 def breakdown(phase: str, sizes: Sizes, sampler: Sampler) -> list[str]:
-    """Lines that say what a phase is expected to hold, the largest first, each with its keys."""
+    """A line for each kind that a phase is expected to hold, largest first, with the keys that lower it."""
     parts = sorted(((size, kind) for kind, size in sizes.items() if size), reverse=True)
     lines = [f"with every rollout at full length {phase} takes {gib(total(sizes))}, beside the program itself:"]
     for size, kind in parts:
@@ -114,8 +115,19 @@ def breakdown(phase: str, sizes: Sizes, sampler: Sampler) -> list[str]:
     return lines
 
 
+@contextmanager
+def memory_explained(run: Prepared[Any]) -> Iterator[None]:
+    """Turns a failed allocation into a UserError that says where it failed, and what would make it fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(run, error) from error
+
+
 def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
-    """What a person is told in place of a traceback: where, what was expected to be there, and what would lower it."""
+    """The message in place of a traceback: the phase, what it was expected to hold, and what would lower that."""
     spans = spans_around(error)
     phase = next((name for name in reversed(spans) if name not in ("step", "update", "logprobs", "rollout")), "")
     if "eval" in spans:
@@ -125,17 +137,19 @@ def out_of_memory(run: Prepared[Any], error: BaseException) -> UserError:
     settings, device = run.settings, run.device
     if device.type == "cuda":
         others, free, whole = held_by_others(device)
-        lines.append(f"of the GPU's {gib(whole)} other processes hold {gib(others)}, and {gib(free)} are free")
+        lines.append(f"other processes hold {gib(others)} of the GPU's {gib(whole)}; {gib(free)} are free")
     try:
-        shapes = shapes_of(settings.model)
+        shapes = shapes_of(settings.model, device)
         sampler, step = step_of(run, has_dropout(shapes.model))
         predicted = estimator_of(settings, shapes, device, 0).predict(step)
     except (UserError, MemoryError, RuntimeError) as also:
-        lines.append(f"what it would have taken could not be predicted: {also}")
+        lines.append(f"its memory use could not be predicted: {also}")
         return UserError("\n".join(lines))
     where = phase if phase in predicted.phases else predicted.fullest
     lines += breakdown(where, predicted.phases[where], sampler)
     if where in ("prefill", "decode", "eval") and sampler.on_oom == "fail":
-        lines.append("  or sampler.on_oom=halve: rollouts go on with half the slots")
+        lines.append("  or sampler.on_oom=halve, which continues with half the slots")
+    if settings.fit == "none":
+        lines.append("or fit=auto, which chooses settings that fit what is free when the run starts")
     lines.append("what fits: grpo profile profile.plan_only=true profile.fit=<memory> with the same settings")
     return UserError("\n".join(lines))

@@ -1,33 +1,45 @@
-"""Every tensor that comes to be under it, by what it is for, and the most that there was at one time.
+"""Tracks every tensor allocated under it by purpose, and the peak.
 
-It sees each operation of PyTorch, on real tensors as on fake ones, which have shapes and no memory. So the same code
-tells what a run does take and what one would take. What a kernel needs inside itself is not seen.
+It sees each PyTorch operation, on real tensors as well as on fake ones, which have shapes but no memory. So the same
+code measures a run and predicts one. A kernel's internal workspace is not seen.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from grpo_cli.support.memory import storages
+
 LOGITS, ACTIVATIONS, GRADIENTS = "logits", "activations", "gradients"
 
 
 class Allocations(TorchDispatchMode):
-    """Live bytes by kind. Tensors whose last dimension is the vocabulary are logits, gradients are those that a
-    parameter holds, and the rest are activations, unless `mark` says otherwise."""
+    """Live bytes by kind. Tensors whose last dimension is the vocabulary count as logits, what a parameter holds as
+    gradients, and everything else as activations, unless `mark` says otherwise.
 
-    def __init__(self, model: Any) -> None:
-        """Weights, and whatever else is there already and is looked at, do not count."""
+    One layer may stand for several alike: what is allocated from the first use of one of its weights to that of another
+    weight counts so many times. Peaks are then looked for only where a weight outside all `inner` layers was used last:
+    bytes grow or shrink by as much from each layer to the next, so there are never more in between, and what a layer
+    leaves to the next for a moment only, which must not count so often, is gone.
+    """
+
+    def __init__(self, model: Any, inner: Sequence[Any] = (), times: int = 1) -> None:
+        """Weights and buffers are not counted. The middle one of three `inner` layers stands for `times` of them."""
         super().__init__()
+        self._inner, self._at, self._times = bool(inner), 0, (1, 1, times, 1)
+        self._places = dict.fromkeys(storages(model.parameters()), 0)  # 1 to 3: of an inner layer
+        for place, layer in enumerate(inner, 1):
+            self._places |= dict.fromkeys(storages(layer.parameters()), place)
         self._vocabulary = int(model.config.vocab_size)
         self._live: Counter[str] = Counter()
-        self._kinds: dict[int, str | None] = {}  # by storage; None for what does not count
+        self._held: dict[int, tuple[str | None, int]] = {}  # kind and bytes by storage; None for what does not count
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._peak: Counter[str] = Counter()
         self.leave_out([*model.parameters(), *model.buffers()])
@@ -43,25 +55,29 @@ class Allocations(TorchDispatchMode):
         super().__exit__(*error)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Count these for nothing."""
+        """Do not count these."""
         for tensor in tensors:
             self._place(tensor, None)
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Say what a tensor is for."""
+        """Set the kind of a tensor."""
         self._place(tensor, kind)
         self._look()
 
     def take_peak(self) -> Mapping[str, int]:
-        """Bytes by kind at the fullest moment since the last call."""
+        """Bytes by kind at the peak since the last call."""
         peak, self._peak = self._peak, self._live.copy()
         return {kind: size for kind, size in peak.items() if size}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inner:
+            for tensor in args:
+                if isinstance(tensor, Tensor):
+                    self._at = self._places.get(tensor.untyped_storage()._cdata, self._at)
         result = function(*args, **(kwargs or {}))
         fresh = False
         for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and _storage(tensor)[0] not in self._kinds:
+            if isinstance(tensor, Tensor) and _storage(tensor)[0] not in self._held:
                 self._place(tensor, LOGITS if tensor.shape[-1:] == (self._vocabulary,) else ACTIVATIONS)
                 fresh = True
         if fresh:
@@ -70,31 +86,35 @@ class Allocations(TorchDispatchMode):
 
     def _place(self, tensor: Tensor, kind: str | None) -> None:
         key, size, storage = _storage(tensor)
-        if key not in self._kinds:
-            self._watchers[key] = weakref.ref(storage, lambda _: self._gone(key, size))
-        elif self._kinds[key] is not None:
-            self._live[str(self._kinds[key])] -= size
-        self._kinds[key] = kind
+        if key in self._held:
+            before, size = self._held[key]
+            self._count(before, -size)
+        else:
+            size *= self._times[self._at]
+            self._watchers[key] = weakref.ref(storage, lambda _: self._gone(key))
+        self._held[key] = kind, size
+        self._count(kind, size)
+
+    def _gone(self, key: int) -> None:
+        kind, size = self._held.pop(key)
+        del self._watchers[key]
+        self._count(kind, -size)
+
+    def _count(self, kind: str | None, size: int) -> None:
         if kind is not None:
             self._live[kind] += size
-
-    def _gone(self, key: int, size: int) -> None:
-        kind = self._kinds.pop(key)
-        del self._watchers[key]
-        if kind is not None:
-            self._live[kind] -= size
 
     def _accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.mark(parameter.grad, GRADIENTS)
 
     def _look(self) -> None:
-        if self._live.total() > self._peak.total():
+        if not self._at and self._live.total() > self._peak.total():
             self._peak = self._live.copy()
 
 
 def _storage(tensor: Tensor) -> tuple[int, int, Any]:
-    """What tells it from others, its bytes, and what is there for as long. A packed weight (oneDNN's) is its own."""
+    """Its identity, its bytes, and the object that lives as long: for oneDNN's packed weights the tensor itself."""
     if tensor.is_mkldnn:
         return id(tensor), tensor.numel() * tensor.element_size(), tensor
     storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""`grpo profile`: a run put together as for training, measured for a few steps, and predicted from shapes."""
+"""`grpo profile`: a run set up as for training, measured for a few steps, and predicted from shapes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 from grpo_cli import __version__, experiment
 from grpo_cli.config.instantiate import make
@@ -19,7 +20,7 @@ from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
 from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
-from grpo_cli.profile import advice, roofline
+from grpo_cli.profile import advice, fit, roofline
 from grpo_cli.profile.findings import Findings, metrics, versions, write
 from grpo_cli.profile.forced_lengths import NEVER, Lengths, ProfiledEngine, forced
 from grpo_cli.profile.from_settings import (
@@ -32,31 +33,29 @@ from grpo_cli.profile.from_settings import (
 )
 from grpo_cli.profile.measure import Measured, Probe, Subject, measure, write_trace
 from grpo_cli.profile.micro_batch import decided
+from grpo_cli.profile.shapes import ShapeModel
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import ProfileRunSettings, ProfileSettings
 from grpo_cli.step import Step
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib, parse_bytes
-from grpo_cli.support.memory import is_out_of_memory
 from grpo_cli.types import AdvantageInputs, Record
 
 Say = Callable[[str], None]
 
 
 def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say, warn: Say) -> Findings:
-    """Measure (unless only a plan is wanted), predict, and write `profile.json`; W&B or whichever logger there is gets
-    the numbers."""
+    """Measure (unless `profile.plan_only`), predict, and write `profile.json`; the logger gets the numbers."""
     settings, device = run.settings, run.device
     planned = torch.device("cuda") if settings.profile.for_gpu else device
     lengths, room = _lengths(settings), _room(settings, device)
     run = decided(run, planned, say, None if settings.profile.fit is None else room)
     settings = run.settings
     other = process_alone(planned)
-    measured = None
+    measured, shapes = None, shapes_of(settings.model, run.device)
     folder = Path(settings.run_dir)
     if not settings.profile.plan_only:
         measured = _measured(run, lengths, folder, say, warn)
-    shapes = shapes_of(settings.model)
     seen = None if measured is None else (measured.rollouts, measured.evaluation)
     sampler, step = step_of(run, has_dropout(shapes.model), lengths, seen)
     estimator = estimator_of(settings, shapes, planned, other)
@@ -64,7 +63,7 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
     optimizer = optimizer_bytes(settings, shapes, planned)
     looked_at = lambda what: say(f"predicting from shapes: {what}")  # noqa: E731
     predicted = estimator.predict(step, looked_at)
-    at_most = estimator.predict(step.at_full_length(), lambda what: looked_at(f"{what}, as long as may be"))
+    at_most = estimator.predict(step.at_full_length(), lambda what: looked_at(f"{what} at full length"))
     largest = estimator.largest(step, room, looked_at)
     findings = Findings(
         command=tuple(command),
@@ -86,8 +85,24 @@ def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say,
         not_predicted=not_predicted(run),
     )
     write(findings, folder)
+    if settings.profile.fit is not None:
+        _say_what_fits(run, planned, room, other, shapes, say)
     _log(settings, findings, folder, say, warn)
     return findings
+
+
+def _say_what_fits(
+    run: Prepared[ProfileRunSettings], device: torch.device, room: int, other: int, shapes: ShapeModel, say: Say
+) -> None:
+    """What `fit` would choose for this room; nothing of it is used here."""
+    try:
+        typed = fit.typed_keys(HydraConfig.get().overrides.task)
+        for line in fit.planned(run, device, room, typed, other, shapes).lines(
+            f"with fit={run.settings.profile.fit}", room
+        ):
+            say(line)
+    except UserError as error:
+        say(str(error))
 
 
 def _planned(profile: ProfileSettings, room: int) -> str:
@@ -109,7 +124,7 @@ def _rates(settings: ProfileRunSettings, device: torch.device, dtype: str) -> ro
 def _lengths(settings: ProfileRunSettings) -> Lengths | None:
     wanted = settings.profile
     if wanted.lengths != "natural" and not experiment.is_ours(settings):
-        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch does")
+        raise UserError(f"profile.lengths={wanted.lengths} forces lengths, which only engine=torch can do")
     trace = read_trace(wanted.trace_file, "profile.trace_file") if wanted.trace_file is not None else ()
     return forced(wanted.lengths, wanted.mean, wanted.cv, settings.seed, trace)
 
@@ -120,7 +135,7 @@ def _measured(
     settings = run.settings
     probe = Probe(run.device)
     instead: dict[str, Any] = {} if lengths is None else {"eos_token_ids": (NEVER,)}
-    try:
+    with advice.memory_explained(run):
         bench = experiment.set_up(run, settings.model, meter=probe, warn=warn, **instead)
         engine = ProfiledEngine(bench.engine, lengths)
         bench = replace(bench, engine=engine)
@@ -132,18 +147,14 @@ def _measured(
             folder.mkdir(parents=True, exist_ok=True)
             for path in write_trace(seen, folder):
                 say(f"wrote {path}")
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise advice.out_of_memory(run, error) from error
     return measured
 
 
 def _never_all_equal(
     rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor, inputs: AdvantageInputs
 ) -> torch.Tensor:
-    """A group's advantages, made up where all are 0: steps are measured with a gradient, without which the optimizer
-    neither steps nor holds anything, also where completions of forced length all earn nothing."""
+    """A group's advantages, replaced by ones where all are 0. Completions of forced length often all earn nothing, and
+    without a gradient the optimizer would neither step nor allocate its state."""
     advantages = advantages_of(rule, kept_rewards, group_rewards, inputs)
     return advantages if advantages.any() else torch.ones_like(advantages)
 
@@ -154,7 +165,9 @@ def _room(settings: ProfileRunSettings, device: torch.device) -> int:
     if isinstance(settings.profile.for_gpu, str):
         return int(roofline.KNOWN[settings.profile.for_gpu].memory)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda is planned for where there is no GPU: say what it has, as in profile.fit=80GB")
+        raise UserError(
+            "device=cuda is being planned on a machine without a GPU: give its memory, as in profile.fit=80GB"
+        )
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(psutil.virtual_memory().total)

@@ -1,4 +1,4 @@
-"""What a run would take in each phase, part by part, and the largest group, slots and micro-batches that fit."""
+"""Predicted memory of each phase by kind, and the largest group, slots and micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from grpo_cli.profile.shapes import KV, EngineShape, ShapeModel, Sizes, Workload
 from grpo_cli.support.memory import storage_bytes
 
 WEIGHTS, REFERENCE, OPTIMIZER, OTHER = "weights", "reference", "optimizer", "other"
-# What memory is held by, in the order in which it is shown.
+# What holds memory, in display order.
 KINDS = (WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS, KV, LOGITS, ACTIVATIONS, OTHER)
 EXACT = (WEIGHTS, REFERENCE, OPTIMIZER, GRADIENTS, KV)
-MOST = 1024  # rollouts per prompt: where the search for the largest group that fits gives up
+_BEFORE_UPDATES = {"prefill", "decode", "eval", "policy_logprobs", "ref_logprobs"}
+MOST = 1024  # rollouts per prompt: the search for the largest group that fits stops here
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Which passes without gradient a step makes: the policy's over all rollouts or those that are kept, and the
+    """Which passes without gradient a step makes: the policy's, over all rollouts or only the kept ones, and the
     reference's, which may be the model itself without its adapters."""
 
     policy_over_all: bool
@@ -31,8 +32,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step and an evaluation are made of, as far as memory is concerned. `evaluation` is None where there is
-    none, `engine` where rollouts are not made by ours: then only what is around them is predicted."""
+    """What decides the memory of a step and an evaluation. `evaluation` is None if there is none, `engine` if rollouts
+    are not made by engine=torch: then everything but the rollouts is predicted."""
 
     rollouts: Workload
     m: int
@@ -43,18 +44,18 @@ class StepShape:
     passes: Passes
 
     def at_full_length(self) -> StepShape:
-        """The same where every rollout is as long as may be."""
+        """The same with every rollout at full length."""
         evaluation = None if self.evaluation is None else self.evaluation.at_full_length()
         return replace(self, rollouts=self.rollouts.at_full_length(), evaluation=evaluation)
 
 
 def most_tokens(step: StepShape) -> int:
-    """Tokens that a step trains on: no pass can take more."""
+    """Tokens that a step trains on, an upper bound for any pass."""
     return sum(row.prompt + row.completion for row in rows_of(step.rollouts, step.m))
 
 
 def with_tokens(step: StepShape, count: int) -> StepShape:
-    """The same with so many tokens in one forward and backward pass, or one row."""
+    """The same with at most `count` tokens (or one row) in a forward and backward pass."""
     return replace(step, forward=replace(step.forward, tokens=count))
 
 
@@ -74,7 +75,7 @@ class Prediction:
 
     @property
     def fullest(self) -> str:
-        """The phase with most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: total(self.phases[phase]))
 
     @property
@@ -83,30 +84,35 @@ class Prediction:
 
     @property
     def exact(self) -> Sizes:
-        """What shapes alone decide, each at its own most."""
+        """The kinds that shapes alone decide, each at its own peak."""
         return {kind: max(sizes.get(kind, 0) for sizes in self.phases.values()) for kind in EXACT}
 
 
 class Estimator:
-    """What steps take, for one model. `optimizer` is what the optimizer holds, `other` what the process holds
-    beside the model's tensors. `on_cpu`: packed weights are for a CPU alone."""
+    """Predicts the memory of steps of one model. `optimizer` is the bytes that the optimizer holds, `other` those that
+    the process holds beside the model's tensors. `on_cpu`: weights can be packed, which only a CPU does. `parks`: what
+    the optimizer holds is elsewhere until the first update of a step."""
 
-    def __init__(self, model: ShapeModel, optimizer: int, other: int, on_cpu: bool = False) -> None:
+    def __init__(
+        self, model: ShapeModel, optimizer: int, other: int, on_cpu: bool = False, parks: bool = False
+    ) -> None:
+        self._parks = parks
         self._model = model
         self._optimizer = optimizer
         self._other = other
         self._on_cpu = on_cpu
 
     def predict(self, step: StepShape, say: Callable[[str], None] = lambda line: None) -> Prediction:
-        """Each phase at its fullest, with all that lies there meanwhile. `say` hears what is looked at, as it takes
-        minutes for a large model."""
+        """Each phase at its peak, including what other phases keep allocated. A large model takes minutes, so `say` is
+        told of the progress."""
         model, steady = self._model, self._steady(step)
         phases: dict[str, Sizes] = {}
         stays: Sizes = {}
         if step.engine is not None:
             say("rollouts")
             count = len(step.rollouts.lengths)
-            engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=count)
+            capped = count if step.engine.sampler.all_at_once else None  # of no meaning where slots are given
+            engine = replace(step.engine, packed=step.engine.packed and self._on_cpu, rollouts=capped)
             prefill, decode = model.rollouts(step.rollouts, engine)
             stays = model.stays(step.rollouts, engine)
             slots = {KV: stays[KV]} if stays else {}
@@ -126,6 +132,9 @@ class Estimator:
             say("an evaluation")
             beginning, going_on = model.rollouts(step.evaluation, engine)
             phases["eval"] = {**steady, **(beginning if total(beginning) > total(going_on) else going_on)}
+        if self._parks:
+            away = {OPTIMIZER: 0}
+            phases |= {phase: {**phases[phase], **away} for phase in phases.keys() & _BEFORE_UPDATES}
         return Prediction(phases)
 
     def _steady(self, step: StepShape) -> dict[str, int]:
@@ -140,11 +149,13 @@ class Estimator:
         return self._model.quiet_pass(step.forward, max(parts_of(step.forward, rows), key=step.forward.size))
 
     def _update(self, step: StepShape, kept: Sequence[RowShape]) -> dict[str, Sizes]:
-        """The first micro-batch has no gradients beside it while it goes forward, all others have."""
+        """Gradients are already allocated during the forward pass of every micro-batch but the first."""
         first, *others = parts_of(step.forward, kept[: -(-len(kept) // step.minibatches)])
-        passes = [self._model.train_pass(step.forward, first, False)]
-        if others:
-            passes.append(self._model.train_pass(step.forward, max(others, key=step.forward.size), True))
+        largest, passes = max(others, key=step.forward.size, default=None), []
+        if largest is None or step.forward.size(first) > step.forward.size(largest):
+            passes.append(self._model.train_pass(step.forward, first, False))  # else it takes less at every moment
+        if largest is not None:
+            passes.append(self._model.train_pass(step.forward, largest, True))
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
@@ -153,30 +164,36 @@ class Estimator:
     def largest(
         self, step: StepShape, room: int, say: Callable[[str], None] = lambda line: None
     ) -> dict[str, int | None]:
-        """By key, the largest value that fits `room` bytes when all else stays and every rollout has full length.
+        """By key, the largest value that fits `room` bytes, with all else unchanged and every rollout at full length.
 
-        None where not even the least fits; 0 where there is no limit. `say` hears of each key.
+        None if not even the smallest fits; 0 if there is no limit. `say` is told of each key.
         """
         step = step.at_full_length()
-        requests = len(step.rollouts.lengths)
 
         def with_n(n: int) -> StepShape:
             m = n if step.m == step.rollouts.n else min(step.m, n)
             work = Workload.equal(step.rollouts.prompts, n, step.rollouts.max_new_tokens)
             return replace(step, rollouts=work, m=m)
 
-        def with_slots(slots: int) -> StepShape:
-            assert step.engine is not None, "asked only where the engine is ours"
-            return replace(step, engine=replace(step.engine, sampler=step.engine.sampler.with_slots(slots)))
-
         say("the largest n that fits")
-        found = {"n": self._most(with_n, step.rollouts.n, 2, MOST, room)}
+        updates = self.predict(replace(step, engine=None)).peak
+        start = step.rollouts.n if updates <= room else step.m  # since updates depend on m alone
+        found = {"n": self._most(with_n, start, 2, MOST, room)}
         if step.engine is not None:
-            slots = min(requests, step.engine.sampler.slots or DEFAULT_SLOTS)
             say("the largest sampler.slots that fits")
-            found["sampler.slots"] = self._most(with_slots, slots, 1, requests, room)
+            found["sampler.slots"] = self.slots(step, room) if updates <= room else None
         say("the largest train.micro_batch_tokens that fits")
         return found | {"train.micro_batch_tokens": self.micro_batch(step, room)}
+
+    def slots(self, step: StepShape, room: int) -> int | None:
+        """The most slots that fit `room` bytes; None and 0 as `largest`."""
+        engine, requests = step.engine, len(step.rollouts.lengths)
+        assert engine is not None, "asked only where the engine is ours"
+
+        def with_slots(slots: int) -> StepShape:
+            return replace(step, engine=replace(engine, sampler=engine.sampler.with_slots(slots)))
+
+        return self._most(with_slots, min(requests, engine.sampler.slots or DEFAULT_SLOTS), 1, requests, room)
 
     def micro_batch(self, step: StepShape, room: int) -> int | None:
         """The most tokens in one pass that fit `room` bytes; None and 0 as `largest`."""
@@ -185,30 +202,35 @@ class Estimator:
         return self._most(lambda count: with_tokens(step, count), start, 1, tokens, room)
 
     def _most(self, step: Callable[[int], StepShape], start: int, least: int, enough: int, room: int) -> int | None:
-        """The largest value, to a part in eight or to 95 % of the room above the least that was tried; beyond `enough`
-        nothing changes any more.
+        """The largest value that fits, to within an eighth or to 95 % of the room beside what is always there;
+        beyond `enough` nothing changes any more.
 
-        Bytes grow nearly in proportion, so where the room ends is guessed on the line between what fits and what not.
+        The bytes of each phase grow nearly linearly, so the next guess is interpolated between what fits and what does
+        not; from a single value that does not, in proportion to what it takes beside what is always there.
         """
-        peaks: dict[int, int] = {}
-        value = start
+        found: dict[int, Prediction] = {}
+        value, always = start, total(self._steady(step(start)))
         for _ in range(9):
-            peaks[value] = self.predict(step(value)).peak
-            good = max((v for v, peak in peaks.items() if peak <= room), default=None)
-            bad = min((v for v, peak in peaks.items() if peak > room), default=None)
+            found[value] = self.predict(step(value))
+            good = max((v for v, one in found.items() if one.peak <= room), default=None)
+            bad = min((v for v, one in found.items() if one.peak > room), default=None)
             if good is None:
+                assert bad is not None, "something was tried"
                 if bad == least:
                     return None
-                value = least
+                share = (room - always) / (found[bad].peak - always)
+                value = max(least, int(0.9 * share * bad)) if len(found) == 1 else least
             elif bad is None:
                 if good == enough:
                     return 0
                 value = min(enough, 4 * good)
-            elif room - peaks[good] < 0.05 * (room - min(peaks.values())) or bad - good <= max(1, good // 8):
+            elif room - found[good].peak < 0.05 * (room - always) or bad - good <= max(1, good // 8):
                 break
             else:
-                share, margin = (room - peaks[good]) / (peaks[bad] - peaks[good]), (bad - good) // 8
-                value = min(bad - max(1, margin), good + max(1, margin, int(0.97 * share * (bad - good))))
+                low, high = ({phase: total(sizes) for phase, sizes in found[v].phases.items()} for v in (good, bad))
+                share = min((room - low[phase]) / (high[phase] - low[phase]) for phase in high if high[phase] > room)
+                margin = (bad - good) // 8
+                value = min(bad - max(1, margin), good + max(1, int(0.97 * share * (bad - good))))
         return good
 
 

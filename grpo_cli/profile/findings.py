@@ -20,9 +20,9 @@ from grpo_cli.runs.layout import PROFILE as FILE
 @dataclass(frozen=True)
 class Findings:
     """`measured` is None for a plan. `predicted` is for the lengths that were seen or forced, `at_most` for rollouts
-    that are all as long as may be, both but for what `not_predicted` says; `largest` are the largest values that then
-    fit `room` bytes (None: none does, 0: any does). `floors` are the least that phases could take, at the `rates` of
-    the device (None: they are not known)."""
+    that are all of full length, both without what `not_predicted` lists; `largest` are the largest values that then
+    fit `room` bytes (None: none does, 0: any does). `floors` are lower bounds of what phases take, at the `rates` of
+    the device (None: unknown)."""
 
     command: tuple[str, ...]
     settings: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Findings:
 
 
 def document(findings: Findings) -> dict[str, Any]:
-    """The findings as plain values. Seconds and bytes throughout; every key is there in every file."""
+    """The findings as plain values, in seconds and bytes; every file has every key."""
     measured = findings.measured
     return {
         "schema": SCHEMA,
@@ -82,7 +82,7 @@ def _roofline(findings: Findings) -> dict[str, Any]:
 
 
 def times_floor(findings: Findings, name: str) -> float | None:
-    """How many times its floor a phase took; None where one of them is not known."""
+    """A phase's time as a multiple of its floor; None if either is unknown."""
     measured, rates = findings.measured, findings.rates
     if rates is None or measured is None or name not in measured.phases:
         return None
@@ -149,5 +149,5 @@ def write(findings: Findings, folder: Path) -> Path:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of these packages, as installed."""
+    """The installed versions of these packages."""
     return {package: importlib.metadata.version(package) for package in packages}

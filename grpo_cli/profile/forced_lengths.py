@@ -1,8 +1,7 @@
-"""How long the rollouts of a profile are: as the model ends them, or forced, so that random weights give realistic
-ones.
+"""The lengths of a profile's rollouts: as the model ends them, or forced, so that random weights give realistic ones.
 
-A forced rollout ends at its length and not before. The longest of all has `sampling.max_new_tokens`, so that the
-engine allocates what it would for a run.
+A forced rollout ends exactly at its length. The longest of all has `sampling.max_new_tokens`, so that the engine
+allocates what it would for a run.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ import numpy as np
 from grpo_cli.collect.resuming import first_seed
 from grpo_cli.engine.costs import together
 from grpo_cli.engine.order.lengths import TraceRow
+from grpo_cli.engine.order.predict import key_of
 from grpo_cli.interfaces import Engine
 from grpo_cli.profile.shapes import Workload
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 NEVER = -1  # the end-of-sequence token of a forced rollout: a token that no model produces
 
-Lengths = Callable[[int, int], list[int]]  # how many rollouts, and the most tokens of each, to their lengths
+Lengths = Callable[[int, int], list[int]]  # (number of rollouts, most tokens of each) -> their lengths
 
 
 def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> list[int]:
-    """`count` numbers from 1 to `longest`: the evenly spaced quantiles, in an order of the seed's, of a log-normal
-    distribution with this mean and coefficient of variation.
+    """`count` numbers from 1 to `longest`: evenly spaced quantiles of a log-normal distribution with this mean and
+    coefficient of variation, shuffled by the seed.
 
-    Quantiles and not draws, since a few draws of so skewed a distribution seldom vary as much as it does.
+    Quantiles rather than draws, since a few draws from so skewed a distribution usually vary less than it does.
     """
     sigma = np.sqrt(np.log1p(cv**2))
     normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
@@ -40,7 +40,7 @@ def lognormal(count: int, longest: int, mean: float, cv: float, seed: int) -> li
 
 
 def recorded(count: int, longest: int, rows: Sequence[TraceRow]) -> list[int]:
-    """The first `count` lengths of a trace, which begins anew where it is shorter; none above `longest`."""
+    """The first `count` lengths of a trace, repeated if it is shorter and capped at `longest`."""
     return [min(longest, rows[i % len(rows)].length) for i in range(count)]
 
 
@@ -63,25 +63,25 @@ def forced(kind: str, mean: float | None, cv: float, seed: int, trace: Sequence[
 
 
 class ProfiledEngine:
-    """An engine whose rollouts are as long as they are told to be (None: as they come), and who notes what was asked.
+    """An engine that forces the lengths of its rollouts (None: leaves them alone) and records what it was asked for.
 
-    To be told, the engine inside must know no end of sequence.
+    To force lengths, the wrapped engine must have no end-of-sequence token.
     """
 
     def __init__(self, engine: Engine, lengths: Lengths | None) -> None:
         self._engine = engine
         self._lengths = lengths
-        self._work: dict[Prompt, list[int]] = {}  # lengths of what was made since somebody took note
+        self._work: dict[Prompt, list[int]] = {}  # lengths of what was made since the last `take`
         self._costs: list[EngineStats] = []
         self._longest = 0
-        self._forced: dict[int, int] = {}  # by the seed that a rollout began with: its length
+        self._forced: dict[int, int] = {}  # by the seed that a rollout began with
 
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None, **replies: Any
     ) -> Iterator[Rollout]:
         for request in requests:
             self._work.setdefault(request.prompt, [])
-        for rollout in self._told(requests, enough, **replies):
+        for rollout in self._generate(requests, enough, **replies):
             if len(rollout):  # of what was stopped before it began nothing was made
                 self._work[rollout.request.prompt].append(len(rollout))
             yield rollout
@@ -96,7 +96,7 @@ class ProfiledEngine:
         self._work, self._costs, self._longest = {}, [], 0
         return work, cost
 
-    def _told(
+    def _generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None, **replies: Any
     ) -> Iterator[Rollout]:
         if self._lengths is None:
@@ -107,18 +107,18 @@ class ProfiledEngine:
         fresh = [request for request in requests if not request.resumed]
         lengths = self._lengths(len(fresh), longest) if fresh else []
         self._forced |= {request.seed: length for request, length in zip(fresh, lengths, strict=True)}
-        asked = {_key(request): request for request in requests}
+        asked = {key_of(request): request for request in requests}
 
         def as_asked(rollout: Rollout) -> Rollout:
-            request = asked[_key(rollout.request)]
+            request = asked[key_of(rollout.request)]
             if rollout.finish is Finish.PARTIAL:
                 return replace(rollout, request=request)
             shorter = request.resumed + len(rollout) < longest
             return replace(rollout, request=request, finish=Finish.EOS if shorter else Finish.LENGTH)
 
-        told = None if enough is None else lambda rollout: enough(as_asked(rollout))
+        has_enough = None if enough is None else lambda rollout: enough(as_asked(rollout))
         limited = [_limited(request, self._forced[first_seed(request)] - request.resumed) for request in requests]
-        yield from map(as_asked, self._engine.generate(limited, told))
+        yield from map(as_asked, self._engine.generate(limited, has_enough))
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -142,10 +142,6 @@ class ProfiledEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._engine.load_state_dict(state)
-
-
-def _key(request: Request) -> tuple[str, int, int]:
-    return request.prompt.id, request.sample, request.seed
 
 
 def _limited(request: Request, tokens: int) -> Request:

@@ -1,4 +1,4 @@
-"""Settings to what a prediction needs: the model's shapes, what a step is made of, and who estimates it."""
+"""From settings to what a prediction needs: the model's shapes, the shape of a step, and an estimator."""
 
 from __future__ import annotations
 
@@ -16,43 +16,53 @@ from grpo_cli.config.instantiate import engine_parts, fact_of, make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.experiment import is_ours
-from grpo_cli.learner.forward import make_forward
+from grpo_cli.learner.forward import make_forward, shares_prefix
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
-from grpo_cli.model.load import TINY, load_model, load_tokenizer
+from grpo_cli.model.anatomy import ends
+from grpo_cli.model.checks import ARCHITECTURES
+from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
 from grpo_cli.profile.estimate import Estimator, Passes, StepShape
 from grpo_cli.profile.forced_lengths import Lengths
 from grpo_cli.profile.shapes import NF4_BITS, EngineShape, ShapeModel, Workload
 from grpo_cli.settings import ModelSettings, RunSettings
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import resident_bytes
 
 
-def shapes_of(model: ModelSettings) -> ShapeModel:
+def shapes_of(model: ModelSettings, device: torch.device) -> ShapeModel:
+    """The model as it would be on that device. UserError for a model of whose passes nothing is known."""
+    if (family := model_config(model, any_family=True).model_type) not in ARCHITECTURES:
+        raise UserError(
+            f"only of Llama-shaped models it is known what passes take, and model.path={model.path} is a {family}: "
+            "give train.micro_batch_tokens a number, and see memory/* and time/* of a short grpo train"
+        )
     bits = {"none": None, "8bit": 8.0, "4bit": NF4_BITS}[model.quantize]
 
     def load() -> Any:
         here = replace(model, random_init=True, quantize="none", offload_activations=False)
         return load_model(here, torch.device("cpu"))
 
-    return ShapeModel(load, model.autocast, bits, model.offload_activations)
+    return ShapeModel(load, model.autocast, bits, model.offload_activations, device.type == "cpu")
 
 
 def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device, other: int) -> Estimator:
-    return Estimator(shapes, optimizer_bytes(settings, shapes, device), other, device.type == "cpu")
+    parks = settings.optim.park and device.type != "cpu"
+    return Estimator(shapes, optimizer_bytes(settings, shapes, device), other, device.type == "cpu", parks)
 
 
 def optimizer_bytes(settings: RunSettings, shapes: ShapeModel, device: torch.device) -> int:
-    """What stays from update to update beside the weights: the optimizer's, and an average of them if there is one."""
+    """What persists between updates beside the weights: optimizer state, and the weights' moving average if used."""
     average = average_bytes(shapes.trained, settings.parts["correction"].get("prox"))
-    return state_bytes(shapes.trained, settings.optim, device) + average
+    return state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
 
 
 def process_alone(device: torch.device) -> int:
-    """Baseline memory of the process, in bytes: on a CPU the program and its libraries, which the embedded model
-    has used once so that they are loaded; on a GPU what the allocator keeps for them."""
+    """Baseline memory of the process, in bytes: on a CPU the program and its libraries, after the embedded model has
+    loaded them by using them once; on a GPU what the allocator keeps for them."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        return 0  # planned for
+        return 0  # a plan for another machine
     model = load_model(model_of(TINY), device)
     load_tokenizer(model_of(TINY))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -68,7 +78,7 @@ def process_alone(device: torch.device) -> int:
 
 
 def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
-    """What the run takes that no shape tells."""
+    """Memory of the run that cannot be predicted from shapes."""
     settings, size, notes = run.settings, run.size, []
     if not is_ours(settings):
         name = str(settings.parts["engine"]["_target_"]).rsplit(".", 1)[-1]
@@ -81,13 +91,13 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
     if size.partial:
         notes.append(
-            "the collector leaves rollouts partial: steps are predicted as if all that are under way ended in them, "
-            "and not how many tokens are read again as prompt where they go on"
+            "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "
+            "without the tokens that are prefilled again when they are resumed"
         )
     elif (rounds := size.rounds) > 1:
         notes.append(
             f"the collector asks for rollouts in up to {rounds} rounds, as many as their rewards suggest: prefill and "
-            "decode are predicted as if the most that it may ask for were made in one"
+            "decode are predicted for the largest of them, or as if all that is trained on were made in one"
         )
     if fact_of("replay", settings.parts["replay"], "foreign"):
         replay = choice_of("replay", settings.parts["replay"])
@@ -106,8 +116,8 @@ def step_of(
     lengths: Lengths | None = None,
     seen: tuple[Workload, Workload | None] | None = None,
 ) -> tuple[Sampler, StepShape]:
-    """The sampler, and what a step is made of: as it was seen, else with lengths as they are forced, else with all
-    rollouts as long as may be."""
+    """The sampler and the shape of a step: as measured, else with forced lengths, else with all rollouts at full
+    length."""
     settings, rules = run.settings, run.rules
     offered = {"seed": settings.seed}
     built = engine_parts(settings.parts, offered)
@@ -122,7 +132,9 @@ def step_of(
         m=settings.m if settings.m < settings.n else rollouts.n,
         engine=engine if is_ours(settings) else None,
         evaluation=evaluation,
-        forward=make_forward(settings.train, settings.sampling.temperature),
+        forward=make_forward(
+            settings.train, settings.sampling.temperature, shares_prefix(settings.train, run.device, True)
+        ),
         minibatches=settings.train.minibatches,
         passes=Passes(
             policy_over_all=rules.correction.rejects and pass_before(rules.correction.prox, True),
@@ -139,7 +151,7 @@ def _workloads(run: Prepared[Any], lengths: Lengths | None) -> tuple[Workload, W
     """A step's rollouts and an evaluation's, on the first prompts of the task."""
     settings, size = run.settings, run.size
     tokenizer = load_tokenizer(_without_weights(settings.model))
-    # What there is to warn of is said when the task is made for the run itself.
+    # The run itself gives the warnings when it makes the task.
     quiet: Callable[[str], None] = lambda line: None  # noqa: E731
     offered = {"tokenizer": tokenizer, "seed": settings.seed, "max_prompt_tokens": 1 << 20, "warn": quiet}
     task = make("task", settings.parts["task"], offered)
@@ -154,9 +166,10 @@ def _workloads(run: Prepared[Any], lengths: Lengths | None) -> tuple[Workload, W
     held_out = task.prompts("eval")
     problems = [held_out[i] for i in range(min(settings.eval.problems, len(held_out)))]
     wanted = getattr(getattr(settings, "profile", None), "eval", True) and settings.eval.every > 0
-    return work(step, -(-size.rollouts // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
+    together = size.rollouts if size.partial else max(size.at_once, size.trained)
+    return work(step, -(-together // size.problems)), work(problems, 1 + settings.eval.k) if wanted else None
 
 
 def _without_weights(model: ModelSettings) -> ModelSettings:
-    """What a plan reads of a model: a preset's shape where there is one, and then the embedded tokenizer."""
+    """A plan needs only a preset's shape, if there is one, and the embedded tokenizer."""
     return replace(model, random_init=True) if model.architecture is not None else model

@@ -1,6 +1,6 @@
-"""A few real steps under a meter, and one more under a watch that sees every tensor.
+"""A few real steps under a meter, and one more that tracks every tensor.
 
-The first tells seconds and peaks of each phase at next to no cost; the second, slower, what the peaks consist of.
+The first give the seconds and peaks of each phase at almost no cost; the last, slower, what the peaks consist of.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from grpo_cli.support.meter import WallMeter
 from grpo_cli.tracking.progress import Progress
 from grpo_cli.types import EngineStats
 
-# The phases that a step consists of, in its order, none inside another; `eval` stands beside the step. The first two
-# are those of engine=ray.
+# The phases of a step in order, none nested in another; `eval` is outside the step. The first two are engine=ray's.
 PHASES = (
     *("weights", "dealing", "prefill", "decode", "reward", "policy_logprobs", "ref_logprobs"),
     *("forward", "backward", "optimizer", "eval"),
 )
 _WITH_KV = ("prefill", "decode", "eval")
-_TOKENS = {  # what a phase's tokens per second are of
+_TOKENS = {  # which tokens a phase's tokens per second count
     "prefill": "prefilled",
     "decode": "generated",
     "policy_logprobs": "trained",
@@ -50,7 +49,7 @@ _TOKENS = {  # what a phase's tokens per second are of
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of each time that it was measured, tokens of a time (None where that says nothing), peak bytes."""
+    """Seconds of each measurement, tokens of one (None where they mean nothing), peak bytes."""
 
     seconds: tuple[float, ...]
     tokens: float | None
@@ -63,8 +62,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Measured:
-    """Phases by name, `step` and what of it belongs to none (`rest`) included; the engine's figures; what the fullest
-    phase held, and what can be counted exactly, each at its most; what the engine was asked for."""
+    """Phases by name, including `step` and the part of it outside any phase (`rest`); the engine's figures; what the
+    fullest phase held; the kinds that can be counted exactly, each at its peak; what the engine was asked for."""
 
     phases: Mapping[str, Phase]
     engine: Mapping[str, float]
@@ -77,7 +76,7 @@ class Measured:
 
 
 class Probe:
-    """The meter of a profile: spans with their seconds and peaks, seen by whoever else wants to look."""
+    """The meter of a profile: spans with their seconds and peaks, reported to a `listener` too."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -112,7 +111,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a run's steps and evaluations, with nothing saved or logged."""
+    """A run's steps and evaluations to measure, with nothing saved or logged."""
 
     step: Step
     settings: RunSettings
@@ -126,11 +125,11 @@ class Subject:
 
     @property
     def reference(self) -> list[Tensor]:
-        """Weights of the reference, if that is a model of its own."""
+        """Weights of the reference, if it is a separate model."""
         return held(self.parts.reference) if isinstance(self.parts.reference, torch.nn.Module) else []
 
     def rehearse(self, steps: Sequence[int], evaluate: bool) -> Iterator[tuple[str, Mapping[str, float]]]:
-        """`step` or `eval` of each, and its metrics."""
+        """Runs each step, then an evaluation if asked; yields `step` or `eval` and its metrics."""
         settings, progress = self.settings, Progress()
         for step in steps:
             yield "step", self.step.run(step, progress).metrics
@@ -141,12 +140,22 @@ class Subject:
 
 
 class _Update:
-    """What an optimizer holds where the model is, and the model's gradients, seen when it steps."""
+    """The state of the optimizers on the model's device, and the model's gradients, read when they step."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
-        self.state: list[Tensor] = []
+        self._optimizers: dict[Optimizer, None] = {}
         self.gradients = 0
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Asked for anew: kept here, what is parked elsewhere would not leave."""
+        ours = set(self._model.parameters())
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        copies = [p for group in groups for p in group["params"] if p not in ours]
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        values = [*copies, *(value for state in states for value in state.values())]
+        return [v for v in values if isinstance(v, Tensor) and v.device.type == self._device.type]
 
     @contextmanager
     def seen(self) -> Iterator[None]:
@@ -161,10 +170,7 @@ class _Update:
         self.gradients = storage_bytes([p.grad for p in self._model.parameters() if p.grad is not None])
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ours = set(self._model.parameters())
-        copies = [p for group in optimizer.param_groups for p in group["params"] if p not in ours]
-        values = [*copies, *(value for state in optimizer.state.values() for value in state.values())]
-        self.state = [v for v in values if isinstance(v, Tensor) and v.device.type == self._device.type]
+        self._optimizers[optimizer] = None
 
 
 def held(model: Any) -> list[Tensor]:
@@ -173,12 +179,12 @@ def held(model: Any) -> list[Tensor]:
 
 @dataclass
 class _Tally:
-    """What measured steps and evaluations add up to."""
+    """Totals over measured steps and evaluations."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     engine: dict[str, float] = field(default_factory=dict)
-    kv: dict[str, int] = field(default_factory=dict)  # by kind, as the next
+    kv: dict[str, int] = field(default_factory=dict)  # by kind (step or eval), like `tokens`
     tokens: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, kind: str, metrics: Mapping[str, float], probe: Probe, stats: EngineStats, trained: float) -> None:
@@ -203,7 +209,7 @@ class _Tally:
 
 
 def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Callable[[str], None]) -> Measured:
-    """Warm up, measure, and look once at every tensor."""
+    """Warm up, measure, and track every tensor for one more step."""
     probe, update, tally = subject.probe, _Update(subject.model, subject.probe.device), _Tally()
     works: dict[str, Workload] = {}
     count = profile.warmup + profile.steps
@@ -224,7 +230,7 @@ def measure(subject: Subject, profile: ProfileSettings, evaluate: bool, say: Cal
                 fullest_step = done - 1
         peaks = tally.peaks
         fullest = max((name for name in peaks if name != "step"), key=lambda name: peaks[name])
-        say("one more step, to see what memory is held by")
+        say("one more step, to see what holds memory")
         inside = _anatomy(subject, update, fullest_step, evaluate, works)
     kv = tally.kv.get("eval" if fullest == "eval" else "step", 0) if fullest in _WITH_KV else 0
     memory = _breakdown(subject, update, inside.get(fullest, {}), kv, peaks[fullest])
@@ -244,7 +250,7 @@ def _keep_larger(works: dict[str, Workload], kind: str, work: Workload) -> bool:
 def _anatomy(
     subject: Subject, update: _Update, step: int, evaluate: bool, works: dict[str, Workload]
 ) -> dict[str, Sizes]:
-    """What each phase of a step held when it held most, beside what is there all the time. Notes larger `works`."""
+    """What each phase of a step held at its peak, beyond what is always allocated. Updates `works` with larger ones."""
     found: dict[str, Sizes] = {}
     open_spans: tuple[str, ...] = ()
     with Allocations(subject.model) as allocations:

@@ -1,4 +1,4 @@
-"""`train.micro_batch_tokens=auto`: how much goes through the model at once, by the memory that is free at the start."""
+"""`train.micro_batch_tokens=auto`: the size of a pass, chosen by the memory that is free at the start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import gib
 from grpo_cli.support.memory import free_bytes
 
-_SHARE = 0.9  # of what is free: predictions are to be within a tenth of what a run then takes
+SHARE = 0.9  # of free memory: predictions are meant to be within a tenth of what a run takes
 
 
 Settings = TypeVar("Settings", bound=RunSettings)
@@ -29,18 +29,18 @@ Settings = TypeVar("Settings", bound=RunSettings)
 def decided(
     run: Prepared[Settings], device: torch.device, say: Callable[[str], None], room: int | None = None
 ) -> Prepared[Settings]:
-    """The run with a number where they say auto, which is said: the largest with which the passes over rollouts of
-    full length fit `room` bytes, by default what is free. Rollouts are made by themselves and have no part in it.
+    """The run with auto replaced by a number, which is reported: the largest with which the passes over rollouts of
+    full length fit `room` bytes, by default what is free. Generation is not considered.
 
-    UserError where not one sequence fits.
+    UserError if not even one sequence fits.
     """
     if run.settings.train.micro_batch_tokens != AUTO:
         return run
     begun = as_begun(run.settings, "train")
     if begun:
         return _with(run, begun["micro_batch_tokens"])
-    other = process_alone(device)  # is there already, and so not in what is free
-    room = int(_SHARE * free_bytes(device)) + other if room is None else room
+    other = process_alone(device)  # already allocated, so not part of what is free
+    room = int(SHARE * free_bytes(device)) + other if room is None else room
     sampler, estimator, step = _updates(_with(run, 1), device, other)
     all_of_them = most_tokens(step)
     found = estimator.micro_batch(with_tokens(step, all_of_them), room)
@@ -57,8 +57,8 @@ def decided(
 
 
 def foresee(run: Prepared[Any], say: Callable[[str], None]) -> None:
-    """Say before a run on a GPU that its updates will not fit what is free, and the key that makes them, where the
-    prediction knows. On a CPU memory is another, which swaps; and a run that goes on has gone before."""
+    """Warn before a run on a GPU if its updates are predicted not to fit, and name the key that makes them fit. Not on
+    a CPU, whose memory can swap, nor for a resumed run, which has fitted before."""
     device = run.device
     if device.type != "cuda" or run.settings.resume is not None:
         return
@@ -67,15 +67,15 @@ def foresee(run: Prepared[Any], say: Callable[[str], None]) -> None:
         peak, room = estimator.predict(step).peak, free_bytes(device)
         least = peak if peak <= room else estimator.predict(with_tokens(step, 1)).peak
     except (UserError, RuntimeError):
-        return  # a model that is no plain one: the run itself is asked
+        return  # not an ordinary model: the run itself will show
     if peak > room:
-        fits = "train.micro_batch_tokens=auto makes them fit" if least <= _SHARE * room else advice.NOTHING_FITS
+        fits = "train.micro_batch_tokens=auto makes them fit" if least <= SHARE * room else advice.NOTHING_FITS
         say(f"updates are expected to take {gib(peak)}, and {gib(room)} of the GPU are free: {fits}")
 
 
 def _updates(run: Prepared[Any], device: torch.device, other: int) -> tuple[Sampler, Estimator, StepShape]:
-    """A step of rollouts of full length, but for how they are made."""
-    shapes = shapes_of(run.settings.model)
+    """A step with rollouts of full length, without their generation."""
+    shapes = shapes_of(run.settings.model, device)
     sampler, step = step_of(run, has_dropout(shapes.model))
     step = replace(step, engine=None, evaluation=None).at_full_length()
     return sampler, estimator_of(run.settings, shapes, device, other), step

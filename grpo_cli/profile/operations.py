@@ -1,8 +1,8 @@
-"""What a model multiplies and adds, counted by PyTorch on the run's own code and fake tensors, whatever the model."""
+"""The multiplications and additions of any model, counted by PyTorch on the run's own code with fake tensors."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +12,25 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from grpo_cli.learner.forward import Padded, RowShape
 from grpo_cli.profile.shapes import ShapeModel
 
+Counted = Counter[Any]  # operations by kind
+
 
 @dataclass(frozen=True)
 class Operations:
-    """What a pass multiplies and adds (each counts): for a token that goes through the layers, for one whose logits are
-    asked for, and for a token and one that it attends to, itself included."""
+    """Multiplications plus additions of a pass: per token through the layers, per token whose logits are computed, and
+    per pair of a token and one that it attends to (itself included)."""
 
     token: int
     logits: int
     pair: int
 
     @classmethod
-    def between(cls, two: FlopCounterMode, three: FlopCounterMode) -> Operations:
-        """Told from a row of two tokens and one of three, of which the logits of one are asked for."""
-        attending = sum(three.get_flop_counts().get("Global", {}).get(op, 0) for op in _ATTENTION)
+    def between(cls, two: Counted, three: Counted) -> Operations:
+        """Derived from the counts of a row of two tokens and one of three, each with the logits of one token."""
+        attending = sum(three[op] for op in _ATTENTION)
         pair = attending // 6
-        token = three.get_total_flops() - two.get_total_flops() - 3 * pair
-        return cls(token, three.get_total_flops() - attending - 3 * token, pair)
+        token = three.total() - two.total() - 3 * pair
+        return cls(token, three.total() - attending - 3 * token, pair)
 
     def of(self, tokens: int, asked: int, pairs: int) -> int:
         return self.token * tokens + self.logits * asked + self.pair * pairs
@@ -49,7 +51,7 @@ def _attention_backward(
     return _seen(sdpa_backward_flop_count(grad, query, key, value), query[-2], is_causal)
 
 
-# PyTorch counts no attention of a CPU, where fake tensors lie, and elsewhere takes none for causal.
+# PyTorch does not count the CPU's attention, which fake tensors use, and treats none as causal elsewhere.
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -57,18 +59,32 @@ _ATTENTION = {
 
 
 def operations_of(shapes: ShapeModel) -> tuple[Operations, Operations, Operations]:
-    """Of rollouts (adapters are merged for them), of a pass forward and of one backward, as the run's code makes them:
-    layers that are recomputed and logits that are made again count."""
-    forward, backward = (
-        Operations.between(*both) for both in zip(_counted(shapes, 2), _counted(shapes, 3), strict=True)
-    )
-    with shapes.model.disable_adapter() if hasattr(shapes.model, "disable_adapter") else nullcontext():
+    """Of rollouts (with adapters merged), of a forward and of a backward pass, as the run's code makes them: recomputed
+    layers and logits count again."""
+    forward, backward = map(Operations.between, _counted(shapes, 2), _counted(shapes, 3))
+    if not hasattr(shapes.model, "disable_adapter"):
+        return forward, forward, backward
+    with shapes.model.disable_adapter():
         rollout = Operations.between(_counted(shapes, 2)[0], _counted(shapes, 3)[0])
     return rollout, forward, backward
 
 
-def _counted(shapes: ShapeModel, tokens: int) -> tuple[FlopCounterMode, FlopCounterMode]:
-    """A row's pass forward and the one backward. The logits of one token are asked for."""
+def _counted(shapes: ShapeModel, tokens: int) -> tuple[Counted, Counted]:
+    """Of a row's forward and backward pass, with the logits of one token; told from one layer and two if all are alike,
+    since then each makes as many."""
+    if not shapes.alike:
+        return _of_a_row(shapes, tokens)
+    with shapes.layers(1):
+        one = _of_a_row(shapes, tokens)
+    with shapes.layers(2):
+        two = _of_a_row(shapes, tokens)
+    forward, backward = (
+        Counter({op: a[op] + (shapes.depth - 1) * (b[op] - a[op]) for op in b}) for a, b in zip(one, two, strict=True)
+    )
+    return forward, backward
+
+
+def _of_a_row(shapes: ShapeModel, tokens: int) -> tuple[Counted, Counted]:
     forward, backward = (FlopCounterMode(display=False, custom_mapping=_ATTENTION) for _ in range(2))
     with shapes.watched(training=True):
         with forward, shapes.precision():
@@ -76,4 +92,5 @@ def _counted(shapes: ShapeModel, tokens: int) -> tuple[FlopCounterMode, FlopCoun
         with backward:
             if values.requires_grad:
                 values.sum().backward()
-    return forward, backward
+    one, two = (Counter(mode.get_flop_counts().get("Global", {})) for mode in (forward, backward))
+    return one, two

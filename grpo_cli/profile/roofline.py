@@ -1,9 +1,8 @@
-"""The least that each phase could take: bytes that it has to move and operations that it has to do, over what the
-device moves and does at best. Counted from shapes; what a phase takes beyond is distance, not work.
+"""A lower bound of each phase's time: the bytes it must move and the operations it must do, over the device's rates.
 
-Operations are PyTorch's own count of the run's code (`operations.py`): products alone, in which multiplying and
-adding are two. Padding, casts and what lies between two kernels are no part of it. Weights that fit a processor's
-caches are read faster than memory is copied, so that the embedded model may be below its floor.
+Operations are PyTorch's own count of the run's code (`operations.py`): matrix products only, a multiplication and an
+addition being two. Padding, casts and gaps between kernels do not count. Weights that fit a processor's caches are read
+faster than memory is copied, so the embedded model may be below its floor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device moves (reading and writing both count) and multiplies a second at best, and who says so."""
+    """A device's peak bandwidth (reads plus writes) and operations per second, and the source of both."""
 
     bytes_per_second: float
     operations_per_second: float
@@ -38,8 +37,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Gpu:
-    """As published: bytes of memory, bytes a second, and dense operations a second in bfloat16 with sums in float32
-    (None: it has none) and in float32 without tensor cores."""
+    """As published: bytes of memory, bytes per second, and dense operations per second in bfloat16 with float32
+    accumulation (None: unsupported) and in float32 without tensor cores."""
 
     memory: float
     bandwidth: float
@@ -64,7 +63,7 @@ KNOWN: Mapping[str, Gpu] = {
 
 
 def fast_when_planned(word: bool | str) -> bool | None:
-    """Whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None: nothing is planned for."""
+    """Whether the GPU of `profile.for_gpu` computes bfloat16 faster than float32; None without one."""
     return KNOWN[word].bfloat16 is not None if isinstance(word, str) else word or None
 
 
@@ -75,7 +74,7 @@ def published(word: str, dtype: str) -> Rates:
 
 
 def measured(device: torch.device, dtype: str) -> Rates:
-    """By copies of much memory and products of large matrices, each the best of five. Takes a second on a CPU."""
+    """Measured by large copies and matrix products, each the best of five. Takes a second on a CPU."""
     big, wide = (2**30, 8192) if device.type == "cuda" else (2**27, 1024)
     source, target = (torch.zeros(big, dtype=torch.uint8, device=device) for _ in range(2))
     left, right = (torch.ones(wide, wide, dtype=getattr(torch, dtype), device=device) for _ in range(2))
@@ -96,7 +95,7 @@ def _best(device: torch.device, run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes moved and operations done at the least."""
+    """The minimum of bytes moved and operations done."""
 
     nbytes: int
     operations: int
@@ -117,20 +116,20 @@ class Floor:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model decides how much is moved and multiplied."""
+    """The numbers of a model that decide how much is moved and multiplied."""
 
     rollout: Operations  # with adapters merged, if there are any
     forward: Operations
     backward: Operations
     token_bytes: int  # keys and values of one token
-    read_bytes: int  # by a pass that trains or judges, of all weights
-    rollout_bytes: int  # by a step of rollouts
+    read_bytes: int  # of weights, by a training or scoring pass
+    rollout_bytes: int  # of weights, by a decode step
     trained_bytes: int
     optimizer_bytes: int
 
     @classmethod
     def of(cls, shapes: ShapeModel, dtype: str, optimizer: int) -> ModelSizes:
-        """Of a model whose rollouts multiply in `dtype`, and whose optimizer holds so many bytes."""
+        """Of a model whose rollouts multiply in `dtype` and whose optimizer holds `optimizer` bytes."""
         config, number = unwrapped(shapes.model).config, _BYTES[dtype]
         rollout, forward, backward = operations_of(shapes)
         quantised = number if shapes.bits is None else shapes.bits / 8
@@ -148,12 +147,12 @@ class ModelSizes:
 
 
 def _pairs(tokens: int) -> int:
-    """Of a token with one that it attends to, in a row."""
+    """Pairs of a token and one that it attends to, in a row of so many."""
     return tokens * (tokens + 1) // 2
 
 
 def floors(step: StepShape, numbers: ModelSizes, epochs: int) -> dict[str, Floor]:
-    """By phase, as a prediction names them; of what is decided by shapes, so neither rewards nor what lies between."""
+    """By phase, under the names of a prediction; only phases that shapes decide, so not the reward."""
     kept = rows_of(step.rollouts, step.m)
     found: dict[str, Floor] = {}
     if step.engine is not None:
@@ -178,7 +177,7 @@ def floors(step: StepShape, numbers: ModelSizes, epochs: int) -> dict[str, Floor
 
 
 def _slots(sampler: Sampler, asked: int, of_a_step: int) -> int:
-    """Rows that may run at a time; where only `kv_budget` bounds them, all."""
+    """Rows that may run at a time; all if only `kv_budget` bounds them."""
     if sampler.all_at_once:
         return min(asked, max(of_a_step, LEAST_AT_ONCE))
     return min(asked, sampler.slots or (asked if sampler.kv_budget is not None else DEFAULT_SLOTS))
@@ -191,12 +190,12 @@ def _prefill(work: Workload, numbers: ModelSizes) -> Floor:
 
 
 def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
-    """All tokens but each rollout's first. Weights are read once a step, and so is a prompt for all of its rollouts; of
-    steps there are no fewer than the longest rollout or the slots need."""
+    """All tokens but each rollout's first. A step reads the weights once, and each prompt once for all its rollouts;
+    the number of steps is what the longest rollout or the number of slots requires."""
     groups = [[length - 1 for length in group] for group in work.groups]
     prompts, made = [len(prompt.token_ids) for prompt in work.prompts], [count for group in groups for count in group]
     steps = max(max(made), -(-sum(made) // slots))
-    replies = sum(map(_pairs, made))  # keys of its own that each token looks at, added up
+    replies = sum(map(_pairs, made))  # own keys that each token attends to, summed
     shared = sum(size * max(group) for size, group in zip(prompts, groups, strict=True))
     looked_at = replies + sum(size * sum(group) for size, group in zip(prompts, groups, strict=True))
     moved = steps * numbers.rollout_bytes + (replies + shared + sum(made)) * numbers.token_bytes
@@ -205,8 +204,8 @@ def _decode(work: Workload, slots: int, numbers: ModelSizes) -> Floor:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Over rows: in how many micro-batches, each of which reads the weights; tokens that go through, those that are
-    asked for, and pairs of tokens of which one attends to the other."""
+    """A pass over rows: its micro-batches, each of which reads the weights; its tokens, those whose logits are
+    computed, and the pairs of tokens of which one attends to the other."""
 
     parts: int
     tokens: int
@@ -220,11 +219,13 @@ class _Pass:
         tokens = [min(way.size(part), sum(row.prompt + row.completion for row in part)) for part in parts]
         pairs = sum(_pairs(row.prompt + row.completion) for row in rows)
         for part, through in zip(parts, tokens, strict=True):
-            if through < sum(row.prompt + row.completion for row in part):  # prompts go through once for all their rows
+            if through < sum(
+                row.prompt + row.completion for row in part
+            ):  # prompts are computed once for all their rows
                 again = Counter((row.group, row.prompt) for row in part)
                 pairs -= sum((count - 1) * _pairs(prompt) for (_, prompt), count in again.items())
         return cls(len(parts), sum(tokens), sum(row.completion for row in rows), pairs)
 
     def moving(self, nbytes: int, operations: Operations) -> Floor:
-        """Where each part moves so many bytes."""
+        """The floor if each micro-batch moves `nbytes`."""
         return Floor(self.parts * nbytes, operations.of(self.tokens, self.asked, self.pairs))

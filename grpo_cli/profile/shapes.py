@@ -1,15 +1,16 @@
-"""What each phase of a step takes, from shapes: the run's own code on fake tensors, which have shapes and no memory.
+"""The memory of each phase of a step, from shapes: the run's own code on fake tensors, which have no memory.
 
-Nothing is computed and no weight is read, so a model of any size can be asked about. A phase is run at its fullest
-moments only, such as the decode step with most rows and those with the longest.
+Nothing is computed and no weight is read, so this works for a model of any size. A phase is run only at its fullest
+moments, such as the decode step with the most rows and those with the longest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from grpo_cli.engine.torch.sizes import Sizes as EngineSizes
 from grpo_cli.engine.torch.stop import NeverStop
 from grpo_cli.engine.torch.workspace import Workspace
 from grpo_cli.learner.forward import Forward, RowShape
+from grpo_cli.learner.logprobs import _AT_ONCE as AT_ONCE
+from grpo_cli.learner.logprobs import PLAIN, ByRow
+from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.mlp_recompute import always_sparing
 from grpo_cli.model.packed import allow_packing
 from grpo_cli.model.recompute import keep_inputs
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
@@ -41,10 +46,9 @@ KV = "kv"
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What decides how much a rollout engine allocates. `prefix` is how many tokens everyone makes before the rest is
-    ordered by predicted length; 0: nobody asks for that. `packed` is asked for, and concerns a CPU alone. `rollouts`
-    are those of a step, as which no evaluation takes more at once. With `graphs`, where they are made stays for the
-    next step."""
+    """What decides how much a rollout engine allocates. `prefix` is how many tokens every rollout makes before the rest
+    is ordered by predicted length; 0: none. `packed` matters on a CPU only. `rollouts` is the number of a step's, which
+    also caps those that an evaluation runs at once. With `graphs`, the workspace is kept for the next step."""
 
     sampler: Sampler
     sparsity: Dense | Budget
@@ -56,7 +60,7 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine is asked for: how long the rollouts of each prompt will be. Groups may differ in size."""
+    """What an engine is asked for: the lengths of each prompt's rollouts. Groups may differ in size."""
 
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -64,7 +68,7 @@ class Workload:
 
     @classmethod
     def equal(cls, prompts: Sequence[Prompt], n: int, max_new_tokens: int, lengths: Sequence[int] = ()) -> Workload:
-        """`n` rollouts of each prompt; lengths prompt by prompt, by default as long as may be."""
+        """`n` rollouts of each prompt; lengths prompt by prompt, by default all `max_new_tokens`."""
         found = tuple(lengths or (max_new_tokens,) * (n * len(prompts)))
         return cls(tuple(prompts), tuple(found[i * n : (i + 1) * n] for i in range(len(prompts))), max_new_tokens)
 
@@ -85,7 +89,7 @@ class Workload:
         return [Request(prompt, i, 0, sampling) for prompt, group in pairs for i in range(len(group))]
 
     def at_full_length(self) -> Workload:
-        """The same where every rollout is as long as may be."""
+        """The same with every rollout at full length."""
         return replace(self, groups=tuple((self.max_new_tokens,) * len(group) for group in self.groups))
 
     @property
@@ -95,19 +99,19 @@ class Workload:
         return sum(self.lengths) + sum(len(group) * len(prompt.token_ids) for prompt, group in pairs)
 
 
-# What a weight takes in NF4: 4 bits, of each 64 a scale of 8, of each 256 scales one of 32 (arXiv 2305.14314, 3).
+# Bits of a weight in NF4: 4, plus an 8-bit scale per 64 weights and a 32-bit one per 256 scales (arXiv 2305.14314, 3).
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 class _Quantised(nn.Linear):
-    """A linear layer that stands for one of bitsandbytes: no plain layer, whose weight rollouts would copy."""
+    """Stands for a linear layer of bitsandbytes; not a plain one, whose weight rollouts would copy."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Dequantised.apply(x, self.weight, self.bias).clone()  # as PEFT does before it adds an adapter's share
+        return _Dequantised.apply(x, self.weight, self.bias).clone()  # as PEFT does before it adds an adapter's output
 
 
 class _Dequantised(torch.autograd.Function):
-    """A product with a weight that is made whole for as long as it takes, forward and backward; its input is not kept,
+    """A product with a weight that is dequantised only while it is used, forward and backward; its input is not kept,
     as the weight is frozen."""
 
     @staticmethod
@@ -121,18 +125,57 @@ class _Dequantised(torch.autograd.Function):
         return gradients[0] @ torch.empty_like(weight), None, None
 
 
-class ShapeModel:
-    """A model without weights, and what a pass of it would take. `autocast` is `none` or `bfloat16`; `bits` are those
-    of its quantised weights, which concerns their own size only (None: not quantised)."""
+def _make(layer: nn.Module) -> Hashable:
+    """What layers have in common that take the same memory."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
 
-    def __init__(self, load: Any, autocast: str, bits: float | None = None, offload: bool = False) -> None:
-        """`load` makes the model; it is called where every new tensor is a fake one. `offload`: what recomputed layers
-        keep lies elsewhere."""
+
+def _scratch(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function of logits and what belongs to them, a few rows at a time: one that only allocates what it holds at
+    its fullest. That is found once, since each of hundreds of chunks would take dozens of operations."""
+    found: dict[Any, int] = {}
+
+    def allocate(logits: Tensor, *others: Any) -> None:
+        vocabulary = logits.shape[1]
+        rows = min(len(logits), 2 * max(1, AT_ONCE["cpu"] // vocabulary))
+        key = vocabulary, logits.dtype, rows, *(other for other in others if not isinstance(other, Tensor))
+        if key not in found:
+            nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=vocabulary), parameters=list, buffers=list)
+            with Allocations(nothing) as seen:
+                seen.leave_out([logits, *(other for other in others if isinstance(other, Tensor))])
+                compute(*(x[:rows] if isinstance(x, Tensor) else x for x in (logits, *others)))
+                found[key] = sum(seen.take_peak().values())
+        logits.new_empty(found[key] // 4 // vocabulary, vocabulary, dtype=torch.float32)
+
+    return allocate
+
+
+def _chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    chosen = logits.new_empty(ids.shape, dtype=torch.float32)
+    _CHOSEN(logits, ids, temperature)
+    return chosen
+
+
+_CHOSEN = _scratch(PLAIN.chosen)
+_FEW_ROWS = ByRow(_chosen, _scratch(PLAIN.slope))
+
+
+class ShapeModel:
+    """A model without weights, and the memory that a pass of it would take. `autocast` is `none` or `bfloat16`; `bits`
+    are those of a quantised weight, and affect only the size of the weights (None: not quantised)."""
+
+    def __init__(
+        self, load: Any, autocast: str, bits: float | None = None, offload: bool = False, on_cpu: bool = True
+    ) -> None:
+        """`load` makes the model; it is called where every new tensor is a fake one. `offload`: the inputs that
+        recomputed layers keep are on another device. `on_cpu`: small passes store what they like."""
+        self._on_cpu = on_cpu
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake, _unmoved():
             self.model = load()
-        # Fake tensors have no values, so transformers could not see that nothing is packed, and would make masks and
-        # biases of rows x width x width that a run does not have. With this attention it makes none.
+        # Fake tensors have no values, so transformers could not see that nothing is packed, and would make masks of
+        # rows x width x width that a run does not have. With this attention it makes none.
         allow_packing(self.model)
         if offload:
             keep_inputs(self.model, lambda: saved_tensors_hooks(lambda x: (x.shape, x.dtype), _brought_back))
@@ -144,6 +187,9 @@ class ShapeModel:
             for module in self.model.modules():  # PEFT's adapters of quantised layers take their input as it is
                 if hasattr(module, "cast_input_dtype_enabled"):
                     module.cast_input_dtype_enabled = False
+        layers = list(backbone(self.model).layers)
+        self.depth, self.alike = len(layers), len(set(map(_make, layers))) == 1
+        self._decoders: dict[bool, Decoder] = {}
         self.train_pass = lru_cache(maxsize=None)(self._train_pass)  # the same shapes come again and again
         self.quiet_pass = lru_cache(maxsize=None)(self._quiet_pass)
         self.rollouts = lru_cache(maxsize=None)(self._rollouts)
@@ -151,7 +197,7 @@ class ShapeModel:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights and buffers, shared ones once."""
+        """Bytes of all weights and buffers, shared ones counted once."""
         whole = storage_bytes([*self.model.parameters(), *self.model.buffers()])
         if self.bits is None:
             return whole
@@ -169,12 +215,29 @@ class ShapeModel:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @contextmanager
-    def watched(self, *, training: bool) -> Iterator[Allocations]:
-        """Within it every tensor is a fake one and counted. Gradients are gone at its end."""
-        mode = self.model.training
+    def layers(self, count: int) -> Iterator[None]:
+        """Within it the model has only so many of its layers."""
+        body = backbone(self.model)
+        every, body.layers = body.layers, body.layers[:count]
+        try:
+            yield
+        finally:
+            body.layers = every
+
+    @contextmanager
+    def watched(self, *, training: bool, few: bool = False) -> Iterator[Allocations]:
+        """Within it every new tensor is fake and counted. Gradients are dropped at the end. With `few` a model of more
+        than five layers has only five, the middle one of which stands for all others."""
+        mode, layers = self.model.training, backbone(self.model).layers
+        few = few and self.alike and self.depth > 5
         with ExitStack() as stack:
+            if not self._on_cpu:
+                stack.enter_context(always_sparing())
+            if few:
+                stack.enter_context(self.layers(5))
             stack.enter_context(self._fake)
-            allocations = stack.enter_context(Allocations(self.model))
+            inner = (list(layers[1:4]), self.depth - 4) if few else ()
+            allocations = stack.enter_context(Allocations(self.model, *inner))
             stack.enter_context(torch.set_grad_enabled(training))
             self.model.train(training)
             try:
@@ -185,13 +248,14 @@ class ShapeModel:
                     parameter.grad = None
 
     def precision(self) -> AbstractContextManager[Any]:
-        """As the learner computes forward and in rollouts. What it casts weights to is kept until its end."""
+        """The precision of the learner's forward pass and of rollouts; casts of weights are cached until it ends."""
         return nullcontext() if self._autocast == "none" else torch.autocast("cpu", getattr(torch, self._autocast))
 
     def _train_pass(self, forward: Forward, rows: tuple[RowShape, ...], later: bool) -> tuple[Sizes, Sizes]:
-        """Forward and backward of a micro-batch. `later`: gradients of an earlier one are there."""
+        """Forward and backward of a micro-batch. `later`: gradients of an earlier one are already allocated."""
         forward.prepare(self.model)
-        with self.watched(training=True) as allocations:
+        forward = replace(forward, by_row=_FEW_ROWS)
+        with self.watched(training=True, few=True) as allocations:
             if later:
                 for parameter in self.trained:
                     parameter.grad = torch.zeros_like(parameter)
@@ -204,17 +268,27 @@ class ShapeModel:
             return without_backward, allocations.take_peak()
 
     def _quiet_pass(self, forward: Forward, rows: tuple[RowShape, ...]) -> Sizes:
-        """The same pass forward without gradients."""
+        """The same forward pass without gradients."""
         forward.prepare(self.model)
-        with self.watched(training=False) as allocations, self.precision():
+        forward = replace(forward, by_row=_FEW_ROWS)
+        with self.watched(training=False, few=True) as allocations, self.precision():
             forward.blank(self.model, rows)
             return allocations.take_peak()
+
+    def _decoder(self, packed: bool, allocations: Allocations) -> Decoder:
+        """Its copies of weights are made once."""
+        decoder = self._decoders.get(packed)
+        if decoder is None:
+            decoder = self._decoders[packed] = Decoder(self.model, packed=packed).in_its_precision()
+        for tensor in decoder.copies:
+            allocations.mark(tensor, ACTIVATIONS)
+        return decoder
 
     def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
         requests = work.requests
         with self.watched(training=False) as allocations, self.precision():
-            decoder, sampler = Decoder(self.model, packed=engine.packed), Capped(engine.sampler, engine.rollouts)
+            decoder, sampler = self._decoder(engine.packed, allocations), Capped(engine.sampler, engine.rollouts)
             workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)
             generation = Generation(workspace, (0,), requests, NeverStop(), NullMeter(), sampler.refills)
 
@@ -232,7 +306,7 @@ class ShapeModel:
         return _with(prefill, parked), _with(decode, parked)
 
     def _stays(self, work: Workload, engine: EngineShape) -> Sizes:
-        """What lies there between two calls of `generate`: with graphs all slots, and the copies of weights."""
+        """What stays allocated between two calls of `generate`: with graphs all slots, and the copies of weights."""
         if not engine.graphs:
             return {}
         with self.watched(training=False), self.precision():
@@ -244,8 +318,8 @@ class ShapeModel:
 
 @contextmanager
 def _unmoved() -> Iterator[None]:
-    """Modules stay where they are: PEFT moves new adapters to where their layer is already, and PyTorch moves a fake
-    parameter by swapping it for another, which one that the mode watches does not allow."""
+    """Makes `Module.to` do nothing: PEFT moves new adapters to the device that they are on already, and PyTorch moves a
+    fake parameter by swapping it, which is not allowed for one that the mode tracks."""
     move = nn.Module.to
     setattr(nn.Module, "to", lambda module, *_, **__: module)  # noqa: B010
     try:

@@ -1,4 +1,4 @@
-"""The findings of a profile as a person reads them."""
+"""The findings of a profile in the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_cli.support.formatting import gib
 
 
 def show(findings: Findings, console: Console) -> None:
-    """Tables of time and memory, then what dominates."""
+    """Print tables of time and memory, then the advice."""
     measured = findings.measured
     if measured is not None:
         print_table(console, _phases(findings, measured))
@@ -61,7 +61,7 @@ def _engine_line(measured: Measured) -> str:
 
 
 def _memory(findings: Findings) -> Table:
-    """What memory is held by at the peak, measured and predicted, and what shapes decide, each at its most."""
+    """What holds memory at the peak, measured and predicted, and the exact kinds each at its own peak."""
     measured, predicted, at_most = findings.measured, findings.predicted, findings.at_most
     phase = predicted.fullest if measured is None else measured.fullest
     there, most = predicted.phases.get(phase, {}), at_most.phases[at_most.fullest]
@@ -85,7 +85,7 @@ def _memory(findings: Findings) -> Table:
 
 
 def _floors(findings: Findings) -> Table:
-    """The least that each phase could take, and how far from it it is."""
+    """The lower bound of each phase's time, and how far above it the phase is."""
     rates = findings.rates
     title = "the least that phases could take"
     columns: tuple[str, ...] = ("phase", "GB moved", "TFLOP")

@@ -1,6 +1,6 @@
-"""What a run was asked: its settings by the words that a person types, from its record.
+"""A run's settings as they are typed on a command line, from its record.
 
-References such as `m: ${n}` are followed, and nothing else in them: no resolver runs on what a file says.
+References such as `m: ${n}` are followed, but no resolver runs on what a file says.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass(frozen=True)
 class Asked:
-    """The settings of a run; `optim.lr`, or a group's name for the choice that was made in it.
+    """The settings of a run by key: `optim.lr`, or a group's name for the choice made in it.
 
-    `groups` are the names of the groups, `given` the settings that stood on the command line, `references` those that
-    follow another one (`m` follows `n`). A run that has left no config is not `complete`: `settings` are then only the
-    given ones.
+    `groups` are the names of the groups, `given` the keys that were on the command line, `references` those that follow
+    another one (`m` follows `n`). A run without a config is not `complete`: `settings` are then only the given ones.
     """
 
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class Asked:
 
 
 def asked_of(folder: Path) -> Asked | None:
-    """What a run folder says of itself; None if it has no record. UserError if that is damaged."""
+    """From a run folder's record; None if there is none. UserError if it is damaged."""
     record = read_record(folder)
     if record is None:
         return None
@@ -58,7 +57,7 @@ def asked_of(folder: Path) -> Asked | None:
 
 
 def asked_with(overrides: Sequence[str], command: str = "train") -> Asked:
-    """What is known of a run that has left no config: the overrides that it was to be started with."""
+    """For a run without a config: the overrides that it was to be started with."""
     given = dict(map(_override, overrides))
     return Asked(given, given=tuple(given), command=command)
 
@@ -72,12 +71,12 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Setting]]:
 
 
 def _setting(value: Any) -> Setting:
-    """As one line that can be printed, if it is a text."""
+    """Text becomes one printable line."""
     return value if value is None or isinstance(value, int | float) else plain(value)
 
 
 def _override(word: Any) -> tuple[str, Setting]:
-    """`+optim.lr=1e-4` to the setting and its value; `~optim.lr` to the setting and nothing."""
+    """`+optim.lr=1e-4` to the key and its value; `~optim.lr` to the key and nothing."""
     key, _, text = str(word).partition("=")
     key = plain(key.lstrip("+~").partition("@")[0])
     try:
@@ -86,5 +85,5 @@ def _override(word: Any) -> tuple[str, Setting]:
         value = text
     if isinstance(value, str):
         with suppress(ValueError):
-            value = float(value)  # YAML 1.1 takes 1e-4 for a text
+            value = float(value)  # YAML 1.1 reads 1e-4 as a string
     return key, _setting(value if value is None or isinstance(value, int | float) else text)

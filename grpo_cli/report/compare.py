@@ -1,6 +1,6 @@
-"""Runs to arms: what differs between runs, which runs are repetitions with other seeds, and what each arm reached.
+"""Groups runs into arms: what differs between runs, which are repetitions with other seeds, what each arm reached.
 
-Only completed runs are averaged. Everything else stays with its arm, apart, with its state and reason.
+Only completed runs are averaged. The others are listed with their arm, with state and reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import shown
 from grpo_cli.support.intervals import student_95
 
-# Settings that name a run or say where it writes, and change nothing that is measured. Seeds are what is averaged over.
+# Settings that name a run or its folder and change no measurement, and the seed, which is averaged over.
 NO_DIFFERENCE = ("seed", "run_dir", "resume", "accept_damage", "logger", "hydra")
 LONGEST_LABEL = 90  # characters
 DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
@@ -27,7 +27,7 @@ DEFAULT_TARGET = 0.95  # of the best arm's best mean accuracy
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % interval; `over` says of what it is a sample: "seeds", "problems", or "" if none is known."""
+    """A mean and its 95 % interval; `over` is what was sampled: "seeds", "problems", or "" without an interval."""
 
     mean: float
     low: float = math.nan
@@ -37,7 +37,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Reached:
-    """When an arm's runs reach an accuracy: mean training seconds of those that do, and how many do not."""
+    """When an arm's runs reach an accuracy: mean seconds and number of those that do, and how many never do."""
 
     seconds: float | None
     reached: int
@@ -46,7 +46,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in nothing but their seed. `runs` are completed; `others` are not, or repeat a seed."""
+    """Runs that differ only in their seed. `runs` are completed; `others` are not, or repeat a seed."""
 
     settings: Mapping[str, Setting]
     runs: tuple[Run, ...]
@@ -66,7 +66,7 @@ class Arm:
 
     @property
     def final_accuracy(self) -> Estimate | None:
-        """Over seeds; of one seed, or of seeds that agree, with the interval over problems of its evaluation."""
+        """Over seeds; for one seed, or seeds that agree, with the interval over the problems of its evaluation."""
         evaluated = [run for run in self.runs if run.final_accuracy is not None]
         found = estimate((run.final_accuracy for run in evaluated), 0.0, 1.0)
         if found is None or found.over or evaluated[-1].accuracy_interval is None:
@@ -78,7 +78,7 @@ class Arm:
         return estimate((run.best_accuracy for run in self.runs), 0.0, 1.0)
 
     def mean(self, figure: str) -> Estimate | None:
-        """Over seeds, of a figure of the runs that is never negative, such as `peak_bytes`."""
+        """Over seeds, of a nonnegative figure of the runs such as `peak_bytes`."""
         return estimate((getattr(run, figure) for run in self.runs), 0.0)
 
     @property
@@ -107,12 +107,12 @@ class Comparison:
 
     @property
     def numbered(self) -> bool:
-        """Whether so much differs that an arm is better called by its number."""
+        """Whether labels are so long that arms are called by their numbers."""
         return any(len(arm.label) > LONGEST_LABEL for arm in self.arms)
 
     @property
     def names(self) -> list[str]:
-        """What each arm is called where its settings are not beside it."""
+        """What each arm is called where its settings are not shown."""
         return [f"arm {number}" if self.numbered else arm.label for number, arm in enumerate(self.arms, start=1)]
 
     @property
@@ -126,15 +126,15 @@ class Comparison:
 
     @property
     def best(self) -> Arm | None:
-        """The arm of the highest mean final accuracy, if there are several."""
+        """The arm with the highest mean final accuracy, if several have one."""
         found = [(arm.final_accuracy.mean, arm) for arm in self.arms if arm.final_accuracy]
         return max(found, key=lambda pair: pair[0])[1] if len(found) > 1 else None
 
 
 def compare(runs: Sequence[Run], target: float | None = None, metric: str = GREEDY) -> Comparison:
-    """Group the runs into arms. `target` is the accuracy that is timed, if not DEFAULT_TARGET of the best there is.
+    """Group the runs into arms. `target` is the accuracy that is timed, by default DEFAULT_TARGET of the best.
 
-    `metric` is what the runs were read with.
+    `metric` is the one that the runs were read with.
     """
     if target is not None and not 0 < target <= 1:
         raise UserError(f"--target={target:g} must be an accuracy above 0 and at most 1")
@@ -149,10 +149,10 @@ def compare(runs: Sequence[Run], target: float | None = None, metric: str = GREE
 
 
 def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The settings in which the runs differ, and those of them that differ only because another setting does.
+    """The settings in which the runs differ, and those among them that differ only because another setting does.
 
-    Such are what a choice brings along (`sampler._target_` with `sampler`), what follows another setting (`m: ${n}`),
-    and what a named experiment sets; never what was given on a command line.
+    The latter belong to a choice (`sampler._target_` to `sampler`), follow another setting (`m: ${n}`), or are set by a
+    named experiment; never those that were given on a command line.
     """
     keys = dict.fromkeys(key for one in asked for key in one.settings)
     differing = [key for key in keys if key.partition(".")[0] not in NO_DIFFERENCE and _differs(key, asked)]
@@ -161,13 +161,13 @@ def differences(asked: Sequence[Asked]) -> tuple[tuple[str, ...], dict[str, str]
     sources = {key: _source(key, differing, groups, asked) for key in differing if key not in typed}
     implied = {key: source for key, source in sources.items() if source is not None}
     columns = [key for key in differing if key not in implied]
-    # As they were typed, then the rest: the choices before single settings.
+    # In the order in which they were typed, then the rest: choices before single settings.
     columns.sort(key=lambda key: (typed.index(key) if key in typed else len(typed), key not in groups))
     return tuple(columns), implied
 
 
 def _source(key: str, differing: Sequence[str], groups: frozenset[str], asked: Sequence[Asked]) -> str | None:
-    """The other differing setting that `key` follows, or that decides it in every run."""
+    """The other differing setting that `key` follows, or that determines it in every run."""
     known = [one for one in asked if one.complete]
     referred = {one.references[key] for one in known if key in one.references}
     for source in (key.partition(".")[0], *referred, "experiment"):
@@ -181,7 +181,7 @@ def _source(key: str, differing: Sequence[str], groups: frozenset[str], asked: S
 
 
 def _differs(key: str, asked: Sequence[Asked]) -> bool:
-    # Of a run without a config nothing is known but what was given; of the others, an absent setting is a value too.
+    # Without a config only the given settings are known; in the other runs an absent setting is a value too.
     return len({_value(one, key) for one in asked if one.complete or key in one.settings}) > 1
 
 
@@ -190,7 +190,7 @@ def _value(asked: Asked, key: str) -> str:
 
 
 def _arms(runs: Sequence[Run], columns: Sequence[str]) -> tuple[Arm, ...]:
-    """Runs of equal columns, in the order of their first run; a run without a config goes where its overrides fit."""
+    """Runs with equal columns, ordered by their first run; a run without a config joins the arm its overrides fit."""
     members: dict[tuple[str, ...], list[Run]] = {}
     settings: dict[tuple[str, ...], dict[str, Setting]] = {}
     for run in sorted(runs, key=lambda run: not run.asked.complete):
@@ -206,14 +206,14 @@ def _arms(runs: Sequence[Run], columns: Sequence[str]) -> tuple[Arm, ...]:
 
 
 def _arm(settings: Mapping[str, Setting], runs: Sequence[Run]) -> Arm:
-    """A seed that completed twice is no second sample: the later run counts, the earlier ones are set apart."""
+    """Two completed runs of one seed are one sample: the later run counts, the earlier ones are set apart."""
     counted = {run.asked.seed: run for run in runs if run.state == State.COMPLETED and run.asked.complete}
     others = [run for run in runs if counted.get(run.asked.seed) is not run]
     return Arm(settings, tuple(counted.values()), tuple(_set_apart(run, counted.get(run.asked.seed)) for run in others))
 
 
 def _set_apart(run: Run, later: Run | None) -> Run:
-    """A run that is not averaged; if it completed all the same, with the reason."""
+    """A run that is not averaged; if it did complete, with the reason."""
     if run.state != State.COMPLETED:
         return run
     if later is None:
@@ -222,11 +222,10 @@ def _set_apart(run: Run, later: Run | None) -> Run:
 
 
 def estimate(values: Iterable[float | None], least: float = -math.inf, most: float = math.inf) -> Estimate | None:
-    """Mean of the values that are there, with Student's 95 % interval if they differ; None if there is none.
+    """Mean of the values that are not None, with Student's 95 % interval if they differ; None without values.
 
-    That a few values agree says little of the next one: an interval of no width would be a false one, and is not given.
-    `least` and `most` are what a mean can be; an interval that reaches beyond is cut there, which takes nothing from
-    its coverage.
+    A few equal values do not justify an interval of width zero, so none is given. The mean must lie between `least` and
+    `most`; an interval is clipped there, which does not reduce its coverage.
     """
     numbers = [value for value in values if value is not None]
     if not numbers:

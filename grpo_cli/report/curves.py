@@ -1,4 +1,4 @@
-"""Held-out accuracy along a run: single curves, their mean over runs, and where they reach an accuracy."""
+"""Held-out accuracy over a run: single curves, their mean over runs, and where they reach an accuracy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, float | int]]  # of a run's metrics.jsonl
 
 GREEDY = "eval/accuracy"
 
-# What accuracy is drawn against besides steps: the metric, and what a person calls it.
+# What accuracy is plotted against besides steps: the metric and its label.
 CLOCK = "clock/train_seconds"
 AXES = {
     CLOCK: "training seconds",
@@ -23,43 +23,43 @@ AXES = {
 
 
 def spoken(metric: str) -> str:
-    """An accuracy as a person calls it."""
+    """The label of an accuracy metric."""
     return "greedy accuracy" if metric == GREEDY else f"{metric.removeprefix('eval/')} of samples"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out accuracy of one run at each of its evaluations, and where on each axis of AXES that was."""
+    """Held-out accuracy of one run at each of its evaluations, and their positions on each axis of AXES."""
 
     steps: tuple[int, ...]
     accuracy: tuple[float, ...]
     axes: Mapping[str, tuple[float, ...]]
 
     def along(self, axis: str) -> tuple[float, ...]:
-        """Where the evaluations stand on an axis of AXES, or in "step"s."""
+        """The positions of the evaluations on an axis of AXES, or on "step"."""
         return tuple(map(float, self.steps)) if axis == "step" else self.axes[axis]
 
     def first_reaching(self, accuracy: float, axis: str = CLOCK) -> float | None:
-        """Where the first evaluation of at least this accuracy stands, None if there is none."""
+        """The position of the first evaluation with at least this accuracy, None if there is none."""
         return next((x for x, y in zip(self.along(axis), self.accuracy, strict=True) if y >= accuracy), None)
 
 
 def curve_of(rows: Rows, metric: str = GREEDY) -> Curve:
-    """The evaluations among the rows; an accuracy that is no finite number is none."""
+    """The evaluations among the rows; an accuracy that is not finite is skipped."""
     evaluated = [row for row in rows if math.isfinite(row.get(metric, math.nan))]
     return Curve(
         steps=tuple(int(row["step"]) for row in evaluated),
         accuracy=tuple(row[metric] for row in evaluated),
-        # Before the first step there is no clock and there are no tokens.
+        # Before the first step clock and tokens are 0.
         axes={axis: tuple(row.get(axis, math.nan) if row["step"] else 0.0 for row in evaluated) for axis in AXES},
     )
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over runs at each step: of accuracy, and of where it stands on each axis.
+    """The mean over runs at each step, of accuracy and of the position on each axis.
 
-    Runs that are evaluated at different steps are interpolated linearly between their evaluations; only steps that
-    all of them cover are taken, so that no run enters or leaves the mean on the way. No steps if there are none such.
+    Runs evaluated at different steps are interpolated linearly between their evaluations; only steps that all of them
+    cover are used, so that no run enters or leaves the mean on the way. Empty if there are none.
     """
     steps, accuracy = at_common_steps(curves)
     if not steps:
@@ -73,13 +73,13 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def deviation(curves: Sequence[Curve]) -> Float[np.ndarray, " steps"]:
-    """Standard deviation over runs at each step of `mean_curve`; 0 of one run alone."""
+    """Standard deviation over runs at each step of `mean_curve`; 0 for a single run."""
     _, accuracy = at_common_steps(curves)
     return accuracy.std(axis=0, ddof=1 if len(curves) > 1 else 0)
 
 
 def at_common_steps(curves: Sequence[Curve]) -> tuple[list[int], Float[np.ndarray, "runs steps"]]:
-    """The steps at which any of the runs is evaluated, as far as all cover them, and every run's accuracy there."""
+    """The steps at which any run is evaluated within the range that all cover, and every run's accuracy there."""
     if not curves or not all(curve.steps for curve in curves):
         return [], np.zeros((len(curves), 0))
     first, last = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)

@@ -1,4 +1,4 @@
-"""Compared runs as one HTML file that needs nothing else: pictures are inside, scripts and addresses are forbidden."""
+"""Compared runs as one self-contained HTML file: pictures are inlined, scripts and external addresses forbidden."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_cli.support.formatting import plain
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 SHOWN = 2  # rollouts of each run with the highest rewards, and as many with the lowest
 LONGEST = 4000  # characters of a text that are shown
-PIXELS_PER_INCH = 115  # of the browser: letters in pictures are then about as large as those beside them
+PIXELS_PER_INCH = 115  # of the browser: text in pictures is then about the size of the text around them
 CAPTIONS = {
     "accuracy.png": (
         "Accuracy along the runs",
@@ -37,9 +37,9 @@ def page(
     made: str,
     recorded: Sequence[tuple[str, Recording]],
 ) -> str:
-    """The whole report. `made` says when; `notes` what it lacks; `recorded` has rollouts, with their runs' names."""
+    """The whole report. `made` is when; `notes` what it lacks; `recorded` has rollouts with their runs' names."""
     settings = not comparison.numbered
-    # Everything that is put in is escaped: it comes from files of runs.
+    # Everything inserted is escaped: it comes from files of runs.
     template = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -59,7 +59,7 @@ def page(
 
 
 def _kind(table: Table, column: str) -> str:
-    """The class of a column's cells."""
+    """The CSS class of a column's cells."""
     special = {REMARKS: "words", SET_APART: "words", SPARKS: "spark"}
     return "number" if column in table.numeric else special.get(column, "")
 
@@ -70,7 +70,7 @@ def _readable(text: str) -> str:
 
 
 def _picture(name: str, data: bytes) -> dict[str, str | int]:
-    """A PNG for the page, as wide as it was meant to be; its header has the pixels."""
+    """A PNG for the page, at its intended width; its header has the pixels."""
     title, caption = CAPTIONS[name]
     width = round(int.from_bytes(data[16:20]) / DPI * PIXELS_PER_INCH)
     return {"title": title, "caption": caption, "width": width, "data": base64.b64encode(data).decode()}

@@ -1,4 +1,4 @@
-"""Files of records, a line each, that a process may be writing or that were damaged: what can be read, and notes."""
+"""Reads files of one record per line, which may be damaged or still being written; problems become notes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_NAMED = 10  # lines, in a note
 
 
 def records(file: Path, parse: Callable[[bytes], Row], notes: list[str]) -> Iterator[Row]:
-    """What `parse` makes of each line; the numbers of those that it raises for are added to the notes.
+    """What `parse` makes of each line; lines for which it raises are named in the notes.
 
-    Only a newline is written after a record: a last line that lacks one and cannot be read is half written.
+    A record ends with its newline: a last line that lacks one and cannot be read is half written.
     """
     bad: list[str] = []
     cut = False

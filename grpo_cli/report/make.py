@@ -1,4 +1,4 @@
-"""`grpo report`: runs are read, compared, drawn, written to a folder and shown."""
+"""`grpo report`: reads, compares and plots runs, and writes and shows the report."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def make(
 ) -> Comparison:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
-    It holds `report.html`, which needs no other file, its pictures, and `report.json`, with every number. UserError if
+    The folder gets a self-contained `report.html`, its pictures, and `report.json` with every number. UserError if
     there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
     now = datetime.now()
     if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
-        raise UserError(f"--out={out} is the folder of a run, which a report would write into: choose another")
+        raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
     found = read_runs(folders, metric)
     comparison = compare(found.runs, target, metric)
     notes = [] if plots.can_draw() else [plots.NO_PICTURES]
     if found.others:
-        notes.append(f"Left out, being no training runs: {', '.join(found.others)}.")
+        notes.append(f"Left out, not being training runs: {', '.join(found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}
     recorded = [(run.name, told) for run in comparison.runs if (told := read_recording(run.folder)) and told.rollouts]
     html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}", recorded)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind tell apart, without the yellow that white paper swallows.
+# Okabe and Ito's colour-blind safe palette, without the yellow, which is too faint on white paper.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 MARKERS = "os^Dv*PX"
 GREY = "#BBBBBB"
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ArmLine:
-    """One arm in a picture: its curves, of which mean and band are drawn, and those that are not averaged."""
+    """One arm in a picture: the curves whose mean and band are drawn, and those that are not averaged."""
 
     label: str
     curves: Sequence[Curve]
@@ -63,7 +63,7 @@ def can_draw() -> bool:
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:
-    """PNG files by name; only those for which some run has something to show."""
+    """PNG files by name; only those for which some run has data."""
     arms = dict(zip(comparison.names, comparison.arms, strict=True))
     lines = [
         ArmLine(name, arm.curves, [run.curve for run in arm.others if len(run.curve.steps) > 1])
@@ -90,7 +90,7 @@ def png(figure: Figure) -> bytes:
 
 @contextmanager
 def paper_style() -> Iterator[None]:
-    """Within it, figures are drawn and saved in the style of this module."""
+    """Draws and saves figures in the style of this module."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -100,8 +100,8 @@ def paper_style() -> Iterator[None]:
 def accuracy_figure(lines: Sequence[ArmLine], target: float | None, metric: str) -> Figure:
     """One panel per axis: mean accuracy of each line, and a band of one standard deviation.
 
-    Of more lines than there are colours, those that end highest are coloured and named and the rest is grey; curves
-    outside of means are dotted, the target accuracy is dashed.
+    With more lines than colours, those that end highest are coloured and named and the rest are grey; curves that are
+    not averaged are dotted, the target accuracy is dashed.
     """
     from matplotlib.figure import Figure
 
@@ -123,7 +123,7 @@ def accuracy_figure(lines: Sequence[ArmLine], target: float | None, metric: str)
 
 
 def _colours(lines: Sequence[ArmLine]) -> dict[str, tuple[str, str]]:
-    """Colour and marker by label, for as many labels as there are colours: those of the highest last accuracy."""
+    """Colour and marker by label, for the labels with the highest last accuracy, as many as there are colours."""
     ends: dict[str, float] = {}
     for line in lines:
         last = [curve.accuracy[-1] for curve in (*line.curves, *line.unfinished) if curve.accuracy]
@@ -135,7 +135,7 @@ def _colours(lines: Sequence[ArmLine]) -> dict[str, tuple[str, str]]:
 
 
 def _draw(panel: Axes, line: ArmLine, axis: str, colours: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Draw one line; returns what the legend has to name."""
+    """Draw one line; returns its legend entries."""
     colour, marker = colours.get(line.label, (GREY, ""))
     named: dict[str, Any] = {}
     if line.curves:
@@ -191,7 +191,7 @@ def step_time_figure(arms: Mapping[str, Mapping[str, float]]) -> Figure:
 def stacked(
     figure: Figure, panel: Axes, bars: Sequence[Mapping[str, float]], colours: Mapping[str, str]
 ) -> Float[np.ndarray, " bars"]:
-    """Draw the parts of each bar one after the other, with a legend above; returns where bars end."""
+    """Draw stacked bars with a legend above; returns where the bars end."""
     ends = np.zeros(len(bars))
     names = [name for name in colours if any(bar.get(name) for bar in bars)]
     for name in names:
@@ -208,8 +208,7 @@ def write_at_end(panel: Axes, text: str, end: float, place: int) -> None:
 
 
 def bars(arms: Mapping[str, T], *captions: str) -> tuple[Mapping[str, T], Figure, Sequence[Axes]]:
-    """A figure with a panel per caption and a line per arm, the first on top, and the arms that have one: the first
-    MOST_BARS."""
+    """The first MOST_BARS arms, and a figure for them with a panel per caption and a row per arm, the first on top."""
     from matplotlib.figure import Figure
 
     shown = dict(itertools.islice(arms.items(), MOST_BARS))
@@ -228,11 +227,11 @@ def bars(arms: Mapping[str, T], *captions: str) -> tuple[Mapping[str, T], Figure
 
 
 def _broken(label: str) -> str:
-    """A label in lines of LABEL_WIDTH characters, safe to draw."""
+    """A label wrapped to LABEL_WIDTH characters and escaped for matplotlib."""
     return _safe("\n".join(textwrap.wrap(label, LABEL_WIDTH)))
 
 
 def _safe(text: str) -> str:
-    """As it stands: a dollar would begin a formula, and a leading underscore takes a label out of the legend."""
+    """Literal text: a dollar would begin a formula, and a leading underscore hides a label from the legend."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

@@ -24,7 +24,7 @@ SCHEMA = 1  # of `profile.json`
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One profile of a sweep. What was not measured, because only a plan was wanted, is None."""
+    """One profile of a sweep. What was not measured (`profile.plan_only`) is None."""
 
     name: str
     step_seconds: float | None
@@ -48,23 +48,23 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """What a `profile.json` says. UserError if it is none, or of another schema."""
+    """The content of a `profile.json`. UserError if it is something else or has another schema."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): give a {layout.PROFILE} that grpo profile wrote") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:
-        raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA}: profile anew")
+        raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA}: profile it again")
     return dict(found)
 
 
 def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
-    """What is compared of a `profile.json`: measured where it was measured, else predicted."""
+    """The figures of a `profile.json` that are compared: measured if there are any, else predicted."""
     measured, predicted = found["measured"], found["predicted"]
     if measured is None:
         peak, phases = predicted["peak"], predicted["phases"]
-        kv = phases["decode"]["held_by"]["kv"] if "decode" in phases else 0  # of engine=torch alone
+        kv = phases["decode"]["held_by"]["kv"] if "decode" in phases else 0  # engine=torch only
         held_by = phases[peak["phase"]]["held_by"]
         return ProfileRow(name, None, None, None, None, kv, peak["bytes"], peak["phase"], held_by)
     engine, peak, phases = measured["engine"], measured["peak"], measured["phases"]
@@ -74,8 +74,8 @@ def profile_row(name: str, found: Mapping[str, Any]) -> ProfileRow:
 
 
 def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Console | None = None) -> None:
-    """Show the profiles of finished jobs, given by their overrides and folders, and write them to `folder` as JSON and,
-    where matplotlib is installed, as a picture."""
+    """Show the profiles of finished jobs, given as (overrides, folder), and write them to `folder` as JSON and, if
+    matplotlib is installed, as a picture."""
     console = console or terminal.console()
     rows = [profile_row(name, read_profile(job / layout.PROFILE)) for name, job in jobs]
     print_table(console, profile_table(rows))
@@ -90,7 +90,7 @@ def compare_profiles(jobs: Sequence[tuple[str, Path]], folder: Path, console: Co
 
 
 def profile_table(rows: Sequence[ProfileRow]) -> Table:
-    """One line per profile; in brackets the ratio to the first one."""
+    """One row per profile, with the ratio to the first one in parentheses."""
 
     def cell(row: ProfileRow, figure: str, form: Callable[[Any], str]) -> str:
         value, first = getattr(row, figure), getattr(rows[0], figure)
@@ -99,12 +99,12 @@ def profile_table(rows: Sequence[ProfileRow]) -> Table:
         return f"{form(value)} ({value / first:.2f})" if first else form(value)
 
     cells = [(row.name, *(cell(row, *column) for column in _COLUMNS.values()), row.peak_phase) for row in rows]
-    title = "profiles, and in brackets their ratio to the first"
+    title = "profiles, and in parentheses their ratio to the first"
     return Table(("job", *_COLUMNS, "peak in"), tuple(cells), frozenset(_COLUMNS), title=title)
 
 
 def profile_picture(rows: Mapping[str, ProfileRow]) -> bytes:
-    """What holds the peak of each profile and, where all were measured, how fast it decodes: a PNG file."""
+    """A PNG of what holds memory at each profile's peak and, if all were measured, of their decoding speeds."""
     with plots.paper_style():
         speeds = [row.tokens_per_second for row in rows.values() if row.tokens_per_second is not None]
         captions = ["peak memory, MiB", *(["tokens decoded per second"] if len(speeds) == len(rows) else [])]

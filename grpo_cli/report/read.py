@@ -1,7 +1,7 @@
-"""Run folders to frozen records: what a run was asked, how it ended, and its curve. Compares nothing.
+"""Reads run folders into frozen records: a run's settings, how it ended, and its curve. Compares nothing.
 
-What the files say is data of strangers: nothing of it is executed, no resolver of theirs is run, and a file that is
-damaged or half written costs a note on its run, not the report.
+The files are untrusted: nothing in them is executed, no resolver runs, and a file that is damaged or half written
+becomes a note on its run instead of stopping the report.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from grpo_cli.runs.lock import is_held
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import duration, plain
 
-# Parts of a step in the order in which they happen; evaluation and checkpoints are outside of it.
+# Parts of a step in order; evaluation and checkpoints are outside it.
 PHASES = ("rollout", "reward", "logprobs", "update")
 _A_RUN_HAS = (layout.METRICS, layout.SUMMARY, layout.STATUS, layout.RUN, layout.HYDRA_CONFIG)
-_NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.BAD_BATCHES}
+_NOT_BELOW = {layout.CHECKPOINTS, layout.WANDB, layout.TENSORBOARD, layout.BAD_BATCHES}
 
 
 class State(StrEnum):
-    """How a run ended, or that it has not."""
+    """How a run ended, or that it has not yet."""
 
     COMPLETED = "completed"
     RUNNING = "running"
@@ -42,7 +42,7 @@ class State(StrEnum):
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     SKIPPED = "skipped"
-    UNFINISHED = "unfinished"  # no word of its end: it was killed
+    UNFINISHED = "unfinished"  # without a summary: it was killed
     REPEATED = "repeated"  # completed, and so did a later run of the same settings and seed
 
 
@@ -51,10 +51,10 @@ _AN_ACCURACY = re.compile(r"eval/(accuracy|pass@[1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its folder tells it. Numbers that it does not tell are None.
+    """One run as read from its folder. Missing numbers are None.
 
-    `curve` is of the accuracy that was asked for, `accuracies` are those that the run has measured. `step_seconds` are
-    means over steps: each of PHASES that was measured, and `other`. `notes` say what could not be read.
+    `curve` is of the requested accuracy, `accuracies` names those that the run has measured. `step_seconds` are means
+    over steps of each measured one of PHASES, and `other`. `notes` say what could not be read.
     """
 
     folder: Path
@@ -73,7 +73,8 @@ class Run:
     trained_tokens: float | None = None
     peak_bytes: float | None = None
     entropy: float | None = None  # policy/entropy of the last step that has one
-    code: Mapping[str, str] = field(default_factory=dict)  # versions of what it was run with, by their names
+    turns: float | None = None  # turns/mean, likewise
+    code: Mapping[str, str] = field(default_factory=dict)  # versions of the code, by package
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,7 +88,7 @@ class Run:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Training runs, and the folders of other commands (evaluations, profiles) that were met on the way."""
+    """Training runs, and the folders of other commands (evaluations, profiles) found with them."""
 
     runs: tuple[Run, ...]
     others: tuple[str, ...]
@@ -96,8 +97,8 @@ class FoundRuns:
 def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
     """Every run in or below the folders, each once, in the order of the folders and of their jobs' numbers.
 
-    `metric` is the accuracy that is wanted of them. UserError if a folder does not exist, if no training run is found,
-    or if the runs have measured other accuracies only.
+    `metric` is the accuracy to read. UserError if a folder does not exist, if no training run is found, or if the runs
+    have measured only other accuracies.
     """
     read = read_all(folders, metric)
     runs = tuple(run for run in read if run.asked.command == "train")
@@ -117,11 +118,11 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
 
 
 def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
-    """The same of every command, and also if there are none."""
+    """The same for runs of every command; may be empty."""
     found: dict[Path, tuple[str, Sequence[str] | None]] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{plain(folder)} is no folder: name run folders, sweep folders, or what holds them")
+            raise UserError(f"{plain(folder)} is not a folder: name run folders, sweep folders, or what holds them")
         try:
             for path, job in _run_folders(folder):
                 found.setdefault(path.resolve(), (_short_name(path, folder, len(folders)), job))
@@ -131,14 +132,14 @@ def read_all(folders: Sequence[Path], metric: str = GREEDY) -> list[Run]:
 
 
 def _short_name(path: Path, given: Path, num_given: int) -> str:
-    """The run's folder from the one that was named; with the latter's own name if there are several."""
+    """The run's folder relative to the given one; with the latter's own name if several were given."""
     if path == given or num_given > 1:
         return plain(given.resolve().name / path.relative_to(given))
     return plain(path.relative_to(given))
 
 
 def _run_folders(folder: Path) -> Iterator[tuple[Path, Sequence[str] | None]]:
-    """Run folders in or below `folder`, the jobs of a sweep in their order, also those that have no folder yet."""
+    """Run folders in or below `folder`; the jobs of a sweep in order, including those without a folder yet."""
     if any((folder / name).is_file() for name in _A_RUN_HAS):
         yield folder, None
         return
@@ -155,11 +156,11 @@ def _natural(name: str) -> tuple[int, int, str]:
 
 
 def jobs_of(sweep: Path) -> dict[Path, Sequence[str] | None]:
-    """The jobs of a sweep that its launcher wrote down: folder to overrides. None of any other folder."""
+    """The jobs that a sweep's launcher listed, folder to overrides; empty for any other folder."""
     jobs: dict[Path, Sequence[str] | None] = {}
     listed = _read_object(sweep / layout.SWEEP, []).get("jobs")
     for job in listed if isinstance(listed, list) else []:
-        # By its last part: a sweep that was moved, or is read from another folder, is found as well.
+        # By its last part, so that a sweep that was moved is found as well.
         name = Path(str(job.get("folder", ""))).name if isinstance(job, dict) else ""
         if name and name != "..":
             jobs[sweep / name] = _words(job.get("overrides"))
@@ -171,7 +172,7 @@ def _words(listed: Any) -> list[str] | None:
 
 
 def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: str = GREEDY) -> Run:
-    """One run; `job` are the overrides that a sweep has listed for it, which count where it has left no config."""
+    """One run; `job` are the overrides that a sweep lists for it, used if it has no config."""
     notes: list[str] = []
     status = _read_object(folder / layout.STATUS, notes)
     summary = _read_object(folder / layout.SUMMARY, notes)
@@ -183,7 +184,7 @@ def read_run(folder: Path, name: str, job: Sequence[str] | None = None, metric: 
         notes.insert(0, plain(str(error).removeprefix(f"{folder}{os.sep}")))
     if asked is None:
         asked = asked_with(_words(status.get("overrides", job)) or [], str(status.get("command", "train")))
-    if asked.command == "eval":  # has no steps, and says what it found in its summary
+    if asked.command == "eval":  # has no steps; its results are in its summary
         rows = [dict(_numbers({"step": 0, **summary}, set()))]
     state, reason = _state_of(folder, status, summary)
     run = Run(folder, name, state, reason, asked, curve_of(rows, metric), notes=(*notes, *of_rows))
@@ -207,14 +208,19 @@ def _with_numbers(run: Run, rows: Rows, metric: str, summary: Mapping[str, Any])
         seconds=last.get("clock/train_seconds", _number(summary.get("train_seconds"))),
         generated_tokens=last.get("tokens/generated", _number(summary.get("generated_tokens"))),
         trained_tokens=last.get("tokens/trained", _number(summary.get("trained_tokens"))),
-        entropy=next((row["policy/entropy"] for row in reversed(steps) if "policy/entropy" in row), None),
+        entropy=_last(steps, "policy/entropy"),
+        turns=_last(steps, "turns/mean"),
         code=_code_of(summary.get("code")),
         peak_bytes=max((peak for peak in peaks if peak is not None and math.isfinite(peak)), default=None),
     )
 
 
+def _last(steps: Rows, name: str) -> float | None:
+    return next((row[name] for row in reversed(steps) if name in row), None)
+
+
 def _step_seconds(steps: Rows) -> dict[str, float]:
-    """Mean seconds per step of each phase, and of what a step does besides."""
+    """Mean seconds per step of each phase, and of the rest as `other`."""
     measured = [name for name in PHASES if any(f"time/{name}" in row for row in steps)]
     timed = [row for row in steps if math.isfinite(row.get("time/step", math.nan))]
     if not timed:
@@ -225,7 +231,7 @@ def _step_seconds(steps: Rows) -> dict[str, float]:
 
 
 def _state_of(folder: Path, status: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[State, str]:
-    """Running is what a process has in use; else the launcher's word counts where there is one, or the run's own."""
+    """Running if a process holds its lock; else what the launcher recorded, or the run itself."""
     if is_held(folder / layout.LOCK) or is_held(folder / layout.LOG):
         return State.RUNNING, _last_sign(folder)
     told, ended = status.get("state"), summary.get("status")
@@ -257,7 +263,7 @@ def _number(value: Any) -> float | None:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """A JSON object; empty if there is none, with a note if there should be."""
+    """A JSON object; empty without a file, or with a note if it is unreadable."""
     try:
         value = _DECODER.decode(content(path).decode())
         if isinstance(value, dict):
@@ -270,14 +276,14 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-# Whole numbers as floats: all metrics are, and no number is too large for one.
+# Integers as floats: all metrics are floats, and no number is too large for one.
 _DECODER = json.JSONDecoder(parse_int=float)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
     """The records of a `metrics.jsonl` in the order of their steps, each step once, and notes on what was left out.
 
-    A record takes the place of what stands before it for its step and later ones: a resumed run has gone back there.
+    A record replaces earlier ones of its own and later steps: a resumed run went back to that point.
     """
     rows: list[dict[str, float]] = []
     notes: list[str] = []
@@ -290,7 +296,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
 
 
 def _row(line: bytes, no_number: set[str]) -> dict[str, float]:
-    """One record. ValueError if it is none; names of values that are no numbers are added to `no_number`."""
+    """One record. ValueError if it is not one; names of values that are not numbers are added to `no_number`."""
     row = _DECODER.decode(line.decode("utf-8"))
     if not isinstance(row, dict):
         raise ValueError("no JSON object")

@@ -1,6 +1,6 @@
-"""The rollouts that a run has recorded (`rollouts.jsonl`) or an evaluation has made (`samples.jsonl`), to be read.
+"""Reads the rollouts that a run (`rollouts.jsonl`) or an evaluation (`samples.jsonl`) has recorded.
 
-What stands in them was written by a model: whoever prints it makes it `visible` first.
+Their text was written by a model: make it `visible` before printing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RECORDS = (layout.ROLLOUTS, layout.SAMPLES)
 
 @dataclass(frozen=True)
 class Recorded:
-    """One row: a rollout as a person reads it. What a row does not say is None, or empty."""
+    """One rollout as text. What its row lacks is None, or empty."""
 
     prompt_id: str
     sample: int
@@ -37,12 +37,12 @@ class Recorded:
     kept: bool = False
     reason: str = ""
     advantage: float | None = None
-    turns: tuple[tuple[bool, str], ...] = ()  # what was said, and whether the environment said it
+    turns: tuple[tuple[bool, str], ...] = ()  # (spoken by the environment, text)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The rollouts of one step (None: of an evaluation), which steps there are, and what could not be read."""
+    """The rollouts of one step (None: an evaluation's), all steps in the file, and what could not be read."""
 
     file: Path
     step: int | None
@@ -52,7 +52,7 @@ class Recording:
 
 
 def read_recording(folder: Path, step: int | None = None) -> Recording | None:
-    """The rollouts of a step, or of the last one; None if the folder has no file of rollouts."""
+    """The rollouts of a step, by default the last; None if the folder has no file of rollouts."""
     file = next((folder / name for name in RECORDS if (folder / name).is_file()), None)
     if file is None:
         return None
@@ -77,13 +77,13 @@ def ranked(rollouts: Sequence[Recorded]) -> list[Recorded]:
 
 
 def extremes(rollouts: Sequence[Recorded], best: int, worst: int) -> list[Recorded]:
-    """So many with the highest rewards, then so many with the lowest, each once."""
+    """The `best` highest rewards, then the `worst` lowest, each rollout once."""
     order = ranked(rollouts)
     return order[:best] + order[max(best, len(order) - worst) :]
 
 
 def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
-    """The rollouts of each prompt, the prompts in the order of their first one."""
+    """The rollouts of each prompt, in order of first appearance."""
     groups: dict[str, list[Recorded]] = {}
     for row in rollouts:
         groups.setdefault(row.prompt_id, []).append(row)
@@ -91,7 +91,7 @@ def by_prompt(rollouts: Sequence[Recorded]) -> dict[str, list[Recorded]]:
 
 
 def facts(row: Recorded) -> list[str]:
-    """What became of a rollout, in words: its reward and the parts of it, its advantage, its length, its fate."""
+    """A rollout in words: its reward and its parts, advantage, length, and whether it was kept."""
     parts = ", ".join(f"{plain(name)} {value:g}" for name, value in row.parts.items())
     told = [f"reward {row.reward:g}" + (f" ({parts})" if parts else "")]
     told += [f"advantage {row.advantage:+.3g}"] if row.advantage is not None else []
@@ -101,7 +101,7 @@ def facts(row: Recorded) -> list[str]:
 
 
 def visible(text: str) -> str:
-    r"""A text of several lines that a terminal can be given: control and invisible characters become their escapes.
+    r"""Text of several lines that is safe to print: control and invisible characters are escaped.
 
     >>> visible("a\x1b[31m\tb\nc")
     'a\\x1b[31m\\tb\nc'
@@ -110,7 +110,7 @@ def visible(text: str) -> str:
 
 
 def _recorded(line: bytes, has_step: bool) -> Recorded:
-    """One row. ValueError, TypeError, KeyError, AttributeError or OverflowError if the line is none."""
+    """One row. ValueError, TypeError, KeyError, AttributeError or OverflowError for any other line."""
     row: dict[str, Any] = {"answer": "", "finish": "", "reason": "", **json.loads(line)}
     texts = {name: row[name] for name in ("prompt_id", "prompt", "reply", "answer", "finish", "reason")}
     whole = {"sample": row["sample"], "step": row["step"] if has_step else None, "length": row.get("length")}

@@ -1,4 +1,4 @@
-"""Compared runs in the terminal: a table with a sparkline per arm, and under it what was not averaged."""
+"""Compared runs in the terminal: a table with a sparkline per arm, then the runs that were not averaged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from grpo_cli.report.tables import REMARKS, SPARKS, Table, arm_table, footnotes,
 from grpo_cli.support import terminal
 
 STATE_STYLES = {"completed": "green", "failed": "red", "running": "cyan", "waiting": "dim", "repeated": "dim"}
-# What a narrow screen can do without, the first one first. What is written to files has it all.
+# Columns that are hidden on a narrow screen, in this order. The files have all of them.
 DISPENSABLE = (
-    *("trained tokens", "generated tokens", "last entropy", "training time", "best accuracy", "peak memory"),
-    *("last accuracy", "seed", "decode steps", "slots busy", "tokens/s", "KV"),
+    *("trained tokens", "generated tokens", "last entropy", "last turns", "training time", "best accuracy"),
+    *("peak memory", "last accuracy", "seed", "decode steps", "slots busy", "tokens/s", "KV"),
 )
-ROOM_FOR_REMARKS = 24  # the column breaks anywhere
+ROOM_FOR_REMARKS = 24  # a column that wraps anywhere
 
 
 def show(comparison: Comparison, console: Console | None = None) -> None:
-    """Print the report. Where nobody looks at a screen (a file, a pipe) rows are as long as they need to be."""
+    """Print the report. In a file or a pipe rows are as long as they need to be."""
     console, settings = console or terminal.console(), not comparison.numbered
     arms = arm_table(comparison, settings=settings)
     print_table(console, arms if console.encoding.startswith("utf") else arms.without(SPARKS))
@@ -39,7 +39,7 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; on a screen that has no room for it, without columns that are then named."""
+    """Print a table; on a narrow screen some columns are hidden and named below."""
     hidden: list[str] = []
     for name in (name for name in DISPENSABLE if name in table.columns):
         if not console.is_terminal or _width(console, table.without(*hidden)) <= console.width:
@@ -54,7 +54,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def _width(console: Console, table: Table) -> int:
-    """The columns of a screen that a table needs; remarks break anywhere."""
+    """The width that a table needs on a screen; remarks wrap anywhere."""
     room = ROOM_FOR_REMARKS if console.is_terminal and REMARKS in table.columns else None
     made = rich_table(table if room is None else table.without(REMARKS))
     return Measurement.get(console, console.options.update(max_width=10_000), made).maximum + (room or 0)
@@ -66,7 +66,7 @@ def rich_table(table: Table) -> RichTable:
     made = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name, *cells in zip(table.columns, *table.rows, strict=True):
         right = name in table.numeric
-        longest = max((len(word) for cell in cells for word in cell.split()), default=0)  # no number is broken
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)  # numbers are not wrapped
         side: JustifyMethod = "right" if right else "left"
         made.add_column(Text(name), justify=side, min_width=longest if right else None, overflow="fold")
     for number, row in enumerate(table.rows):

@@ -1,4 +1,4 @@
-"""Compared runs as tables of short texts, the same for the terminal and for HTML; and as JSON, with every digit."""
+"""Compared runs as tables of text, shared by terminal and HTML; and as JSON, with every digit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMARKS, SET_APART = "remarks", "not averaged"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts under column names. `numeric` columns stand to the right; `marked` is the row of the best arm."""
+    """Rows of text under column names. `numeric` columns are right-aligned; `marked` is the row of the best arm."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -47,20 +47,22 @@ def _share(share: float) -> str:
     return f"{share:.3f}"
 
 
-# Columns of means over an arm's runs: the figure of a run, and how it is written.
+# Columns of means over an arm's runs: the attribute of a run, and its format.
 MEANS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "training time": ("seconds", _seconds),
     "generated tokens": ("generated_tokens", short),
     "trained tokens": ("trained_tokens", short),
     "peak memory": ("peak_bytes", size),
     "last entropy": ("entropy", _share),
+    "last turns": ("turns", lambda turns: f"{turns:.2f}"),
 }
+SOMETIMES = ("last entropy", "last turns")  # runs of older versions lack the one, runs of one turn the other
 
 
 def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = True) -> Table:
-    """One row per arm: its settings, or else its number, then means over its completed runs.
+    """One row per arm: its settings (or its number), then means over its completed runs.
 
-    Accuracies come with their intervals (a star marks one over problems), the rest if `intervals` asks for them.
+    Accuracies come with their intervals (a star marks one over problems), the rest only with `intervals`.
     """
     target, arms = comparison.target, comparison.arms
     columns = comparison.columns if settings else ("arm",)
@@ -83,12 +85,12 @@ def arm_table(comparison: Comparison, intervals: bool = False, settings: bool = 
     marked = arms.index(comparison.best) if comparison.best else None
     table = Table((*columns, *numbers, SPARKS, SET_APART), tuple(rows), frozenset(numbers), marked)
     without = [] if comparison.left_out else [SET_APART]
-    without += [] if any(arm.mean("entropy") for arm in arms) else ["last entropy"]  # older runs have none
+    without += [name for name in SOMETIMES if not any(arm.mean(MEANS[name][0]) for arm in arms)]
     return table.without(*without)
 
 
 def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True) -> Table:
-    """One row per run: how it ended, its settings or else its arm, how far it came, and remarks."""
+    """One row per run: how it ended, its settings (or its arm), how far it got, and remarks."""
     columns = comparison.columns if settings else ("arm",)
     places = {id(run): i for i, arm in enumerate(comparison.arms, start=1) for run in (*arm.runs, *arm.others)}
     rows = [
@@ -109,7 +111,7 @@ def run_table(comparison: Comparison, runs: Sequence[Run], settings: bool = True
 
 
 def settings_table(comparison: Comparison) -> Table:
-    """What the numbers of arms stand for."""
+    """The settings behind the numbers of arms."""
     rows = [
         (str(number), *_settings(arm.settings, comparison.columns))
         for number, arm in enumerate(comparison.arms, start=1)
@@ -122,7 +124,7 @@ def _settings(settings: Mapping[str, Setting], columns: Sequence[str]) -> list[s
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """What a reader of the tables has to know."""
+    """Notes below the tables."""
     arms = comparison.arms
     notes = [
         f"Means over the {sum(len(arm.runs) for arm in arms)} completed of {len(comparison.runs)} runs, with Student's "
@@ -142,10 +144,10 @@ def footnotes(comparison: Comparison) -> list[str]:
         )
     differing = _code_differences([run.code for arm in arms for run in arm.runs])
     if differing:
-        notes.append(f"These runs are of different code, but compared as equals: {'; '.join(differing)}.")
+        notes.append(f"These runs used different code but are compared as equals: {'; '.join(differing)}.")
     of_source: dict[str, list[str]] = {}
     for key, source in comparison.implied.items():
-        if key != f"{source}._target_":  # that is what the choice is
+        if key != f"{source}._target_":  # the choice itself
             of_source.setdefault(source, []).append(key)
     if of_source:
         lists = "; ".join(f"with {source}: {', '.join(keys)}" for source, keys in of_source.items())
@@ -154,7 +156,7 @@ def footnotes(comparison: Comparison) -> list[str]:
 
 
 def _code_differences(codes: Sequence[Mapping[str, str]]) -> list[str]:
-    """What the runs were not all run with, and how many with which version of it."""
+    """Packages whose versions differ between the runs, with the number of runs per version."""
     differing = []
     for name in dict.fromkeys(name for code in codes for name in code):
         counts = Counter(code.get(name, "not recorded") for code in codes)
@@ -220,7 +222,7 @@ def _reached(arm: Arm, target: float) -> str:
 
 
 def _sparks(arms: Sequence[Arm]) -> list[str]:
-    """Each arm's mean accuracy over its steps, all drawn between the least and the greatest of any arm."""
+    """Each arm's mean accuracy over its steps, on a scale shared by all arms."""
     curves = [arm.mean_curve for arm in arms]
     everything = [value for curve in curves for value in curve.accuracy]
     low, high = min(everything, default=0.0), max(everything, default=1.0)

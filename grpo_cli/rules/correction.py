@@ -22,7 +22,7 @@ from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.types import Verdict
 
-# As in verl and slime: exp(20) = 5e8 is beyond any use, and a longer product would overflow.
+# As in verl and slime: exp(20) = 5e8 is larger than any useful weight, and a longer product would overflow.
 MAX_LOG_RATIO = 20.0
 
 Bound = Annotated[float | int | None, Range(0, because="it bounds a ratio of probabilities; null is no bound")]
@@ -42,8 +42,8 @@ class Correct:
     batch_normalise   divide weights by their mean over the rollouts asked about (token: over all response tokens;
                       sequence: over sequences), rejected ones included, so that the correction does not rescale the
                       learning rate.
-    rejection         none | veto: a sequence with any xi_t < `veto` leaves the loss whole.
-    veto              what the dense policy finds impossible, e.g. the start of an endless repetition.
+    rejection         none | veto: a sequence with any xi_t < `veto` is removed from the loss as a whole.
+    veto              what the dense policy considers impossible, e.g. the start of an endless repetition.
     mask_low/high     tokens with xi_t outside [mask_low, mask_high] leave the loss and its divisors; None for no bound.
     count_rejected    whether rejected rollouts count in their group's reward statistics (read by the trainer; the
                       released code counts them).

@@ -1,4 +1,4 @@
-"""How much each token of a step's batch counts: factors of the policy loss, before the batch is cut into parts."""
+"""Token weights of a step's batch: factors of the policy loss, applied before the batch is split."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from grpo_cli.types import Batch
 
 
 def none(batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None:
-    """All tokens count alike."""
+    """All tokens have the same weight."""
     return None

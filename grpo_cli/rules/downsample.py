@@ -20,7 +20,7 @@ from grpo_cli.types import ScoredGroup
 
 
 def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
-    """Keep everything: plain GRPO. Refuses to choose, which is what the other rules are for."""
+    """Keep everything: plain GRPO. Refuses m < n, which needs another rule."""
     size = len(group.rollouts)
     if keep < size:
         raise UserError(
@@ -48,7 +48,7 @@ def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.G
     try:
         indices = [operator.index(index) for index in answer]
     except TypeError as error:
-        raise UserError(f"{fault} but returned something that is no integer ({error})") from error
+        raise UserError(f"{fault} but returned something that is not an integer ({error})") from error
     outside = [index for index in indices if not 0 <= index < size]
     if outside:
         raise UserError(f"{fault} but returned {outside[0]}: indices run from 0 to {size - 1}")

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or not there at all, and the newest good one found again. Knows no model and no trainer.
+"""Atomic checkpoints, and reading them back. Independent of model and trainer.
 
-    <run>/checkpoints/step_000100/     what `save_model` wrote, trainer_state.pt, and COMPLETE
+    <run>/checkpoints/step_000100/     the files of `save_model`, trainer_state.pt, and COMPLETE
 
-`COMPLETE` is written last, after everything else is on the disk. It lists every file with its size and SHA-256, so that
-a folder cut short by a crash, and a file cut short or altered later, are both seen before anything is read from them.
+`COMPLETE` is written last, after everything else is on disk. It lists every file with its size and SHA-256, so that a
+folder cut short by a crash, and a file truncated or altered later, are both detected before anything is read.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def save_checkpoint(
 ) -> Path:
     """Save step `step` below `root` and remove the oldest checkpoints beyond `keep` (at least this one stays).
 
-    `save_model` writes the model's files into the folder it is given. `state` may hold tensors and plain values only,
+    `save_model` writes the model's files into the folder it is given. `state` may hold only tensors and plain values,
     so that it can be read back without running code; anything else raises TypeError before a file is written.
 
-    Raises CheckpointError when the files cannot be written, a full disk being the usual reason. Then, and after any
-    other exception, nothing of this save is left and every checkpoint saved before is.
+    Raises CheckpointError if the files cannot be written, usually because the disk is full. Then, and after any other
+    exception, nothing of this save is left and every earlier checkpoint is intact.
     """
     _refuse_unplain(state, "state")
     folder = root / step_folder(step)
@@ -89,8 +89,8 @@ def save_checkpoint(
 
 
 def _save_state(path: Path, state: Mapping[str, Any]) -> None:
-    # Given a path, torch turns a full disk into a RuntimeError about its zip file. Given a file, the OSError survives
-    # as the context of that error at least, and so does a second ctrl-C.
+    # Given a path, torch turns a full disk into a RuntimeError about its zip file. Given a file, the OSError (or a
+    # second ctrl-C) is at least the context of that error.
     try:
         with open(path, "wb") as file:
             torch.save(dict(state), file)
@@ -102,7 +102,7 @@ def _save_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _sync_all(folder: Path) -> dict[str, dict[str, Any]]:
-    """Put every file of `folder` on the disk. Returns its manifest."""
+    """Sync every file of `folder` to disk. Returns its manifest."""
     manifest = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync_file(path)
@@ -113,7 +113,7 @@ def _sync_all(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _set_aside(folder: Path, replaced: Path) -> None:
-    """The step was saved before. A complete folder stays findable until its successor is; an incomplete one goes."""
+    """The step was saved before: keep a complete folder until its successor is, remove an incomplete one."""
     if (folder / COMPLETE).exists():
         os.replace(folder, replaced)
     else:
@@ -121,7 +121,7 @@ def _set_aside(folder: Path, replaced: Path) -> None:
 
 
 def _undo(folder: Path, temporary: Path, replaced: Path) -> None:
-    # Errors are passed over here: whatever cannot be removed is incomplete, or older, and is never taken for good.
+    # Errors are ignored: what cannot be removed is incomplete, or older, and never mistaken for a good checkpoint.
     shutil.rmtree(temporary, ignore_errors=True)
     if folder.exists() and not (folder / COMPLETE).exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,9 +130,9 @@ def _undo(folder: Path, temporary: Path, replaced: Path) -> None:
 
 
 def _disk_error(error: BaseException) -> str | None:
-    """Why the disk did not take it, or None if the error is about something else.
+    """Why the disk refused the write, or None if the error is about something else.
 
-    safetensors and other compiled writers have errors of their own; their texts carry the system's number.
+    safetensors and other compiled writers raise their own errors, whose texts carry the system's error number.
     """
     if isinstance(error, UserError):
         return None
@@ -152,9 +152,9 @@ def _save_message(root: Path, step: int, reason: str) -> str:
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a killed process has left in a run's folder of files and checkpoints that it was writing or removing.
+    """Remove the half-written files and checkpoints that a killed process left in a run's folder.
 
-    A replaced checkpoint whose successor is not complete gets its name back.
+    A replaced checkpoint whose successor is not complete is restored.
     """
     for name in (METRICS, ROLLOUTS, SUMMARY, RUN, WANDB_ID):
         unfinished(run_dir / name).unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """What a killed save left. A replaced checkpoint gets its name back unless its successor is complete."""
+    """Remove what a killed save left; restore a replaced checkpoint unless its successor is complete."""
     for path in root.iterdir():
         if step_of(path.name) is None or not path.suffix:
             continue
@@ -185,7 +185,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """By way of the name of an unfinished folder, so that the next save clears up if this removal is cut short."""
+    """Renamed to an unfinished folder first, so that the next save cleans up if this removal is interrupted."""
     if folder.exists():
         doomed = folder.with_suffix(UNFINISHED)
         os.replace(folder, doomed)
@@ -214,7 +214,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put `rng_state`'s value back. GPUs beyond those of this machine are left out: a run that moves to other devices
+    """Restore `rng_state`'s value. GPUs that this machine does not have are ignored: a run that moves to other devices
     cannot continue bit for bit anyway."""
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
@@ -229,7 +229,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def _refuse_unplain(value: Any, where: str) -> None:
-    # The exact type counts: a numpy float is a float too, but is saved in a way that safe loading refuses.
+    # The exact type matters: a numpy float is a float too, but safe loading refuses it.
     if type(value) in _PLAIN or isinstance(value, Tensor):
         return
     if type(value) in (list, tuple):

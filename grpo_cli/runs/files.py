@@ -1,4 +1,4 @@
-"""Files that are whole or absent after a crash, and JSON that every parser accepts. Knows nothing of runs."""
+"""Atomic file writes, and JSON that every parser accepts. Independent of runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def json_line(value: Any, indent: int | None = None) -> str:
     """`value` as JSON, without a line break unless `indent` asks for them.
 
     JSON has no NaN and no infinity: they become the strings "NaN", "Infinity" and "-Infinity", all of which Python's
-    `float` reads back. (`null` would lose which of the three it was.) Numpy scalars become numbers, paths strings.
-    A lone surrogate, which UTF-8 cannot say, is escaped. Raises TypeError for anything else that JSON cannot say.
+    `float` reads back (`null` would lose which of the three it was). Numpy scalars become numbers, paths strings. A
+    lone surrogate, which UTF-8 cannot encode, is escaped. Raises TypeError for anything else that JSON cannot hold.
     """
     text = json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
-    return text.encode("utf-8", "backslashreplace").decode()  # its backslash escape happens to be JSON's as well
+    return text.encode("utf-8", "backslashreplace").decode()  # the same backslash escape as JSON's
 
 
 def _plain(value: Any) -> Any:
@@ -45,9 +45,9 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to: after a crash, even of the machine, `path` holds what it held before or all that was written.
+    """A file to write to: after a crash, even of the machine, `path` holds its old content or all of the new.
 
-    What a kill leaves of it is `unfinished(path)`.
+    A kill may leave `unfinished(path)` behind.
     """
     temporary = unfinished(path)
     try:
@@ -64,7 +64,7 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def must_be_writable(path: Path) -> Iterator[None]:
-    """An OSError in here is a UserError that names the path and the ways out."""
+    """Turns an OSError into a UserError that names the path and the ways out."""
     try:
         yield
     except OSError as error:
@@ -75,7 +75,7 @@ def must_be_writable(path: Path) -> Iterator[None]:
 
 
 def unfinished(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
+    """The temporary name under which a file is written."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -86,14 +86,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def regular(path: str, flags: int) -> int:
-    """An `opener` for `open`: raises OSError for a pipe or a device, which may block or never end, in place of opening
-    it. Links are followed."""
-    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # without it, opening a pipe without a writer waits
+    """An `opener` for `open` that raises OSError for a pipe or a device, which may block or never end. Links are
+    followed."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o644)  # otherwise opening a pipe without a writer blocks
     mode = os.fstat(file).st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # what a folder is, `open` says itself
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` itself refuses a folder
         return file
     os.close(file)
-    raise OSError(errno.EINVAL, "it is no regular file but a pipe or a device", path)
+    raise OSError(errno.EINVAL, "it is not a regular file but a pipe or a device", path)
 
 
 def content(path: Path) -> bytes:
@@ -109,13 +109,13 @@ def sha256(path: Path) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until the content of `path` is on the disk."""
+    """Wait until the content of `path` is on disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk: a rename is durable only then."""
+    """Wait until the names in `folder` are on disk: only then is a rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Looks for runs, and for the newest good checkpoint of one. Loads no torch, so that a refusal comes at once."""
+"""Finds runs, and the newest good checkpoint of one. Does not import torch, so that refusals are fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_cli.support.formatting import is_a
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest good checkpoint, if any, and why each newer one was passed over ("step_000120: ...")."""
+    """The newest good checkpoint, if any, and why each newer one was skipped ("step_000120: ...")."""
 
     path: Path | None
     skipped: tuple[str, ...]
@@ -26,8 +26,8 @@ class FoundCheckpoint:
 def find_checkpoint(folder: Path) -> FoundCheckpoint:
     """The newest checkpoint whose files are all as they were saved.
 
-    `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the answer has been read and
-    compared, about a second per gigabyte; older checkpoints are not looked at.
+    `folder` is a run folder, its `checkpoints` folder, or one checkpoint. Every file of the result has been read and
+    verified, about a second per gigabyte; older checkpoints are not checked.
     """
     skipped: list[str] = []
     for path in candidates(folder):
@@ -39,7 +39,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint:
 
 
 def never_saved(run_dir: Path) -> bool:
-    """Whether a run was ended before it had a checkpoint, perhaps in its first save, which is of step 0."""
+    """Whether a run ended before it had a checkpoint, possibly during its first save, that of step 0."""
     metrics = run_dir / METRICS
     try:
         rows = content(metrics).count(b"\n") if metrics.exists() else 0
@@ -49,7 +49,7 @@ def never_saved(run_dir: Path) -> bool:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest first; of one step, the one being replaced after its successor."""
+    """Checkpoint folders, newest first; one that is being replaced comes after its successor."""
     if step_of(folder.name) is not None:
         return [folder]
     root = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
@@ -70,7 +70,7 @@ def _damage(folder: Path) -> str | None:
             if size != expected["bytes"]:
                 return f"{name} has {size} bytes instead of {expected['bytes']}"
             if sha256(path) != expected["sha256"]:
-                return f"{name} is not what was saved (its SHA-256 differs)"
+                return f"{name} has changed since it was saved (its SHA-256 differs)"
         return None if TRAINER_STATE in files else f"{COMPLETE} does not list {TRAINER_STATE}"
     except FileNotFoundError:
         return f"the save was interrupted (no {COMPLETE} file)"
@@ -85,10 +85,10 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 
 
 def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Path:
-    """What `resume=` means: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
+    """Resolve `resume=`: a run folder, or one checkpoint folder if one was named. `find_checkpoint` takes either.
 
-    `auto` is the run below `outputs`/train that saved a checkpoint last; one that is finished only if all are. Raises
-    UserError when there is none, and for a folder that is no run; `key` is what the person typed it after.
+    `auto` is the run below `outputs`/train that saved a checkpoint last; a finished one only if all are. Raises
+    UserError if there is none, and for a folder that is not a run; `key` is the setting that was typed.
     """
     if resume == "auto":
         return _newest_run(outputs / "train", key)
@@ -101,17 +101,17 @@ def resolve_run(resume: str, outputs: Path = OUTPUTS, key: str = "resume") -> Pa
         path = path.parent
     if not (path / CHECKPOINTS).is_dir() and not has_record(path):
         raise UserError(
-            f"{key}={resume} is no run folder: it has neither {RUN} nor {CHECKPOINTS}/. Give a folder such as "
+            f"{key}={resume} is not a run folder: it has neither {RUN} nor {CHECKPOINTS}/. Give a folder such as "
             f"{outputs / 'train'}/<date>_<time>-<id>, one of its checkpoints, or auto."
         )
     return path
 
 
 def completed_steps(resume: str | None) -> int | None:
-    """How many steps the run that `resume` names has done, if it has done all that it was to; None otherwise. Where one
-    checkpoint is named, it is the step of that, from which the run may be done again.
+    """The number of steps of the run that `resume` names, if it is completed; None otherwise. If one checkpoint is
+    named, its step, from which the run may be repeated.
 
-    A summary that says so is believed where there is the checkpoint of its step.
+    A summary that says so is believed only if the checkpoint of its step exists.
     """
     if resume is None:
         return None
@@ -119,7 +119,7 @@ def completed_steps(resume: str | None) -> int | None:
     folder = Path(resume) if named is None else Path(resume).parent.parent
     try:
         summary = read_object(folder / SUMMARY)
-    except UserError:  # damaged: what the checkpoints say counts
+    except UserError:  # damaged: the checkpoints decide
         return None
     saved = {step_of(path.name) for path in candidates(folder) if (path / COMPLETE).is_file()}
     if summary.get("status") != "completed" or not is_a(int, summary.get("step")) or summary["step"] not in saved:
@@ -141,11 +141,11 @@ def _newest_run(train: Path, key: str) -> Path:
 
 
 def _last_saved(run: Path) -> float:
-    """When the run's newest checkpoint was saved, by its marker: a copy has other file times."""
+    """When the run's newest checkpoint was saved, from its marker: a copy has other file times."""
     times = [0.0]
     for path in candidates(run):
         try:
             times.append(float(_read_marker(path)["saved_at"]))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged or incomplete: `find_checkpoint` says so if it comes to that
+            continue  # damaged or incomplete: `find_checkpoint` reports it if necessary
     return max(times)

@@ -1,12 +1,12 @@
-"""The files and folders that a command leaves behind; no other module spells their names.
+"""The names of the files and folders that commands write; no other module spells them.
 
     outputs/<command>/<date>_<time>-<id>/      a run's folder; a sweep's job has outputs/multirun/<...>/<number>/
-        run.json resumed_001.json              what it was composed of, and each later start that changed that
+        run.json resumed_001.json              its composed config, and each later start that changed it
         .lock                                  held by the process that writes here
-        metrics.jsonl rollouts.jsonl           its records, while it goes on
+        metrics.jsonl rollouts.jsonl           its records, as it runs
         checkpoints/step_000100/               a checkpoint; `COMPLETE` is written last
         summary.json                           how it ended
-        status.json log.txt                    of a sweep's job: its state, and all that it printed
+        status.json log.txt                    of a sweep's job: its state and its output
 
 Where a run's folder is made is set in conf/ (`hydra.run.dir`, `hydra.sweep.dir`).
 """
@@ -22,21 +22,22 @@ OUTPUTS = Path("outputs")
 MULTIRUN = OUTPUTS / "multirun"
 
 RUN, RESUMED, EVERY_RESUMED, LOCK = "run.json", "resumed_{:03d}.json", "resumed_*.json", ".lock"
-# What Hydra left of runs that have no `run.json`.
+# What Hydra wrote for older runs, which have no `run.json`.
 HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS = ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml"
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SAMPLES = "samples.jsonl"  # of an evaluation: every answer
-PROFILE = "profile.json"  # of a profile: all that was measured and predicted
+JUDGEMENTS = "judgements.jsonl"  # of task.reward=judge: what the judge has said, by a hash of the question
+PROFILE = "profile.json"  # of a profile: everything measured and predicted
 COMPARISON, COMPARISON_PICTURE = "comparison.json", "comparison.png"  # of a sweep of profiles
 STATUS, LOG, SWEEP = "status.json", "log.txt", "sweep.json"
-HYDRAS_SWEEP = "multirun.yaml"  # what Hydra leaves in a sweep's folder, whatever the launcher
-WANDB, WANDB_ID = "wandb", "wandb_id.txt"
+HYDRAS_SWEEP = "multirun.yaml"  # written by Hydra into a sweep's folder, whatever the launcher
+WANDB, WANDB_ID, TENSORBOARD = "wandb", "wandb_id.txt", "events"
 BAD_BATCHES = "bad_batches"
 
 CHECKPOINTS, TRAINER_STATE, COMPLETE = "checkpoints", "trainer_state.pt", "COMPLETE"
-LEDGER = "ledger.npz"  # of a checkpoint: what the files of records held
-CHAIN = "settings.json"  # of a checkpoint: the files of settings that its run had then, with their checksums
-# A checkpoint that is being written or removed, and the good one of a step that is being saved again.
+LEDGER = "ledger.npz"  # of a checkpoint: the sizes and checksums of the record files
+CHAIN = "settings.json"  # of a checkpoint: its run's files of settings, with their checksums
+# A checkpoint that is being written or removed, and a good one that is being replaced.
 UNFINISHED, REPLACED = ".tmp", ".replaced"
 _STEP = re.compile(r"step_(\d+)(\.tmp|\.replaced)?")
 
@@ -47,7 +48,7 @@ def step_folder(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name, also of one that is unfinished or replaced; None for any other name.
+    """The step in a checkpoint's name, finished or not; None for any other name.
 
     >>> step_of("step_000100"), step_of("step_000100.tmp"), step_of("best")
     (100, 100, None)
@@ -57,5 +58,5 @@ def step_of(name: str) -> int | None:
 
 
 def new_folder(command: str) -> Path:
-    """A folder for what `command` writes now, named as Hydra names those of runs. It is not made."""
+    """A new folder for the output of `command`, named as Hydra names those of runs; not created."""
     return OUTPUTS / command / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"

@@ -1,8 +1,8 @@
-"""A run's files of records: written whole lines at a time, and known again when the run goes on.
+"""A run's files of records: written in whole lines, and verified when the run is resumed.
 
-A checkpoint keeps of each file how many bytes were written to it until then, with their CRC-32, so that rows missing,
-doubled or altered since are noticed; and the steps that could not be written. Its array has rows of four numbers: step,
-lines, bytes, CRC. There is one for all that was written, and one without lines for each step that was lost; older
+A checkpoint stores for each file how many bytes had been written to it, with their CRC-32, so that rows missing,
+duplicated or altered since are noticed; and the steps that could not be written. Its array has rows of four numbers:
+step, lines, bytes, CRC. One row covers everything written, and one without lines stands for each lost step; older
 versions have one for each step.
 """
 
@@ -26,8 +26,7 @@ Block = Sequence[int]  # step, lines, bytes, CRC
 
 
 class RecordFile:
-    """One file: what was written to it, `size` bytes with this CRC-32 for steps up to `last_step`, and the steps that
-    were lost."""
+    """One file: `size` bytes written for steps up to `last_step`, their CRC-32, and the steps that were lost."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.last_step, self.size = path, -1, 0
@@ -35,8 +34,8 @@ class RecordFile:
         self._crc, self._intact = 0, False
 
     def append(self, step: int, data: bytes) -> None:
-        """All of the data, or none: what a full disk cuts short is taken back, and so is what an interrupted call has
-        left beyond what was written. OSError, and the step is lost, if there is no room."""
+        """Append all of the data or none: a partial write on a full disk is undone, and so is what an interrupted call
+        left. OSError, and the step is lost, if there is no room."""
         left = memoryview(data)
         self.last_step = max(self.last_step, step)
         try:
@@ -60,11 +59,11 @@ class RecordFile:
         return [*written, *((step, 0, 0, 0) for step in self.lost)]
 
     def go_on(self, last: int, blocks: Sequence[Block] | None, every_step: bool) -> list[str]:
-        """Take the file over from a run whose last step was `last`. Returns what is wrong with it; nothing is written
+        """Continue the file of a run whose last step was `last`. Returns what is wrong with it; nothing is written
         before `cut`.
 
-        Its rows are read only where it does not begin with what the blocks say, or there are none. Without blocks each
-        row has to be a record and, with `every_step`, each step has to have one.
+        Its rows are read only if it does not match the blocks, or there are none. Without blocks each row has to be a
+        record and, with `every_step`, each step has to have one.
         """
         self.last_step, self.lost = last, [block[0] for block in blocks or () if not block[1]]
         self._intact = blocks is not None and self._begins_with(blocks)
@@ -82,14 +81,14 @@ class RecordFile:
         self.lost = sorted({*self.lost, *gone})
         if blocks is not None:
             return [f"{self.path.name} is not as it was when the checkpoint was saved"]
-        problems = [f"{self.path.name}, line {broken[0]} is no record"] if broken else []
+        problems = [f"{self.path.name}, line {broken[0]} is not a record"] if broken else []
         if every_step and steps != [*range(last + 1)]:
-            wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps in disorder"
+            wrong = f"lacks {len(gone)} steps from {min(gone)} on" if gone else "has its steps out of order"
             problems.append(f"{self.path.name} {wrong}")
         return problems
 
     def cut(self) -> None:
-        """Remove rows after the last step, and a last line that was cut short."""
+        """Remove rows after the last step, and an incomplete last line."""
         if not self.path.exists() or self.path.stat().st_size == self.size:
             return
         if self._intact:
@@ -121,13 +120,13 @@ class RecordFile:
 
 
 def save_ledgers(folder: Path, files: Mapping[str, RecordFile]) -> None:
-    """Leave what was written in a checkpoint's folder."""
+    """Save the blocks in a checkpoint's folder."""
     found = {name: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for name, file in files.items()}
     np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
 
 
 def load_ledgers(folder: Path) -> dict[str, list[Block]]:
-    """The blocks of a checkpoint, by file; empty if it is of a version that left none."""
+    """The blocks of a checkpoint, by file; empty for an older version without them."""
     if not (folder / LEDGER).exists():
         return {}
     try:
@@ -135,15 +134,15 @@ def load_ledgers(folder: Path) -> dict[str, list[Block]]:
             blocks = {name: array.tolist() for name, array in found.items()}
         for step, lines, size, crc in (row for rows in blocks.values() for row in rows):
             if any(type(number) is not int or number < 0 for number in (step, lines, size, crc)):
-                raise ValueError("it holds numbers that are no counts")
+                raise ValueError("it holds numbers that are not counts")
         return blocks
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{folder / LEDGER} is damaged ({error}); name another checkpoint of the run") from error
 
 
 def _rows_until(path: Path, last: int) -> Iterator[tuple[int, int | None, bytes]]:
-    """The whole lines of steps up to `last`, with their numbers and steps. One that is no record has no step, and
-    belongs to the line before it."""
+    """The complete lines of steps up to `last`, with their numbers and steps. A line that is not a record has no step,
+    and belongs to the line before it."""
     if not path.exists():
         return
     before = 0

@@ -1,9 +1,9 @@
-"""One process to a run folder: a lock that dies with its holder.
+"""One process per run folder: a lock that is released when its holder dies.
 
-`flock` on `<folder>/.lock`, which names the holder for as long; the kernel releases it however the process ends. On NFS
-(Linux 2.6.12 and later) it holds between machines; on a file system without it (Lustre mounted without `-o flock`, some
-FUSE ones) nobody is kept out, which is reported. Not the package `filelock`: without `flock` it falls back to a marker
-file that outlives its process, and its older versions erase the holder's name.
+`flock` on `<folder>/.lock`, which meanwhile names the holder; the kernel releases it however the process ends. On NFS
+(Linux 2.6.12 and later) it works across machines; on a file system without it (Lustre mounted without `-o flock`, some
+FUSE ones) there is no protection, which is reported. Not the package `filelock`: without `flock` it falls back to a
+marker file that outlives its process, and its older versions erase the holder's name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @contextmanager
 def sole_use(folder: Path, wait: float, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the folder's lock, waiting for it up to `wait` seconds. UserError names who has it.
+    """Hold the folder's lock, waiting for it up to `wait` seconds. UserError names the holder.
 
-    The folder is made if it is not there; nothing in a folder that is in use is touched.
+    The folder is created if necessary; nothing in a folder that is in use is touched.
     """
     with must_be_writable(folder / LOCK):
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +64,11 @@ def _acquire(descriptor: int, folder: Path, wait: float, say: Callable[[str], No
         waiting = True
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
     if locked is None:
-        say(f"{folder} is on a file system without locks: make sure yourself that no other process writes there")
+        say(f"{folder} is on a file system without locks: make sure that no other process writes there")
 
 
 def try_lock(file: Any, how: int = fcntl.LOCK_EX) -> bool | None:
-    """Lock an open file for as long as it, or a copy that a child inherits, is open. False if another process has the
+    """Lock an open file for as long as it, or a copy inherited by a child, is open. False if another process has the
     lock, None if the file system has no locks."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
@@ -82,23 +82,23 @@ def try_lock(file: Any, how: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Name the holder, or nobody. A full disk is no reason not to hold the lock."""
+    """Name the holder, or no one. The lock is held even if the disk is full."""
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process, on any machine that the file system knows of, has a lock on the file."""
+    """Whether a process, on any machine that shares the file system, has a lock on the file."""
     try:
         with open(path, "rb", opener=regular) as file:
             return try_lock(file, fcntl.LOCK_SH) is False
-    except OSError:  # it is not there, or cannot be read
+    except OSError:  # missing or unreadable
         return False
 
 
 def holder(folder: Path) -> str:
-    """Who has the folder's lock, or was killed holding it."""
+    """The process that has the folder's lock, or was killed holding it."""
     try:
         who = json.loads(content(folder / LOCK))
         return plain(f"process {who['pid']} on {who['host']} (since {who['since']})")

@@ -1,4 +1,4 @@
-"""Which code a process runs: what its results depend on besides its settings."""
+"""The versions of the code that a process runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from grpo_cli import __version__
 
 SOURCE = Path(__file__).resolve().parents[2]
-GIT_SECONDS = 3.0  # a run does not wait longer for git; asking takes some hundredths of a second
+GIT_SECONDS = 3.0  # timeout; git usually answers within 0.1 s
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """`commit` is None unless the package is run from a git checkout, and git answers; `modified` says whether a
-    tracked file of the checkout differed from that commit."""
+    """`commit` is None unless the package runs from a git checkout and git answers; `modified` says whether a tracked
+    file of the checkout differed from that commit."""
 
     grpo_cli: str
     commit: str | None
@@ -33,7 +33,7 @@ class CodeVersion:
 
 @functools.cache
 def code_version() -> CodeVersion:
-    """As it was when this process first asked: who edits the checkout later does not change what runs."""
+    """Cached at the first call: later edits of the checkout do not change what runs."""
     commit, modified = checkout_state(SOURCE)
     try:
         transformers = version("transformers")
@@ -44,9 +44,9 @@ def code_version() -> CodeVersion:
 
 
 def checkout_state(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit of the git checkout whose top this folder is, and whether it was modified; (None, None) if it is none.
+    """The commit of the git checkout at this folder, and whether it was modified; (None, None) if there is none.
 
-    Neither the current folder nor the environment can make git speak of another repository, nor does it look above.
+    Neither the current directory, the environment nor a parent folder can make git report another repository.
     """
     if not (folder / ".git").exists():
         return None, None

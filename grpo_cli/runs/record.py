@@ -1,8 +1,8 @@
-"""What a run was composed of, as it wrote it down itself: `run.json`, once, after every check has passed.
+"""The record of a run's composed config: `run.json`, written once, after every check has passed.
 
 A later start that changes settings adds `resumed_001.json` and so on; the newest counts. Each file holds a checksum of
-itself and is never written again, and every checkpoint knows those that its run had. Where there is no such file, those
-that older versions left to Hydra (`.hydra/`) are read, if they agree with each other.
+itself and is never rewritten, and every checkpoint lists those that its run had. Without such files, those that Hydra
+wrote for older versions (`.hydra/`) are read, if they agree with each other.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from grpo_cli.runs.files import content, json_line, must_be_writable, sha256, wr
 from grpo_cli.runs.layout import CHAIN, EVERY_RESUMED, HYDRA_CONFIG, HYDRA_OVERRIDES, HYDRA_SETTINGS, RESUMED, RUN
 from grpo_cli.support.errors import UserError
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was compiled
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if compiled
 _CHECKSUM = "sha256"
 _KINDS = {"command": str, "overrides": list, "choices": dict, "config": dict, "about": dict}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`overrides` are those of the command line, without where the run writes and what it resumes; `choices` what was
-    chosen of each group; `config` the composed settings with their references, such as `${n}`, as they stand. `source`
-    is the file that says so, None if nothing does yet."""
+    """`overrides` are those of the command line, without the run's folder and `resume`; `choices` the choice in each
+    group; `config` the composed settings with references such as `${n}` unresolved. `source` is the file, None before
+    it is written."""
 
     command: str
     overrides: tuple[str, ...]
@@ -40,7 +40,7 @@ class RunRecord:
 
 
 def write_record(folder: Path, record: RunRecord) -> Path:
-    """Write the folder's `run.json`, or the next `resumed_NNN.json` where it has one. UserError if it cannot be."""
+    """Write the folder's `run.json`, or else the next `resumed_NNN.json`. UserError if that fails."""
     files = _files(folder)
     path = folder / (RESUMED.format(len(files)) if files else RUN)
     values = {name: value for name, value in asdict(record).items() if name != "source"}
@@ -51,34 +51,34 @@ def write_record(folder: Path, record: RunRecord) -> Path:
 
 
 def begun_as(folder: Path) -> RunRecord | None:
-    """How the run in this folder was begun, whatever has changed since; None if the folder holds no record."""
+    """The first record of the run in this folder, whatever has changed since; None without a record."""
     files = _files(folder)
     return _read(files[0]) if files else _of_hydra(folder)
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """What the run in this folder was last started with; None if the folder holds no record.
+    """The latest record of the run in this folder; None without a record.
 
-    UserError if a record is damaged: no other settings are used in its place.
+    UserError if a record is damaged: no other settings are used instead.
     """
     files = _files(folder)
     for path in files[:-1]:
-        _read(path)  # an earlier one that is damaged says that something has been at them
+        _read(path)  # a damaged earlier one means that the files were tampered with
     return _read(files[-1]) if files else _of_hydra(folder)
 
 
 def chain_of(folder: Path) -> dict[str, str]:
-    """The files that say what the run in this folder is, with their checksums: what its checkpoints are made with."""
+    """The files of settings of the run in this folder, with their checksums, for its checkpoints."""
     return {path.name: sha256(path) for path in (folder / RUN, *sorted(folder.glob(EVERY_RESUMED))) if path.exists()}
 
 
 def keep_chain(folder: Path, chain: Mapping[str, str]) -> None:
-    """Leave it in a checkpoint's folder."""
+    """Save it in a checkpoint's folder."""
     (folder / CHAIN).write_text(f"{json_line(chain, indent=1)}\n")
 
 
 def check_chain(checkpoint: Path) -> None:
-    """UserError if the folder of the run no longer says the settings that this checkpoint of it was made with."""
+    """UserError if the run's folder no longer has the settings that this checkpoint was made with."""
     if not (checkpoint / CHAIN).exists():
         return  # of an older version
     now = chain_of(folder := checkpoint.parent.parent)
@@ -89,12 +89,12 @@ def check_chain(checkpoint: Path) -> None:
 
 
 def has_record(folder: Path) -> bool:
-    """Whether anything says what was run here, damaged or not."""
+    """Whether the folder has a record, damaged or not."""
     return bool(_files(folder)) or any((folder / name).exists() for name in (HYDRA_CONFIG, HYDRA_OVERRIDES))
 
 
 def _files(folder: Path) -> list[Path]:
-    """`run.json` and its successors in their order. UserError if one between is gone."""
+    """`run.json` and its successors in order. UserError if one is missing."""
     later = sorted(folder.glob(EVERY_RESUMED))
     files = [folder / name for name in (RUN, *(RESUMED.format(number) for number in range(1, len(later) + 1)))]
     missing = [path for path in files if not path.exists()]
@@ -108,11 +108,11 @@ def _read(path: Path) -> RunRecord:
         values = json.loads(content(path).decode())
         expected = values.pop(_CHECKSUM)
         if expected != _checksum(values):
-            raise ValueError("its checksum is of another content")
+            raise ValueError("its checksum does not match")
         if any(not isinstance(values[name], kind) for name, kind in _KINDS.items()):
-            raise ValueError("its values are of other kinds")
+            raise ValueError("its values are of the wrong types")
         if not all(isinstance(word, str) for word in values["overrides"]):
-            raise ValueError("its overrides are not words")
+            raise ValueError("its overrides are not strings")
         return RunRecord(**values | {"overrides": tuple(values["overrides"])}, source=path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -131,7 +131,7 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 
 def _of_hydra(folder: Path) -> RunRecord | None:
-    """The record of a run that left it to Hydra. The overrides stand in two files: both must agree."""
+    """The record of an older run, written by Hydra. The overrides are in two files, which must agree."""
     paths = [folder / name for name in (HYDRA_CONFIG, HYDRA_SETTINGS, HYDRA_OVERRIDES)]
     if not any(path.exists() for path in paths):
         return None
@@ -145,7 +145,7 @@ def _of_hydra(folder: Path) -> RunRecord | None:
         if not isinstance(value, kind):
             raise _uncertain(path, "is cut short")
     if typed != recorded:
-        raise _uncertain(paths[2], f"lists other overrides than {paths[1].name}")
+        raise _uncertain(paths[2], f"lists different overrides than {paths[1].name}")
     ours = {group: choice for group, choice in choices.items() if not group.startswith("hydra/")}
     return RunRecord(str(job), tuple(map(str, typed)), ours, config, {}, paths[0].parent)
 

@@ -1,6 +1,6 @@
-"""Signals that ask a run to end well: to finish what it is doing, to save, and to end as interrupted.
+"""Signals that ask a run to stop gracefully: to finish its step, save, and end as interrupted.
 
-SIGTERM and SIGINT (ctrl-C), SIGHUP (its terminal is gone) and SIGUSR1 (a cluster's warning before the time is up).
+SIGTERM and SIGINT (ctrl-C), SIGHUP (the terminal is gone) and SIGUSR1 (a cluster's warning before the time limit).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 class Stop:
-    """Remembers which signal has asked to stop: true once one has. A second SIGINT interrupts at once, and so does a
-    second SIGTERM that comes later than those that a scheduler sends to a run and to its launcher together.
+    """Remembers which signal asked to stop; true once one has. A second SIGINT interrupts at once, and so does a second
+    SIGTERM, unless it follows so soon that a scheduler sent it to the run and its launcher together.
 
-    Signals are heard inside a `with` on it, in the main thread; nowhere else can they be. A SIGHUP that is ignored
-    stays so: that is what `nohup` asks for.
+    Handles signals inside a `with` on it, in the main thread only. An ignored SIGHUP (`nohup`) stays ignored.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -54,5 +53,5 @@ class Stop:
             if now - self._terminated > TOGETHER_SECONDS:
                 raise KeyboardInterrupt
         self.asked_by = self.asked_by or signal.Signals(number).name
-        with suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of another line
+        with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with another line
             self._say(f"{self.asked_by}: stopping after this step; a second ctrl-C or SIGTERM stops at once")

@@ -1,4 +1,4 @@
-"""`summary.json`, what a run says of itself when it has ended, and other files that hold one JSON object."""
+"""`summary.json`, written when a run has ended, and reading files of one JSON object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_cli.support.errors import UserError
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`: whole or not at all. Non-finite numbers are strings there (`files.json_line`)."""
+    """Write `summary.json` atomically, with non-finite numbers as strings (`files.json_line`)."""
     with must_be_writable(run_dir / SUMMARY):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir / SUMMARY, (json_line(summary, indent=2) + "\n").encode())
@@ -22,9 +22,9 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 @contextmanager
 def failure_noted(run_dir: Path) -> Iterator[None]:
-    """What fails before the run has begun, such as reading its model, is in `summary.json` as what fails later is.
+    """Write `summary.json` also for a failure before the run has begun, such as in loading its model.
 
-    A folder with another summary, or with records, is of a run that did begin, and is left alone.
+    A folder with a summary or records belongs to a run that did begin, and is left alone.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def failure_noted(run_dir: Path) -> Iterator[None]:
         metrics = run_dir / METRICS
         begun = (run_dir / SUMMARY).exists() or (metrics.exists() and metrics.stat().st_size > 0)
         if not begun:
-            with suppress(UserError):  # a disk that is full as well is not what went wrong first
+            with suppress(UserError):  # a full disk is not the original error
                 write_summary(run_dir, {"status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
 
@@ -46,5 +46,5 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; repair or remove it")
+        raise UserError(f"{path} does not hold a JSON object; repair or remove it")
     return value

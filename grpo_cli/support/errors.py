@@ -1,4 +1,4 @@
-"""The one error that means: a person asked for something that cannot be had, and here is what to do."""
+"""The error for requests that cannot be satisfied; its message says what to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Says what was asked, what was found and what to do. The command line prints it alone and exits with 2.
+    """Says what was asked, what was found and what to do. The command line prints only it and exits with 2.
 
-    `problems` are the things it says, one by one.
+    `problems` are its single messages.
     """
 
     def __init__(self, text: str, problems: Sequence[str] = ()) -> None:
@@ -37,26 +37,26 @@ def refuse(problems: Sequence[str]) -> None:
 
 @contextmanager
 def own_code(what: str, about: Callable[[], str] = str) -> Iterator[None]:
-    """Around code of a person's own: whatever it raises, an exit too, is theirs to know, with its line."""
+    """Wraps a user's own code: whatever it raises, even an exit, becomes a UserError that names the line."""
     try:
         yield
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        # what cannot be parsed has no line that ran, and says itself where it is
+        # a syntax error has no executed line, and names its own
         place = "" if isinstance(error, SyntaxError) else f" ({last.filename}, line {last.lineno})"
         said = f": {text}" if (text := _text_of(error)) else ""
         raise UserError(f"{what} raised {type(error).__name__}{said}{place}{about()}") from error
 
 
 def own_code_unless_ours(what: str, code: Any) -> AbstractContextManager[Any]:
-    """`own_code` where the code is a person's own; errors of ours are ours to repair, and pass."""
+    """`own_code` for a user's own code; errors of our code propagate."""
     return nullcontext() if str(getattr(code, "__module__", "")).startswith("grpo_cli.") else own_code(what)
 
 
 def _text_of(error: BaseException) -> str:
-    """What an error says of itself; nothing if even that fails."""
+    """The text of an error; empty if even that fails."""
     try:
         return str(error)
     except Exception:
@@ -65,7 +65,7 @@ def _text_of(error: BaseException) -> str:
 
 @contextmanager
 def gathered(problems: list[str]) -> Iterator[None]:
-    """What a UserError says in here is added to the problems, which are to be refused all at once."""
+    """Adds the messages of a UserError raised inside to `problems`, to refuse them all at once."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Values, numbers, series of numbers, sizes and durations as people write and read them."""
+"""Formats and parses values, numbers, series, sizes and durations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from grpo_cli.support.errors import UserError
 
 
 def is_a(kind: Any, value: Any) -> bool:
-    """Whether YAML would call the value that: true is no number, but a whole number is a number."""
+    """Whether the value has this YAML type: true is not a number, but a whole number is a float."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
 
 
 def shown(value: Any) -> str:
-    """The value as a person would type it."""
+    """The value as it is typed."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """The values as bars of eight heights from `low` to `high`, or from their own least to greatest.
-
-    Non-finite values are gaps; what lies outside is drawn at the end it is beyond.
-    """
+    """The values as bars of eight heights from `low` to `high`, by default their own range. Non-finite values are gaps,
+    others are clipped."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -37,7 +35,7 @@ def sparkline(values: Sequence[float], low: float | None = None, high: float | N
 
 
 def short(value: float | int) -> str:
-    """A number in few characters: 0.512, 38, 5.3k, 1.2M."""
+    """A compact number: 0.512, 38, 5.3k, 1.2M."""
     if not math.isfinite(value):
         return str(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -60,18 +58,18 @@ def duration(seconds: float | int) -> str:
 
 
 def plain(text: object) -> str:
-    """What a file says, as one line that a terminal can be given: no line breaks, no control or escape characters."""
+    """Untrusted text as one safe line: without line breaks, control or escape characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
 
 
-# What a terminal obeys and does not show: escape sequences, control characters, turns of the writing direction.
+# What a terminal interprets: escape sequences, control characters, changes of writing direction.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def legible(text: str) -> str:
-    """A text of several lines that a terminal can be given: without escape sequences, and with a sign for each other
-    control character but line breaks and tabs.
+    """Text of several lines that is safe to print: without escape sequences, and with other control characters (except
+    line breaks and tabs) replaced.
 
     >>> legible("a\\x1b[31mb\\rc")
     'ab\N{REPLACEMENT CHARACTER}c'
@@ -79,11 +77,13 @@ def legible(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _SEQUENCE.sub("", text))
 
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 
 
 def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
-    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is who says so."""
+    """`512MiB`, `1.5GB` or a plain number of bytes; `key` is named in errors."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise UserError(f"{key}={text} is no size; write a number of bytes or for example 512MiB or 2GB")
@@ -94,7 +94,7 @@ def parse_bytes(text: str | int, key: str = "sampler.kv_budget") -> int:
 
 
 def gib(size: int) -> str:
-    """Bytes as a person reads them.
+    """Bytes in binary units, with more digits than `size`.
 
     >>> gib(3 * 2**20), gib(5 * 2**30 // 2)
     ('3.0 MiB', '2.50 GiB')

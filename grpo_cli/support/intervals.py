@@ -1,4 +1,4 @@
-"""Intervals and quantiles of small samples: Student's for means, Wilson's for shares. Needs no library."""
+"""Intervals and quantiles of small samples: Student's for means, Wilson's for proportions."""
 
 from __future__ import annotations
 

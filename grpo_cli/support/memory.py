@@ -1,4 +1,4 @@
-"""The peak of memory, of a process or of each span, and whether it was memory that failed."""
+"""Memory of processes, spans and devices: peaks, what is free, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of what lies under tensors, that of several of them once, by what tells it from others."""
+    """Bytes of the tensors' storages, shared ones once, by identity."""
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
@@ -29,10 +30,10 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class PhasePeaks:
-    """Most memory at any time in each phase. `phase` is called with the open spans (`WallMeter(on_phase=...)`).
+    """Peak memory of each phase. `phase` is called with the open spans (`WallMeter(on_phase=...)`).
 
-    What is read at an edge belongs to the phases that were open before it. A phase that closes and opens again goes on
-    being the same one, so that the decode steps of a rollout cost one reading together.
+    A reading at a transition belongs to the phases open before it. A phase that closes and reopens is one phase, so
+    that all decode steps of a rollout cost one reading.
     """
 
     def __init__(self, read: Callable[[], int]) -> None:
@@ -43,7 +44,7 @@ class PhasePeaks:
 
     def phase(self, names: tuple[str, ...]) -> None:
         if names and names in (self._names, self._names[:-1]):
-            return  # the innermost phase has closed, or has opened again
+            return  # the innermost phase has closed or reopened
         self._settle()
         self._names = names
 
@@ -62,8 +63,8 @@ class PhasePeaks:
 class ResidentPeak:
     """Peak resident memory of this process and its children since the last `read`.
 
-    A thread looks every `interval` seconds. Where the kernel's own high-water mark of this process has risen it
-    counts, so that the highest peak of all is never missed. Pages that processes share count in each of them.
+    A thread samples every `interval` seconds; if the kernel's high-water mark of this process has risen it counts too,
+    so that the highest peak is never missed. Shared pages count in each process.
     """
 
     def __init__(self, interval: float = 0.05) -> None:
@@ -78,6 +79,7 @@ class ResidentPeak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> ResidentPeak:
+        self._look_for_children()
         self._thread.start()
         return self
 
@@ -97,10 +99,14 @@ class ResidentPeak:
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval):
-            if time.monotonic() > self._next_look:  # listing them takes a hundred times as long as the rest
-                self._children = self._process.children(recursive=True)
-                self._next_look = time.monotonic() + 5.0
+            if time.monotonic() > self._next_look:
+                self._look_for_children()
             self._sample()
+
+    def _look_for_children(self) -> None:
+        """Takes a hundred times as long as the rest."""
+        self._children = self._process.children(recursive=True)
+        self._next_look = time.monotonic() + 5.0
 
     def _sample(self) -> None:
         resident = self._process.memory_info().rss + self._of_children()
@@ -116,7 +122,7 @@ class ResidentPeak:
 
 
 class AllocatedPeak:
-    """Peak of what the CUDA allocator has handed out since the last `read`."""
+    """Peak of the CUDA allocator's allocations since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -134,38 +140,90 @@ class AllocatedPeak:
         return peak
 
 
-def give_back_freed() -> None:
-    """Give the operating system back what was freed. Python and PyTorch free into glibc's heap, which keeps blocks of
-    less than 32 MiB, so that a process stays as large as it ever was; other C libraries have no such call."""
-    if _TRIM is not None:
-        _TRIM(0)
+# Freed memory that a process may keep, of all that it may use. What was returned to the system is handed out again
+# page by page, which takes a small model a tenth of a step; a large model needs what it would keep.
+_KEPT = 1 / 32
 
 
-def _trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+_room: int | None = None  # that the user has given this process
 
 
-_TRIM = _trim()
+def is_little(nbytes: int) -> bool:
+    """Whether it is little of the memory that this process may use: of the machine, its control groups, and what the
+    user has given it."""
+    return nbytes <= _KEPT * min(_host_bytes(), _room or _host_bytes())
+
+
+@cache
+def _host_bytes() -> int:
+    return min([int(psutil.virtual_memory().total), *(group.limit for group in _control_groups())])
+
+
+def keep_freed(room: int | None) -> None:
+    """Have glibc keep a little freed memory at the end of its heap, in which it allocates blocks of up to 32 MiB (the
+    most that it chooses by itself); other C libraries have no such call. With a `room` of the user's, only what glibc
+    keeps by itself."""
+    global _room
+    _room = room
+    if room is not None:
+        return
+    if (set_option := _of_glibc("mallopt")) is not None:
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        set_option(mmap_threshold, 32 << 20)
+        set_option(trim_threshold, min(int(_KEPT * _host_bytes()), 2**31 - 1))
+
+
+def give_back_freed(all_of_it: bool = True) -> None:
+    """Return freed memory to the operating system, by default also if it is little. glibc's heap keeps freed blocks of
+    less than 32 MiB, so a process would stay at its largest size; other C libraries have no such call."""
+    trim, info = _of_glibc("malloc_trim"), _of_glibc("mallinfo2")
+    if trim is None:
+        return
+    if not all_of_it and info is not None:
+        info.restype = _MallInfo
+        if is_little(info().free):
+            return
+    trim(0)
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`; `free` are the heap's free bytes."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "a", "b", "c", "d", "e", "f", "used", "free", "top")]
+
+
+@cache
+def _of_glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process may still take: of a GPU its share, otherwise of the machine and of its control groups."""
+    """Bytes that this process may still allocate: of its share of a GPU, or of the machine and its control groups."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         share = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         return min(free, share - torch.cuda.memory_reserved(device))
-    of_groups = _free_of_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([int(psutil.virtual_memory().available), *of_groups])
+    return min([int(psutil.virtual_memory().available), *(group.limit - group.used for group in _control_groups())])
 
 
-# Of a control group: its limit, what it uses, and the cached files in that, by the names of versions 1 and 2.
+# Files of a control group: limit, usage, and the key of cached files in it, for versions 1 and 2.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 _V2 = "memory.max", "memory.current", "inactive_file"
 
 
-def _free_of_groups(own: Path, root: Path) -> Iterator[int]:
-    """What the control groups that the process is in have left, each with those around it. In a container the paths
-    may not be there, and the root be its group."""
+@dataclass(frozen=True)
+class ControlGroup:
+    """Its limit and what counts towards it, in bytes; cached files, which give way, do not count here."""
+
+    limit: int
+    used: int
+
+
+def _control_groups(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[ControlGroup]:
+    """The process's control groups that limit memory, and their parents. In a container the paths may not exist, the
+    root being its group."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -176,66 +234,67 @@ def _free_of_groups(own: Path, root: Path) -> Iterator[int]:
         for group in (inner, *inner.parents):
             if group.is_relative_to(top) and (group / limit).exists() and (group / limit).read_text().strip() != "max":
                 files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield int((group / limit).read_text()) - int((group / used).read_text()) + int(files.get(cached, 0))
+                held = int((group / used).read_text()) - int(files.get(cached, 0))
+                yield ControlGroup(int((group / limit).read_text()), held)
 
 
 def resident_bytes() -> int:
-    """What is resident of this process now."""
+    """Resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
-    """Peak memory so far: what the allocator handed out on a GPU, what was resident of this process otherwise."""
+    """Peak bytes so far: allocated on a GPU, else resident in this process."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if status.exists():
-        # Not `ru_maxrss` where this is available: a process inherits its parent's there, so that a small run started by
-        # a large program would report the large one's peak.
+        # Preferred to `ru_maxrss`, which a process inherits from its parent: a small run started by a large program
+        # would report the large one's peak.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    import resource  # not on every system
+    import resource  # not available everywhere
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def reserved_bytes(device: torch.device) -> dict[str, int]:
-    """Of a GPU, the most that the allocator had of it so far, by the metric's name; of a CPU nothing."""
+    """Peak bytes reserved by a GPU's allocator, by the metric's name; empty for a CPU."""
     return {"memory/reserved_peak_bytes": torch.cuda.max_memory_reserved(device)} if device.type == "cuda" else {}
 
 
-# CUDA's own of each process, outside of what PyTorch allocates and counts: its context, kernels, what libraries keep.
-# An allowance, 0.3 to 0.6 GB by card and driver; there is no asking how much it is without NVIDIA's management library.
+# CUDA's own memory of each process, which PyTorch does not count: context, kernels, libraries. An allowance: it is 0.3
+# to 0.6 GB by card and driver, and cannot be queried without NVIDIA's management library.
 CONTEXT = 512 * 2**20
 
 
-# In the environment of a sweep's job: its part of a GPU that several share.
+# In the environment of a sweep's job: its share of a GPU.
 SHARE = "GRPO_GPU_SHARE"
 
 
 def held_by_others(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of a GPU that other processes hold, what is free, and what there is in all."""
+    """Bytes of a GPU held by other processes, free, and in total."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - torch.cuda.memory_reserved(device) - CONTEXT), free, total
 
 
 def part_of_gpu(share: float, total: int) -> float:
-    """The part of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
+    """The fraction of a GPU's memory that PyTorch may allocate in one of 1 / `share` processes on it."""
     return share if share == 1 else max(0.0, share - CONTEXT / total)
 
 
 def expand_segments(environment: Mapping[str, str] = os.environ) -> None:
-    """Have the CUDA allocator grow its segments in place from now on, unless a person has said how it is to be: where
-    blocks grow, as the cache's do, what they leave behind could serve nothing larger (PyTorch, "CUDA semantics")."""
+    """Make the CUDA allocator grow its segments in place, unless the user has configured it: the freed parts of growing
+    blocks, such as the cache's, could not serve larger ones (PyTorch, "CUDA semantics")."""
     if not asked_of_allocator(environment):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def asked_of_allocator(environment: Mapping[str, str], sign: str = "") -> str:
-    """What a person has asked of PyTorch's allocator, with the variable, if `sign` is part of it."""
+    """The environment's settings of PyTorch's allocator, as NAME=value, if `sign` is part of them."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if (value := environment.get(name, "")) and sign in value:
             return f"{name}={value}"
@@ -243,16 +302,16 @@ def asked_of_allocator(environment: Mapping[str, str], sign: str = "") -> str:
 
 
 def give_back_cached(device: torch.device) -> None:
-    """Give a GPU back what PyTorch's allocator keeps for itself of what was freed; others could not have it."""
+    """Return the allocator's cached memory to the GPU, for other users of it."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python. Asks no library to be loaded.
+    """Whether an allocation failed: on a GPU, on the host in PyTorch, or in Python.
 
-    While a CUDA graph is recorded, PyTorch tells of what failed by an error of its own, when the recording ends.
+    During the capture of a CUDA graph, PyTorch raises another error when the capture ends, with this one as context.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -263,8 +322,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
-# The allocator's text; the driver's and the runtime's, of graphs and of what libraries keep; those of cuBLAS, cuDNN and
-# cuSOLVER; the allocator's of the host.
+# Messages of the allocator; the driver and the runtime; cuBLAS, cuDNN and cuSOLVER; the host's allocator.
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -280,7 +338,7 @@ _OUT_OF_MEMORY = (
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in dataclasses and tuples; of modules none."""
+    """All tensors in nested dataclasses, tuples and lists, but not in modules."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

@@ -1,8 +1,7 @@
 """Named spans of time; and a null meter that costs nothing.
 
-A span costs two clock readings. On a GPU, where work is only queued, its edges are marked in the queue: it lasts from
-when the device has done all that came before it to when it has done what the span asked for. Nobody waits for that but
-`take`, once.
+A span costs two clock readings. On a GPU, where work is queued, its ends are events in the queue: it lasts from when
+the device has finished all earlier work until it has finished the span's. Only `take` waits for that, once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _SPANS = "grpo_spans"  # an attribute of errors
 
 
 def spans_around(error: BaseException) -> tuple[str, ...]:
-    """The spans that were open where this error was raised, outermost first."""
+    """The spans that were open when this error was raised, outermost first."""
     return getattr(error, _SPANS, ())
 
 
@@ -37,11 +36,11 @@ class _HostClock:
         return end - start
 
     def settle(self) -> None:
-        """Its readings can be compared at once."""
+        """Nothing to wait for."""
 
 
 class _DeviceClock:
-    """Marks in the queue of a GPU, which can be compared once the queue has reached them."""
+    """Events in a GPU's queue, which can be compared once the queue has reached them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,9 +60,8 @@ class _DeviceClock:
 class WallMeter:
     """Measures wall-clock seconds by name.
 
-    Spans of one name add up, also when they nest; spans of different names count each in full, so that a step's time
-    contains that of its phases. `on_phase` hears the names of the open spans, outermost first, whenever one opens or
-    closes: with it a console can say what a silent run is doing.
+    Spans of one name add up, also nested; spans of different names each count in full, so a step's time contains that
+    of its phases. `on_phase` gets the names of the open spans, outermost first, whenever one opens or closes.
     """
 
     def __init__(
@@ -80,23 +78,23 @@ class WallMeter:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the body under `name`, also when it raises."""
+        """Time the body under `name`, even if it raises."""
         span = _Span(name, self._clock.now())
         self._open.append(span)
         self._tell()
         try:
             yield
         except Exception as error:
-            if not spans_around(error):  # else a span inside this one has said so
+            if not spans_around(error):  # else an inner span has set it
                 setattr(error, _SPANS, self._names())
             raise
         finally:
             self._credit(span, self._clock.now())
-            self._open.remove(span)  # not a pop: the body may be a generator, which ends when it likes
+            self._open.remove(span)  # not a pop: a generator's body may end out of order
             self._tell()
 
     def take(self) -> Mapping[str, float]:
-        """`time/<name>` in seconds since the last `take`. An open span counts up to now, its rest later."""
+        """`time/<name>` in seconds since the last `take`. An open span counts up to now, the rest next time."""
         if self._open:
             now = self._clock.now()
             for span in self._open:
@@ -111,7 +109,7 @@ class WallMeter:
 
     def _credit(self, span: _Span, now: Any) -> None:
         outer = self._open[: self._open.index(span)]
-        if all(span.name != other.name for other in outer):  # else that one counts this time already
+        if all(span.name != other.name for other in outer):  # else that span counts this time
             self._times.append((span.name, span.start, now))
         span.start = now
 

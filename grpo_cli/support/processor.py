@@ -1,5 +1,5 @@
-"""What a process asks of the libraries that compute for it, by environment variables that they read once: `settle` goes
-before torch computes anything, at best before it is loaded. What a person has set stays, and is logged.
+"""Settings of numerical libraries, through environment variables that they read once: call `settle` before torch
+computes anything, at best before it is loaded. Values set by the user are kept and logged.
 
 MKL_CBWR   MKL's strict reproducibility: a row of a float32 product has the same bits whatever the number of rows and
            threads. Documented (oneMKL's developer reference, "Reproducibility Conditions") for Intel's processors with
@@ -28,7 +28,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def settle(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what a person has not. Raises UserError for a number of threads that is none."""
+    """Set what the user has not. UserError for an invalid number of threads."""
     threads = environment.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
         raise UserError(
@@ -42,20 +42,20 @@ def settle(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def flush_denormals() -> None:
-    """Have numbers below the smallest normal one (1e-38 in float32) be 0, which processors take many times as long
-    over: the averages of a gradient that is 0 come to be such numbers within a thousand steps of AdamW.
+    """Treat denormal numbers (below 1e-38 in float32) as 0, since processors are many times slower on them: AdamW's
+    averages of zero gradients become denormal within a thousand steps.
 
-    It holds for this thread and those that it starts from now on: to be called before PyTorch computes in parallel.
+    It applies to this thread and those that it starts later: call it before PyTorch computes in parallel.
     """
-    import torch  # here: help and completion answer without it
+    import torch  # here: help and completion do without it
 
-    torch.set_flush_denormal(True)  # False, and nothing is lost but time, on a processor that cannot
+    torch.set_flush_denormal(True)  # returns False on a processor that cannot, which only costs time
 
 
 def fast_in_bfloat16(device: str) -> bool:
-    """Whether `device` (auto, cpu or cuda) multiplies in bfloat16 faster than in float32: a GPU by its own kernels, an
-    x86 processor by AMX or AVX-512's extension. Elsewhere, Arm included, nothing was measured that would say so."""
-    import torch  # here: help and completion answer without it
+    """Whether `device` (auto, cpu or cuda) multiplies faster in bfloat16 than in float32: a GPU with native support, an
+    x86 processor with AMX or AVX512_BF16. Elsewhere, Arm included, it was not measured."""
+    import torch  # here: help and completion do without it
 
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -64,8 +64,8 @@ def fast_in_bfloat16(device: str) -> bool:
 
 
 def why_no_gpu() -> str:
-    """What PyTorch says where it finds no GPU that it can use."""
-    import torch  # here: help and completion answer without it
+    """PyTorch's reason for finding no usable GPU."""
+    import torch  # here: help and completion do without it
 
     try:
         torch.cuda.init()
@@ -75,11 +75,11 @@ def why_no_gpu() -> str:
 
 
 def strict_branch(environment: Mapping[str, str]) -> str | None:
-    """The value of MKL_CBWR with which bits hold on this processor, None where none is documented to."""
+    """The value of MKL_CBWR that is documented to fix bits on this processor, None if there is none."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None  # no Linux: PyTorch's builds elsewhere compute without MKL, or on Arm
+        return None  # not Linux: other builds of PyTorch do not use MKL
     if re.search(r"^vendor_id\s*:\s*GenuineIntel$", text, re.MULTILINE) is None:
         return None
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
@@ -91,7 +91,7 @@ def strict_branch(environment: Mapping[str, str]) -> str | None:
 
 
 def remarks(environment: Mapping[str, str], threads: int) -> Iterator[str]:
-    """What a person should know of their own settings, once torch computes with so many `threads` on the CPU."""
+    """Remarks on the user's own settings, given that torch computes with `threads` on the CPU."""
     asked = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if asked and int(asked) != threads:
         yield (

@@ -1,6 +1,6 @@
-"""Ranges of settings, said once beside their types: `steps: Annotated[int, Range(1)]`.
+"""Ranges of settings, declared beside their types: `steps: Annotated[int, Range(1)]`.
 
-Settings and the constructors of parts declare them; `config.read` finds every value beyond its own.
+Settings and constructors of parts declare them; `config.read` checks them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from grpo_cli.support.errors import closest
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`; `above` and `below` leave out the end itself. `because` is the reason, or a way
-    out, for the message."""
+    """Numbers from `low` to `high`; `above` and `below` exclude the end itself. `because` is the reason given."""
 
     low: float | int = -math.inf
     high: float | int = math.inf
@@ -24,7 +23,7 @@ class Range:
     below: bool = False
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value, nothing where it is no number."""
+        """What is wrong with a value; empty if nothing, or if it is not a number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return ""
         after_low = value > self.low if self.above else value >= self.low

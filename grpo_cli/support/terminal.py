@@ -1,6 +1,6 @@
-"""Where the lines for a person go: no text of a file, a model or a person's code tells the terminal what to do.
+"""Terminal output, made safe: no text of a file, a model or a user's code reaches the terminal as control sequences.
 
-rich is imported where it is needed only, so that help answers at once.
+rich is imported only where needed, so that help is fast.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """A file to write to. If its terminal or pipe is closed, what is written is lost: work goes on without it.
+    """A stream that outlives its terminal or pipe: after that is closed, output is dropped.
 
-    What is written is made legible, unless it is `obeyed`; a return to the line's beginning stays, which progress bars
-    of libraries need.
+    Output is made `legible`, unless `obeyed`; carriage returns are kept for the progress bars of libraries.
     """
 
     def __init__(self, file: Any, obeyed: bool = False) -> None:
@@ -42,7 +41,7 @@ class Screen:
 
     @contextmanager
     def _may_be_gone(self) -> Iterator[None]:
-        """From the first failure on, the file leads nowhere: else what is still buffered would fail at the very end."""
+        """After the first failure the file is redirected to nowhere, or buffered output would fail at exit."""
         try:
             yield
         except OSError:
@@ -53,25 +52,25 @@ class Screen:
 
 
 def outlive_the_reader() -> None:
-    """Let what this process prints be lost, instead of failing, from when its reader has gone (`| head`), or from
-    the start (`>&-`, where the next file that is opened would be printed into)."""
+    """Drop output instead of failing once its reader is gone (`| head`), or from the start (`>&-`, where the next file
+    opened would receive it)."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the lowest number that is free is this one
+        except OSError:  # this number is now the lowest free one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     out, err = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)
     sys.stdout, sys.stderr = cast(TextIO, Screen(out)), cast(TextIO, Screen(err))
 
 
 def to_stderr(text: str) -> None:
-    """Print a line that is no result."""
+    """Print a line that is not a result."""
     print(text, file=sys.stderr)
 
 
 def console(file: Any = None, **options: Any) -> Console:
-    """One on standard output or `file`, which may be closed while it is in use. Its colours are its own: the texts that
-    it is given have none."""
+    """A console on standard output or `file`, which may be closed while it is in use. Control sequences in texts are
+    removed."""
     from rich.console import Console
     from rich.segment import Segment
 

@@ -16,9 +16,9 @@ from grpo_cli.support.formatting import duration
 from grpo_cli.sweep.status import Job, Status, last_record
 
 STYLES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red", "skipped": "yellow"}
-# Where there are more jobs than lines, those that need attention are shown first.
+# With more jobs than lines, those that need attention are shown first.
 URGENCY = ("running", "failed", "skipped", "done", "waiting")
-OTHER_LINES = 6  # of the terminal, besides the jobs': frame, heading, counts, prompt
+OTHER_LINES = 6  # of the terminal that are not jobs: frame, heading, counts, prompt
 
 
 class Board:
@@ -38,7 +38,7 @@ class Board:
             self._live.start()
 
     def close(self) -> None:
-        """Leave the table's last state on the screen."""
+        """Stop, leaving the last table on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -83,7 +83,7 @@ class Board:
         return status.seconds
 
     def _progress(self, job: Job, status: Status) -> str:
-        """Its step, reward and accuracy, by its last record."""
+        """Its step, reward and accuracy, from its last record."""
         seen = last_record(job.folder) if status.state in ("running", "done", "failed") else {}
         if not seen:
             return ""

@@ -14,9 +14,9 @@ from grpo_cli.support.errors import UserError
 
 
 def visible_gpus() -> list[str]:
-    """What this process may see: the environment's choice, else every GPU that `nvidia-smi` lists, or its MIG slices.
+    """CUDA_VISIBLE_DEVICES if set, else every GPU that `nvidia-smi` lists, or its MIG slices.
 
-    PyTorch is not asked: the launcher would hold memory on every GPU.
+    Not from PyTorch, with which the launcher would hold memory on every GPU.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
@@ -25,7 +25,7 @@ def visible_gpus() -> list[str]:
 
 
 def chosen_gpus(asked: Sequence[str]) -> Sequence[str]:
-    """What `hydra.launcher.gpus` asks for: numbers or identifiers, which may be shortened. UserError if one does not
+    """The GPUs of `hydra.launcher.gpus`: numbers or identifiers, which may be shortened. UserError if one does not
     exist."""
     known = visible_gpus()
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -35,7 +35,7 @@ def chosen_gpus(asked: Sequence[str]) -> Sequence[str]:
         short = gpu.startswith(("GPU-", "MIG-"))
         if not any(name == gpu or (short and name.startswith(gpu)) for name in known):
             there = f"there are {', '.join(known)}" if known else "there is none; leave hydra.launcher.gpus out"
-            raise UserError(f"hydra.launcher.gpus asks for GPU {gpu}, which cannot be seen here: {there}")
+            raise UserError(f"hydra.launcher.gpus asks for GPU {gpu}, which is not visible here: {there}")
     return asked
 
 
@@ -47,7 +47,7 @@ def _gpus_here() -> list[list[str]]:
 
 
 def gpus_listed(text: str) -> list[list[str]]:
-    """The identifiers in `nvidia-smi -L`: of each GPU its own, and those of its slices if it is cut into such."""
+    """The identifiers in `nvidia-smi -L`: for each GPU its own, then those of its MIG slices."""
     gpus: list[list[str]] = []
     for line in text.splitlines():
         if "UUID: " in line:
@@ -70,7 +70,7 @@ def places(jobs: int, gpus: Sequence[str], environment: Mapping[str, str]) -> li
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """A PYTHONPATH with which jobs import this package, even if it is not installed."""
+    """A PYTHONPATH from which jobs can import this package, even if it is not installed."""
     here = str(Path(grpo_cli.__file__).resolve().parents[1])
     known = environment.get("PYTHONPATH", "")
     return known if here == sysconfig.get_paths()["purelib"] else os.pathsep.join(filter(None, (known, here)))

@@ -1,8 +1,8 @@
-"""The launcher that Hydra hands a sweep's jobs to: each becomes a process; jobs that cannot run are skipped and named.
+"""The Hydra launcher of sweeps: each job becomes a process; jobs that cannot run are skipped and named.
 
 Hydra makes it from its configuration (`conf/hydra/launcher/processes.yaml`) and finds it in `hydra_plugins`. What else
-it needs to know of the command is the attribute `sweep` of the function that Hydra would call. The jobs run on this
-machine, or wherever the launcher of another program (joblib, submitit, Ray) brings them.
+it needs to know about the command is the attribute `sweep` of the task function. The jobs run on this machine, or
+wherever another launcher (joblib, submitit, Ray) starts them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _OF_THE_SWEEP = ("launcher", "sweeper", "sweep", "run", "mode")
 
 
 class ProcessLauncher(Launcher):
-    """Lists the jobs, checks each, runs those that are left to do, and notes what became of them."""
+    """Lists the jobs, checks each, runs those that are not done, and records how they ended."""
 
     def __init__(self, jobs: Any, gpus: Any, theirs: Any = None) -> None:
-        """`jobs` at a time, on these `gpus`; or by the launcher whose configuration `theirs` is."""
+        """`jobs` at a time on these `gpus`; or by the launcher that `theirs` configures."""
         self._at_a_time, self._gpus, self._theirs = jobs, gpus, theirs
 
     def setup(self, *, hydra_context: HydraContext, task_function: Callable[[Any], Any], config: DictConfig) -> None:
@@ -109,7 +109,7 @@ class ProcessLauncher(Launcher):
         return [self._returned(job) for job in jobs]
 
     def _job(self, number: int, given: tuple[str, ...], common: set[str]) -> Job:
-        """A job, labelled by what sets it apart from the others, with the reason if it is refused."""
+        """A job, labelled by how it differs from the others, with the reason if it is refused."""
         label = " ".join([word for word in given if word not in common] or given)
         cfg = self._loader.load_sweep_config(self._config, list(given))
         with open_dict(cfg):
@@ -129,7 +129,7 @@ class ProcessLauncher(Launcher):
         return job
 
     def _sort_out(self, jobs: Sequence[Job], board: Board) -> list[Job]:
-        """Give every job its status file, and return those that are to be run."""
+        """Write every job's status file, and return the jobs to run."""
         to_run = []
         for job in jobs:
             before = read_status(job.folder)
@@ -165,12 +165,12 @@ class ProcessLauncher(Launcher):
             if before is not None and [*map(renamed, before.overrides)] != [*map(renamed, job.overrides)]:
                 raise UserError(
                     f"job {job.number} of {self._sweep.folder} was {' '.join(before.overrides)} and would now be "
-                    f"{' '.join(job.overrides)}. A sampler that draws anew cannot be resumed: start the sweep with "
-                    "hydra.sweeper.sampler.seed=<number>"
+                    f"{' '.join(job.overrides)}. A sampler without a fixed seed cannot be resumed: start the sweep "
+                    "with hydra.sweeper.sampler.seed=<number>"
                 )
 
     def _list(self, jobs: Sequence[Job]) -> None:
-        """Write `sweep.json`: all that resuming needs, and the jobs so far."""
+        """Write `sweep.json`: what resuming needs, and the jobs so far."""
         path = self._folder / SWEEP
         before = read_object(path).get("jobs", [])
         self._sweep.jobs |= {job.number: job for job in jobs}
@@ -183,13 +183,13 @@ class ProcessLauncher(Launcher):
             "command": self._sweep.command,
             "flags": list(self._sweep.flags),
             "overrides": self._typed,
-            # The folder and the mode are given anew when the sweep is resumed.
+            # The folder and the mode are typed again when the sweep is resumed.
             "hydra": list(dict.fromkeys(w for w in self._typed_of_hydra if not is_of(w, ("sweep.dir", "mode")))),
         }
         write_atomically(path, f"{json_line({**asked, 'jobs': [*ours, *rest]}, indent=2)}\n".encode())
 
     def _returned(self, job: Job) -> JobReturn:
-        """The result for the sweeper. Hydra's own stops at the first failure, so for it every job completed."""
+        """The result for the sweeper. Hydra's basic one stops at a failure, so it is told that all completed."""
         status = self._sweep.outcomes[job.number]
         returned = JobReturn(overrides=job.overrides, working_dir=os.getcwd(), task_name=self._sweep.command)
         optimises = not self._config.hydra.sweeper._target_.endswith(".BasicSweeper")
@@ -201,11 +201,11 @@ class ProcessLauncher(Launcher):
         returned.return_value = read_object(job.folder / SUMMARY).get(self._sweep.objective)
         if returned.return_value is None and optimises:
             objective = self._sweep.objective
-            raise UserError(f"job {job.number} has no {objective} to be optimised; let it evaluate: eval.every=1")
+            raise UserError(f"job {job.number} has no {objective} to optimise; let it evaluate: eval.every=1")
         return returned
 
     def _run_here(self, jobs: Sequence[Job], board: Board) -> None:
-        """Run the jobs and keep their status files. KeyboardInterrupt if asked to stop."""
+        """Run the jobs and update their status files. KeyboardInterrupt if asked to stop."""
         pool = Pool(self._places, self._sweep.command_of, self._sweep.command, board)
         board.start()
         try:
@@ -216,12 +216,12 @@ class ProcessLauncher(Launcher):
             raise KeyboardInterrupt
 
     def _run_elsewhere(self, jobs: Sequence[Job], board: Board) -> None:
-        """The same by the other launcher, whose processes call `run_alone`."""
+        """The same through the other launcher, whose processes call `run_alone`."""
         # A job's folder must depend neither on how the launcher counts nor on its working directory.
         place = {job: os.path.relpath(job.folder, self._folder) for job in jobs}
         of_folder = {"hydra.sweep.dir": str(self._folder)}
         given = [[*job.overrides, *overrides({**of_folder, "hydra.sweep.subdir": place[job]})] for job in jobs]
-        state, reason = "failed", f"its launcher says that it ended, but {self._folder} here does not"
+        state, reason = "failed", f"its launcher reports that it ended, but {self._folder} here does not"
         try:
             with handled(_interrupt):
                 if jobs:
@@ -229,7 +229,7 @@ class ProcessLauncher(Launcher):
         except (KeyboardInterrupt, SystemExit):
             state, reason = "waiting", STOPPED
             raise KeyboardInterrupt from None
-        except Exception as error:  # of another program: it may be anything
+        except Exception as error:  # from another program: it may be anything
             reason = f"{type(error).__name__}: {error}"
         finally:
             for job in jobs:
@@ -249,7 +249,7 @@ class ProcessLauncher(Launcher):
 
 
 def run_alone(sweep: Sweep, folder: Path) -> None:
-    """Run the job of this folder in a process of its own, on the machine that another program's launcher chose.
+    """Run the job of this folder in its own process, on the machine that another launcher chose.
 
     Waits for a process that a killed worker left behind.
     """
@@ -265,7 +265,7 @@ def run_alone(sweep: Sweep, folder: Path) -> None:
 
 
 class AroundLaunchers(Callback):
-    """Of Hydra (`conf/_run.yaml`): puts ours before a launcher of another program."""
+    """A Hydra callback (`conf/_run.yaml`) that wraps another program's launcher in ours."""
 
     def on_multirun_start(self, config: DictConfig, **about: Any) -> None:
         theirs, ours = config.hydra.launcher, f"hydra_plugins.grpo_processes.{ProcessLauncher.__name__}"
@@ -284,12 +284,12 @@ def _refuse_what_yields_nothing(config: DictConfig, typed: Sequence[str], loader
     words = [*typed, *(f"{key}={value}" for key, value in params.items())]
     for override in OverridesParser.create(config_loader=loader).parse_overrides(words):
         if override.is_discrete_sweep() and next(override.sweep_string_iterator(), None) is None:
-            raise UserError(f"{override.input_line} yields nothing: a sweep needs at least one value of each setting")
+            raise UserError(f"{override.input_line} has no values: a sweep needs at least one value of each setting")
 
 
 @contextmanager
 def _current(cfg: DictConfig) -> Iterator[None]:
-    """Let `${hydra:...}` mean this config's."""
+    """Let `${hydra:...}` refer to this config."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(cfg)
     try:

@@ -18,21 +18,22 @@ from datetime import UTC, datetime
 from typing import IO, Any
 
 from grpo_cli.runs import layout
+from grpo_cli.runs.lock import try_lock
 from grpo_cli.support.errors import UserError
 from grpo_cli.sweep.board import Board
-from grpo_cli.sweep.status import Job, Status, failure, locked, read_status, runner, write_status
+from grpo_cli.sweep.status import Job, Status, failure, read_status, runner, write_status
 
 POLL_SECONDS = 0.05
 STOPPED = "the sweep was stopped while it ran"
-# What a terminal, a person, a cluster's warning and its end of a job send.
+# From the terminal, a user, a cluster's warning and its end of a job.
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(eq=False)
 class RunningJob:
-    """A job's process. Its log stays locked as long as it runs, even after whoever started it has ended.
+    """A job's process. Its log stays locked as long as it runs, even after the launcher has ended.
 
-    It has a session of its own, so that ctrl-C reaches only who started it.
+    It has a session of its own, so that ctrl-C reaches only the launcher.
     """
 
     job: Job
@@ -53,7 +54,7 @@ class RunningJob:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def ended(self, stopped: bool) -> Status:
-        """Its final status. If it was `stopped`, being unfinished is no failure."""
+        """Its final status. If it was `stopped`, being unfinished is not a failure."""
         self.log.close()
         code = self.process.returncode
         reason = failure(code, self.job.folder)
@@ -65,11 +66,11 @@ class RunningJob:
 
 
 class Pool:
-    """Runs jobs as processes, as many at a time as there are places, and keeps their status files.
+    """Runs jobs as processes, one per place at a time, and updates their status files.
 
-    A place is what the environment of its processes has besides this one's. The first ctrl-C (or other of STOPS) asks
-    every job to stop after its step and waits, the second kills them. A job that outlives this process goes on; its log
-    stays locked.
+    A place is the environment variables that its processes get in addition. The first ctrl-C (or other of STOPS) asks
+    every job to stop after its step and waits, the second kills them. A job that outlives this process continues, with
+    its log locked.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Pool:
         self._name = name
         self._board = board
         self._running: list[RunningJob] = []
-        self._stops = self._passed_on = 0  # how often it was asked to stop, and the jobs were
+        self._stops = self._passed_on = 0  # how often this pool, and its jobs, were asked to stop
 
     @property
     def stopped(self) -> bool:
@@ -88,13 +89,14 @@ class Pool:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run all jobs, or those that had started when a stop was requested. On an exception (such as one raised by a
-        cluster's signal handler) every job saves and exits before it propagates."""
+        cluster's signal handler) every job saves and exits first."""
         waiting = deque(jobs)
         with handled(self._ask):
             try:
                 while self._running or (waiting and not self._stops):
                     while waiting and self._free and not self._stops:
-                        self._start(waiting.popleft())
+                        with _signals_held():
+                            self._start(waiting.popleft())
                     if self._passed_on < self._stops:
                         self._stop_all()
                     time.sleep(POLL_SECONDS)
@@ -104,13 +106,11 @@ class Pool:
                 raise
 
     def _start(self, job: Job) -> None:
-        """Start the job's process, unless one still runs that was started before (UserError)."""
+        """Start the job's process. UserError if an earlier one still runs."""
         before = read_status(job.folder)
-        log = open(
-            job.folder / layout.LOG, "ab"
-        )  # where locks are not inherited (NFS), it is this process that holds it
+        log = open(job.folder / layout.LOG, "ab")  # this process holds the lock where locks are not inherited (NFS)
         try:
-            if not locked(log):
+            if try_lock(log) is False:
                 where = job.folder / layout.LOG
                 raise UserError(f"job {job.number} is still running ({runner(job.folder)}), see {where}: wait for it")
             command, place = self._command_of(job), self._free.popleft()
@@ -133,9 +133,9 @@ class Pool:
 
     def _settle(self) -> None:
         for running in [running for running in self._running if running.process.poll() is not None]:
+            self._note(running.job, running.ended(self.stopped))
             self._running.remove(running)
             self._free.append(running.place)
-            self._note(running.job, running.ended(self.stopped))
 
     def _note(self, job: Job, status: Status) -> None:
         write_status(job.folder, status)
@@ -144,16 +144,16 @@ class Pool:
     def _ask(self, number: int, frame: Any) -> None:
         self._stops += 1
         if self._stops == 1:
-            self._board.say("stopping: each job ends its step and saves; press ctrl-C again to kill them")
+            self._board.say("stopping: each job finishes its step and saves; press ctrl-C again to kill them")
 
     def _stop_all(self) -> None:
-        """Ask the jobs to stop; the second time, kill them with all that they have started."""
+        """Ask the jobs to stop; the second time, kill them and their children."""
         self._passed_on = self._stops
         for running in self._running:
             running.ask() if self._stops == 1 else running.kill()
 
     def _end_all(self) -> None:
-        """Leave no process behind: ask each to stop, and kill them if another signal arrives meanwhile."""
+        """Leave no process behind: ask each to stop, and kill them if another signal arrives."""
         stops = self._stops
         try:
             for running in self._running:
@@ -168,7 +168,7 @@ class Pool:
 
 
 def _started(command: Sequence[str], log: IO[bytes], place: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # Clusters signal all processes of a job: what tells a launcher to requeue would end this one without a save.
+    # Clusters signal all processes of a job: the one that tells a launcher to requeue would kill this one unsaved.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     try:
         return subprocess.Popen(
@@ -184,9 +184,29 @@ def _started(command: Sequence[str], log: IO[bytes], place: Mapping[str, str]) -
 
 
 @contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals wait until the end. A handler may raise, as those do that requeue a job, and a process that was started
+    but is not in the pool's list yet would be asked by nobody to save."""
+    before = {number: signal.getsignal(number) for number in (*STOPS, signal.SIGUSR2)}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    arrived = list[int]()
+    for number in handlers:  # not blocked, which the process would inherit
+        signal.signal(number, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for raised in arrived:
+            signal.raise_signal(raised)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # the handlers are called here
+
+
+@contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handler` on the signals in STOPS, then the previous handler, with which another program's launcher may
-    requeue its job. Signals that are ignored (`nohup`) stay ignored."""
+    """Call `handler` on the signals in STOPS, then the previous handler, which another launcher may use to requeue its
+    job. Signals that are ignored (`nohup`) stay ignored."""
     all_before = {number: signal.getsignal(number) for number in STOPS}
     before = {number: known for number, known in all_before.items() if known not in (signal.SIG_IGN, None)}
 

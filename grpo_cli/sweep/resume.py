@@ -1,4 +1,4 @@
-"""A command's sweep, and `resume=sweep`, which continues one with the overrides that it was started with."""
+"""A command's sweep, and `resume=sweep`, which continues one with its original overrides."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RESUME = "resume=sweep"
 
 @dataclass
 class Sweep:
-    """A command's sweep: what the launcher must know of it, and what became of its jobs, by their numbers.
+    """A command's sweep: what the launcher must know, and the outcomes of its jobs by number.
 
     `check` raises UserError for a job's config that cannot be run. `flags` and `of_hydra` are Hydra's, for every job.
-    It is pickled to where the jobs run.
+    It is pickled and sent to where the jobs run.
     """
 
     command: str
@@ -46,10 +46,10 @@ class Sweep:
         return {"train": "final_accuracy", "eval": "eval/accuracy", "profile": "peak_bytes"}[self.command]
 
     def command_of(self, job: Job) -> list[str]:
-        """What one would type to run the job by hand, or to continue it."""
+        """The command that runs the job, or continues it."""
         of_hydra = [*self.of_hydra, f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
         if self.command == "train" and (has_record(job.folder) or (job.folder / CHECKPOINTS).exists()):
-            # Its settings are those of its own record, and what is not taken from a record was typed for the sweep.
+            # Its settings come from its own record; those never taken from a record were typed for the sweep.
             arguments = [word.lstrip("+") for word in overrides({"resume": str(job.folder)})]
             arguments += not_taken(job.overrides, job.folder)
         else:
@@ -78,14 +78,14 @@ def sweep_of(
 ) -> tuple[list[str], Sweep]:
     """The arguments to compose, and what the launcher has to know if this is a sweep.
 
-    With `resume=sweep` the arguments are those that the sweep began with. UserError if they cannot be.
+    With `resume=sweep` the arguments are those that the sweep began with, UserError if they cannot be found.
     """
     multirun = {"-m", "--multirun"} & set(flags)
     others = [flag for flag in flags if flag not in multirun]
     if RESUME not in given:
         return [*flags, *for_the_sweeper(command, given)], Sweep(command, check, others)
     if not multirun:
-        raise UserError(f"{RESUME} goes on with a sweep: add -m, or name the folder of one run")
+        raise UserError(f"{RESUME} continues a sweep: add -m, or name the folder of one run")
     own = [word for word in given if word != RESUME]
     began = started_with(command, own, others)
     sweep = Sweep(command, check, others, resume=True)
@@ -94,7 +94,7 @@ def sweep_of(
 
 def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """The overrides of the sweep in `hydra.sweep.dir`, or of the newest one, then `own`, those of this command line.
-    What is not taken from a stranger's folder has to be among `own` (`config.trust`)."""
+    Those that an untrusted folder may not set have to be among `own` (`config.trust`)."""
     named = value_of("hydra.sweep.dir", own)
     folder = Path(named) if named else _last_sweep(MULTIRUN)
     if folder is not None and not folder.exists():
@@ -104,20 +104,20 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
     changed = [word for word in new if not is_of(word, ("launcher",))]
     if changed:
         raise UserError(
-            f"resume=sweep goes on with the jobs as they were: leave out {' '.join(changed)}, or start a new sweep"
+            f"resume=sweep continues the jobs unchanged: leave out {' '.join(changed)}, or start a new sweep"
         )
     if folder is None:
         raise UserError(f"resume=sweep found no sweep below {MULTIRUN}; name one with hydra.sweep.dir=<folder>")
     if not asked:
         raise UserError(
-            f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}. If the sweep was killed before it had begun, "
-            "start it there again, as before"
+            f"hydra.sweep.dir={folder} holds no sweep: it has no {SWEEP}. If the sweep was killed before it began, "
+            "start it there again"
         )
     try:
         if asked["command"] != command:
-            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: go on with it by that command")
+            raise UserError(f"{folder} is a sweep of grpo {asked['command']}: continue it with that command")
         of_hydra, jobs = asked["hydra"], [renamed(word) for word in asked["overrides"]]
-        if any(word.startswith("hydra/launcher=") for word in new):  # with settings of its own
+        if any(word.startswith("hydra/launcher=") for word in new):  # which has its own settings
             of_hydra = [word for word in of_hydra if not is_of(word, ("launcher",))]
         lacking = [word for word in asked["flags"] if word not in flags]
         recorded = taken([*of_hydra, *jobs], own, folder)
@@ -126,7 +126,7 @@ def started_with(command: str, own: Sequence[str], flags: Sequence[str] = ()) ->
     if lacking:
         raise UserError(
             f"{folder} was started with {' '.join(map(str, lacking))}, which is not taken from its {SWEEP}: type it on "
-            "this command line as well"
+            "this command line too"
         )
     return [*recorded, *new, *overrides({"hydra.sweep.dir": str(folder)})]
 
@@ -136,13 +136,13 @@ def _listed(asked: Mapping[str, Any]) -> list[Any]:
     return [word for key in ("hydra", "overrides") if isinstance(asked.get(key), list) for word in asked[key]]
 
 
-# Optuna's sweeper would minimise, stop at the first failure and draw two jobs at a time, however many run.
+# By default Optuna's sweeper minimises, stops at the first failure and draws two jobs at a time.
 _FOR_OPTUNA = {"max_failure_rate": "1.0", "n_jobs": "${oc.select:hydra.launcher.jobs,1}"}
 
 
 def for_the_sweeper(command: str, given: Sequence[str]) -> list[str]:
-    """The overrides, and before them what `hydra/sweeper=optuna` needs to look for the best run: the one with the
-    highest accuracy, or of profiles the one with the lowest peak of memory."""
+    """The overrides, preceded by what `hydra/sweeper=optuna` needs to find the best run: the one with the highest
+    accuracy or, for profiles, the lowest peak memory."""
     if "hydra/sweeper=optuna" not in given:
         return list(given)
     ours = {"direction": "minimize" if command == "profile" else "maximize", **_FOR_OPTUNA}
@@ -155,6 +155,6 @@ def _last_sweep(below: Path) -> Path | None:
 
 
 def is_of(word: str, parts: Sequence[str]) -> bool:
-    """Whether an override is one of Hydra's settings below one of these."""
+    """Whether an override is of a Hydra setting in or below one of `parts`."""
     key = word.lstrip("+~").partition("=")[0].replace("/", ".").partition("@")[0]
     return any(key == f"hydra.{part}" or key.startswith(f"hydra.{part}.") for part in parts)

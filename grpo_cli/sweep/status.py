@@ -1,9 +1,9 @@
-"""What a sweep's folder says of its jobs: the state of each, and where it would continue. Starts none.
+"""The state of a sweep's jobs, from its folder. Starts none.
 
 <sweep>/sweep.json           what was asked for, and the list of jobs
 <sweep>/<number>/            a run's folder, as if it had been started by hand
-<sweep>/<number>/status.json what became of the job (`Status`)
-<sweep>/<number>/log.txt     all that it printed; locked as long as it runs
+<sweep>/<number>/status.json the state of the job (`Status`)
+<sweep>/<number>/log.txt     its output; locked as long as it runs
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_cli.runs import layout
 from grpo_cli.runs.files import json_line, regular, write_atomically
-from grpo_cli.runs.lock import is_held, try_lock
+from grpo_cli.runs.lock import is_held
 from grpo_cli.runs.summary import read_object
 from grpo_cli.support.errors import UserError
 
@@ -26,7 +26,7 @@ TAIL_BYTES = 65536  # of metrics.jsonl and log.txt: the last lines are in them
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. `label` is what sets it apart, `steps` how many there are, `refusal` why it cannot run."""
+    """One run of a sweep. `label` is how it differs from the others, `refusal` why it cannot run."""
 
     number: int
     folder: Path
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Status:
-    """`status.json`. `seconds` are those of all its processes: a job that was resumed has had several."""
+    """`status.json`. `seconds` are the total of all its processes: a resumed job has had several."""
 
     state: str  # waiting | running | done | failed | skipped
     reason: str | None
@@ -58,7 +58,7 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def read_status(folder: Path) -> Status | None:
-    """None if the job was never listed."""
+    """None if the job was never listed. UserError if the file is damaged."""
     kept = read_object(folder / layout.STATUS)
     if not kept:
         return None
@@ -66,7 +66,9 @@ def read_status(folder: Path) -> Status | None:
         known = {field.name: kept[field.name] for field in fields(Status) if field.name in kept}
         return Status(**known | {"overrides": tuple(kept["overrides"])})
     except (KeyError, TypeError) as error:
-        raise UserError(f"{folder / layout.STATUS} is no job's status ({error}); remove it to run the job") from error
+        raise UserError(
+            f"{folder / layout.STATUS} is not a job's status ({error}); remove it to run the job"
+        ) from error
 
 
 def is_done(folder: Path) -> bool:
@@ -82,7 +84,7 @@ def is_running(folder: Path) -> bool:
 
 
 def runner(folder: Path) -> str:
-    """Who runs the job, according to `status.json`."""
+    """The process that runs the job, according to `status.json`."""
     status = read_status(folder)
     return f"process {status.pid} on {status.host}" if status and status.pid else "a process that has not said which"
 
@@ -92,31 +94,23 @@ def last_record(folder: Path) -> dict[str, Any]:
     lines = _tail(folder / layout.METRICS)[:-1]
     try:
         record = json.loads(lines[-1]) if lines else {}
-    except ValueError:  # longer than the tail, or damaged: this is for the screen only
+    except ValueError:  # longer than the tail, or damaged: only for display
         return {}
     return record if isinstance(record, dict) and "step" in record else {}
 
 
 def _tail(path: Path) -> list[str]:
-    """The last lines; what follows the last line break is a line of its own, mostly empty."""
+    """The last lines; what follows the last line break, usually nothing, is the last one."""
     try:
         with open(path, "rb", opener=regular) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read().decode("utf-8", "replace").split("\n")
-    except OSError:  # it is not there, or no file: this is for the screen only
+    except OSError:  # missing, or not a file: only for display
         return []
 
 
-def locked(log: Any) -> bool:
-    """Lock a log for as long as this file, or one inherited from it, is open; False if another process has it.
-
-    Where the file system knows no locks (Lustre without `-o flock`), nobody is kept out.
-    """
-    return try_lock(log) is not False
-
-
 def failure(code: int, folder: Path) -> str | None:
-    """Why a process that ended with this code did not complete its run: the run's own word, a signal, or its last line.
+    """Why a process that ended with this code did not complete its run: from its summary, a signal, or its last line.
     None if it did."""
     if code == 0:
         try:
@@ -126,9 +120,9 @@ def failure(code: int, folder: Path) -> str | None:
         return None if ended == "completed" else f"it ended {ended}"
     if code < 0:
         named = {number.value: number.name for number in signal.Signals}  # most of the real-time ones have no name
-        hint = ": often because the machine had no memory left" if -code == signal.SIGKILL else ""
+        hint = ": often because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {named.get(-code, f'signal {-code}')}{hint}"
     said = [line.strip() for line in _tail(folder / layout.LOG) if line.strip()]
     start = next((i for i in reversed(range(len(said))) if said[i].startswith("error: ")), len(said) - 1)
     message = " ".join(said[start:]).removeprefix("error: ")
-    return message or f"exit code {code}, and no word in the log"
+    return message or f"exit code {code}, and nothing in the log"

@@ -8,14 +8,16 @@ length of a careful completion grows with the square of the number of terms. Not
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Annotated
+from typing import Annotated, Any
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
+from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
+from grpo_cli.tasks.judges import Weighing
 from grpo_cli.tasks.prompting import Tokenizer, Verbatim
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -85,7 +87,8 @@ def is_well_formed(completion: str) -> bool:
 
 
 class Arithmetic(GeneratedTask[Sum]):
-    """The task. The reward is 1 for a completion that ended by itself with the right number, else 0."""
+    """The task. The reward is 1 for a completion that ended by itself with the right number, else 0; `weights` may name
+    parts that look at its form or its length (`formats.py`)."""
 
     name, sizes_are, makes_more = "arithmetic", "terms", "max_operand"
 
@@ -100,9 +103,13 @@ class Arithmetic(GeneratedTask[Sum]):
         max_value: Annotated[int, Range(2, 9999)],
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
+        weights: Mapping[str, Any] | None,
+        overlong_tokens: OverlongTokens,
     ) -> None:
         if max_value < 2 * max_operand:
             raise UserError(f"task.max_value={max_value} must be at least 2 * task.max_operand={2 * max_operand}")
+        self._weighing = Weighing(weights or {}, "all", "correct")
+        self._overlong_tokens = overlong_tokens
         self._verbatim = Verbatim(tokenizer)
         self._max_operand, self._max_value = max_operand, max_value
         super().__init__(self._verbatim, seed, min_terms, max_terms, train_problems, eval_problems)
@@ -117,4 +124,4 @@ class Arithmetic(GeneratedTask[Sum]):
         completion = self._verbatim.completion(rollout)
         correct = float(completion is not None and final_answer(completion) == prompt.answer)
         parts = {"correct": correct, "well_formed": float(completion is not None and is_well_formed(completion))}
-        return Reward(correct, parts, weights={"correct": 1.0})
+        return self._weighing.reward(parts, completion or "", overlong(rollout, self._overlong_tokens))

@@ -41,7 +41,8 @@ class Calculator(Arithmetic):
         eval_problems: EvalProblems,
     ) -> None:
         sizes = {"min_terms": min_terms, "max_terms": max_terms, "max_operand": max_operand, "max_value": max_value}
-        super().__init__(tokenizer, seed, **sizes, train_problems=train_problems, eval_problems=eval_problems)
+        problems = {"train_problems": train_problems, "eval_problems": eval_problems}
+        super().__init__(tokenizer, seed, **sizes, **problems, weights=None, overlong_tokens=None)
         self.turns = turns
 
     def respond(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Sequence[str] | None]:

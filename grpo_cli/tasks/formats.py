@@ -1,12 +1,17 @@
-"""Reward parts that look at a completion's form alone: thoughts and answer each between their tags.
+"""Reward parts that look at a completion's form alone: thoughts and answer each between their tags, and its length.
 
-The published runs weigh them in different ways (see conf/task/jsonl.yaml); each part lies between 0 and 1.
+The published runs weigh them in different ways (see conf/README.md); each part lies between 0 and 1, `overlong` between
+-1 and 0.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import Rollout
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _WHOLE = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>", re.DOTALL)
@@ -44,6 +49,21 @@ def tag_count(text: str) -> float:
 def tag_lines(text: str) -> float:
     """A quarter for each of the four tags that stands exactly once at the edge of its line, as open-r1 counts them."""
     return sum(text.count(tag) == 1 for tag in _TAG_LINES) / len(_TAG_LINES)
+
+
+OVERLONG = "overlong"
+OverlongTokens = Annotated[int | None, Range(1, because="it counts tokens; null is a fifth of sampling.max_new_tokens")]
+
+
+def overlong(rollout: Rollout, tokens: int | None) -> float:
+    """0 up to L - c tokens, from there down to -1 at L in a straight line (DAPO, arXiv 2503.14476, equation 13).
+
+    L is `sampling.max_new_tokens`, and c is `tokens`, at most L; None: a fifth of L, as published (4,096 of 20,480). In
+    an episode all tokens count that L bounds, those of the environment among them.
+    """
+    longest = rollout.request.sampling.max_new_tokens
+    within = max(1, longest // 5) if tokens is None else tokens
+    return min(0.0, (longest - within - len(rollout)) / within)
 
 
 FORMATS: Mapping[str, Callable[[str], float]] = {

@@ -14,16 +14,16 @@ from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
-MOST_TRIES = 10_000  # draws for one more problem of the eval split, before there are taken to be no more
+MOST_TRIES = 10_000  # draws for one more problem of the eval split, before the problems are taken to be exhausted
 _MEMORY = "they take memory from the start"
 TrainProblems = Annotated[int, Range(1, 100_000_000, _MEMORY)]  # an order of them is kept: 800 MB
 EvalProblems = Annotated[int, Range(1, 1_000_000, _MEMORY)]  # all of them are kept
 
 
-def is_held_out(problem: str) -> bool:
+def is_held_out(problem: str, one_in: int = HELD_OUT_ONE_IN) -> bool:
     """Whether a problem belongs to the eval split: a hash of its text decides, so no seed can move it."""
     digest = blake2b(problem.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+    return int.from_bytes(digest, "big") % one_in == 0
 
 
 P = TypeVar("P")
@@ -57,10 +57,10 @@ class GeneratedTask(ABC, Generic[P]):
 
     @abstractmethod
     def answer(self, problem: P) -> str:
-        """What the judge has to know."""
+        """The answer that the judge compares with."""
 
     def key(self, problem: P) -> str:
-        """What decides the split."""
+        """The text whose hash decides the split."""
         return str(problem)
 
     def question(self, problem: P, rng: Random) -> str:
@@ -68,7 +68,7 @@ class GeneratedTask(ABC, Generic[P]):
         return f"{problem}="
 
     def distinct_by(self, problem: P, question: str) -> str:
-        """What no two problems of `eval` have in common."""
+        """What distinguishes problems of `eval`: no two share it."""
         return self.key(problem)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -90,7 +90,7 @@ class GeneratedTask(ABC, Generic[P]):
         return self._prompt(f"train-{index}", problem, self.question(problem, rng))
 
     def _held_out(self, count: int) -> list[tuple[P, str]]:
-        """The problems of the eval split with their texts; UserError where there are not so many."""
+        """The problems of the eval split with their texts. UserError if there are too few."""
         rng = Random(f"{self.name}/eval")
         found: dict[str, tuple[P, str]] = {}
         for i in range(count):

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
 from grpo_cli.tasks.math_judge import MOST_WORKERS, ON_CRASH, MathJudge
+from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
+from grpo_cli.tasks.rows import value_of
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_judge, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
 
@@ -26,8 +30,8 @@ class Jsonl(Speaks):
 
     With `eval_path` that file is the eval split, and no question may be in both. Without, the `eval_fraction` of the
     questions with the smallest hashes is held out: the same for every seed, and copies of a question stay together.
-    `reward` is `numbers`, `math`, `environment` or `module:function`; `conf/task/jsonl.yaml` explains the rest.
-    The data that `default_path` names is read when training asks for it, a `path` at once.
+    `reward` is `numbers`, `math`, `judge`, `environment` or `module:function`; `conf/task/jsonl.yaml` explains the
+    rest. The data that `default_path` names is read when training asks for it, a `path` at once.
     """
 
     def __init__(
@@ -41,9 +45,6 @@ class Jsonl(Speaks):
         default_eval_path: str | None,
         question_field: str,
         answer_field: str,
-        system_prompt: str | None,
-        template: str,
-        use_chat_template: bool,
         few_shot: Annotated[int, Range(0)],
         few_shot_path: str | None,
         long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
@@ -53,10 +54,14 @@ class Jsonl(Speaks):
         grading: Annotated[str, OneOf(tuple(GRADINGS))],
         weights: Mapping[str, Any] | None,
         formats_on: Annotated[str, OneOf(FORMATS_ON)],
+        overlong_tokens: OverlongTokens,
         judge_seconds: Annotated[float, Range(0, above=True)],
         judge_workers: Annotated[int, Range(1, MOST_WORKERS)],
         on_crash: Annotated[str, OneOf(ON_CRASH)],
+        judge: JudgeSettings,
+        run_dir: Path | None = None,
         max_prompt_tokens: int | None = None,
+        chat_defaults: Mapping[str, Any] | None = None,
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
@@ -67,20 +72,24 @@ class Jsonl(Speaks):
         self._judge = (
             environment_judge(environment)
             if reward == "environment"
+            else ModelJudge(judge, run_dir, warn)
+            if reward == "judge"
             else _judge(reward, GRADINGS[grading], judge_seconds, judge_workers, on_crash)
         )
         self._weighing = Weighing(weights or {}, formats_on, self._judge.main)
+        self._overlong_tokens = overlong_tokens
         self._reader = Reader(self._judge, question_field, answer_field, max_unreadable, warn)
         self._source, self._is_default, self._eval_fraction = source, path is None, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
         self._warn = warn
-        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template)
+        prompting = Prompting.of(tokenizer, turns, chat_defaults)
         self._shown = self._examples(few_shot, few_shot_path)
-        texts = tuple((problem.question, str(problem.row[answer_field]).strip()) for problem in self._shown)
+        texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
         self._prompting = replace(prompting, examples=texts, tools=environment.tools if environment else ())
         self._talk(environment, self._prompting, turns)
-        self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn)
+        opens = (environment.opens,) if environment else ()
+        self._limits = (self._prompting, max_prompt_tokens, long_prompts, warn, *opens)
         if not self._is_default and self._own_problems[0]:
             self.prompts("train")  # so that what is wrong with it is found at once
         self.prompts("eval")
@@ -97,7 +106,17 @@ class Jsonl(Speaks):
         """Judge many rollouts at once, each with its prompt."""
         completions = [self._completion(prompt, rollout) for prompt, rollout in pairs]
         parts = self._judge(completions)
-        return [self._weighing.reward(own, completion.text) for own, completion in zip(parts, completions, strict=True)]
+        judged = zip(parts, completions, pairs, strict=True)
+        return [
+            self._weighing.reward(own, completion.text, overlong(rollout, self._overlong_tokens))
+            if own
+            else Reward(0.0, judged=False)
+            for own, completion, (_, rollout) in judged
+        ]
+
+    def counted(self) -> Mapping[str, float]:
+        """What the judge has counted since this was last asked."""
+        return self._judge.counted() if isinstance(self._judge, ModelJudge) else {}
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
@@ -121,7 +140,7 @@ class Jsonl(Speaks):
             answer=prompt.answer,
             finished=rollout.finish.complete,
             length=rollout.num_drawn,
-            problem=self._problem(prompt) if isinstance(self._judge, OwnReward) else None,
+            problem=self._problem(prompt) if isinstance(self._judge, OwnReward | ModelJudge) else None,
         )
 
     @cached_property
@@ -175,6 +194,8 @@ class Jsonl(Speaks):
         problems = self._reader.read(path, "task.few_shot_path") if path else self._reader.read(self._source)
         if len(problems) < count:
             raise UserError(f"task.few_shot={count}, but {path or self._source} has only {len(problems)} problems")
+        if chat := next((problem for problem in problems[:count] if problem.messages), None):
+            raise UserError(f"{chat.place}: messages are no example, and are put as they are: set task.few_shot=0")
         return problems[:count]
 
 

@@ -1,4 +1,5 @@
-"""Who decides whether completions are right: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`."""
+"""Who decides whether completions are right: `numbers` here, `math` in `math_judge.py`, your own in `own_reward.py`, a
+model in `model_judge.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from grpo_cli.support.errors import UserError, refuse
 from grpo_cli.tasks.answers import equal, extract_answer, gold_answer
-from grpo_cli.tasks.formats import FORMATS
+from grpo_cli.tasks.formats import FORMATS, OVERLONG
 from grpo_cli.tasks.rows import Problem
 from grpo_cli.types import LARGEST_REWARD, Reward
 
@@ -23,7 +24,7 @@ class Completion:
     """One rollout as a judge reads it. `place` names it in messages, `answer` is its prompt's gold answer, `text` the
     last of the model's `turns`.
 
-    `problem` is given to your own reward function only, which may ask for its row.
+    `problem` is given to a model, and to your own reward function, which may ask for its row.
     """
 
     place: str
@@ -37,7 +38,8 @@ class Completion:
 
 @runtime_checkable
 class Judge(Protocol):
-    """Named parts of each completion's reward. `advice` says how an answer must be written for `gold` to read it.
+    """Named parts of each completion's reward, none where it has come to no judgement. `advice` says how an answer must
+    be written for `gold` to read it.
 
     `main` is the one part that is rewarded; None where all parts are, each with a weight of 1.
     """
@@ -84,7 +86,7 @@ class Weighing:
 
     def __init__(self, weights: Mapping[str, Any], formats_on: str, main: str | None) -> None:
         given = {name: weight for name, weight in weights.items() if weight is not None}
-        known = ("correct", *FORMATS)
+        known = ("correct", *FORMATS, OVERLONG)
         problems = [
             f"task.weights.{name}={weight} must be a finite number from -2^53 to 2^53, or null for none"
             for name, weight in given.items()
@@ -98,16 +100,19 @@ class Weighing:
         self._weights = {name: float(weight) for name, weight in given.items()}
         self._formats_on, self._main = formats_on, main
 
-    def reward(self, parts: Mapping[str, float], text: str) -> Reward:
+    def reward(self, parts: Mapping[str, float], text: str, overlong: float) -> Reward:
         formats = {name: measure(text) for name, measure in FORMATS.items() if name in self._weights}
+        length = {OVERLONG: overlong} if OVERLONG in self._weights else {}
         if self._main is None:
-            self._check(parts, formats)
+            self._check(parts, formats | length)
             judged = {name: self._weights.get(name, 1.0) for name in parts}
         else:
             judged = {self._main: self._weights.get("correct", 1.0)}
         answer_part = self._main or "correct"
         counts = self._formats_on == "all" or parts[answer_part] < 1
         formed = {name: self._weights[name] for name in formats} if counts else {}
+        formed |= {name: self._weights[name] for name in length}
+        formats |= length
         total = sum(weight * parts[name] for name, weight in judged.items())
         total += sum(weight * formats[name] for name, weight in formed.items())
         return Reward(total, {**parts, **formats}, answer_part, {**judged, **formed})

@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +22,9 @@ LIBRARIES = ("latex2sympy2_extended", "math_verify", "mpmath", "sympy")
 INCOMPARABLE = (ArithmeticError, ValueError, TypeError, NotImplementedError)
 
 
-def main(seconds: float) -> None:
-    """Answer until the input ends. `seconds` is what one comparison may take by the asker's clock."""
+def serve(prepare: Callable[[], Callable[[Any], dict[str, Any]]], seconds: float) -> None:
+    """Answer with what `prepare` makes until the input ends. `seconds` is what one question may take by the asker's
+    clock."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # a library's prints must not be taken for replies
     _limit(resource.RLIMIT_CORE, 0)
@@ -32,21 +34,29 @@ def main(seconds: float) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
     try:
-        import math_verify
-
-        _compared(math_verify, "x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
-        caches = _caches()
+        answer = prepare()
         say({"ready": True})
         for line in sys.stdin:
             _let_live(seconds)
-            question = json.loads(line)
-            reply = _compared(math_verify, question["gold"], question["answer"])
-            for cache in caches:
-                cache.cache_clear()
-            say(reply)
+            say(answer(json.loads(line)))
     except Exception as error:
         say({"died": f"{type(error).__name__}: {error}"[:300]})
         raise
+
+
+def _comparisons() -> Callable[[Any], dict[str, Any]]:
+    import math_verify
+
+    _compared(math_verify, "x+1", "1+x")  # the first comparison loads a grammar: not on a question's time
+    caches = _caches()
+
+    def answer(question: Any) -> dict[str, Any]:
+        reply = _compared(math_verify, question["gold"], question["answer"])
+        for cache in caches:
+            cache.cache_clear()
+        return reply
+
+    return answer
 
 
 def _caches() -> list[Any]:
@@ -95,4 +105,4 @@ def _parsed(library: Any, text: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    serve(_comparisons, float(sys.argv[1]))

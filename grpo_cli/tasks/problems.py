@@ -19,11 +19,12 @@ LONG_PROMPTS = ("refuse", "leave_out", "cut")
 
 
 class LazyPrompts(MadePrompts):
-    """Problems as prompts, tokenised one at a time when asked for: a large file costs little at start-up.
+    """Problems as prompts, tokenised one at a time on demand: a large file costs little at start-up.
 
     Only those that might be too long, judging by their bytes, are tokenised at once, so that a prompt that does not fit
     is found before any step is taken: it is refused, left out or cut (its beginning goes), the latter two with a
-    warning. (A tokenizer that makes more tokens than bytes is noticed when it gets there, and refused unless cut.)
+    warning. (A prompt that is too long for another reason, a tokenizer that makes more tokens than bytes or what an
+    environment `opens` an episode with, is noticed when it gets there, and refused unless cut.)
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class LazyPrompts(MadePrompts):
         max_tokens: int | None,
         long_prompts: str,
         warn: Callable[[str], None],
+        opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: "",
     ) -> None:
         assert len({p.line for p in problems}) == len(problems), "a problem of a split has a line of its own"
-        self._split, self._prompting, self._max_tokens = split, prompting, max_tokens
+        self._split, self._prompting, self._max_tokens, self._opens = split, prompting, max_tokens, opens
         self._cut = long_prompts == "cut"
+        self._rehearse(problems)
         too_long = self._too_long(problems)
         self.problems = problems if self._cut else [p for p in problems if p.line not in too_long]
         if too_long:
@@ -66,12 +69,29 @@ class LazyPrompts(MadePrompts):
         return f"{self._split}-{problem.line:06d}"
 
     def _prompt(self, problem: Problem) -> Prompt:
-        token_ids = self._prompting.encode(problem.question)
+        token_ids = self._encode(problem)
         if self._max_tokens is not None and len(token_ids) > self._max_tokens:
             if not self._cut:
                 raise self._refusal(problem, len(token_ids), count=1)
             token_ids = token_ids[len(token_ids) - self._max_tokens :]
         return Prompt(self._id(problem), token_ids, problem.answer)
+
+    def _encode(self, problem: Problem) -> tuple[int, ...]:
+        """The question, followed by the environment's opening text, as in TRL."""
+        said, messages = self._opens(problem.row, problem.place), problem.messages
+        if said and messages:
+            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
+        return self._prompting.encode(problem.question + said, messages)
+
+    def _rehearse(self, problems: Sequence[Problem]) -> None:
+        """Of questions that are chats one for each order of roles: a template that refuses it, or a setting that does
+        not go with it, is found at once."""
+        chats = [problem for problem in reversed(problems) if problem.messages]
+        for problem in {tuple(message["role"] for message in chat.messages): chat for chat in chats}.values():
+            try:
+                self._prompting.encode(problem.question, problem.messages)
+            except UserError as error:
+                raise UserError(f"{problem.place}: {error}") from error
 
     def _too_long(self, problems: Sequence[Problem]) -> dict[int, int]:
         """The lines of the prompts that do not fit, each with its number of tokens.
@@ -85,7 +105,7 @@ class LazyPrompts(MadePrompts):
             return {}
         suspects = [p for p in problems if frame + len(p.question.encode()) > most]
         characters = most * max(map(len, self._prompting.tokenizer.get_vocab())) + 1 if suspects else 0
-        lengths = {p.line: len(self._prompting.encode(p.question[:characters])) for p in suspects}
+        lengths = {p.line: len(self._prompting.encode(p.question[:characters], p.messages)) for p in suspects}
         return {line: length for line, length in lengths.items() if length > most}
 
     def _refusal(self, problem: Problem, length: int, count: int) -> UserError:

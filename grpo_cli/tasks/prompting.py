@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.errors import UserError, closest
 from grpo_cli.types import Finish, Prompt, Rollout
+
+Message = Mapping[str, Any]  # of a chat: a role and a content
 
 PLACEHOLDER = "{question}"
 _TURN, _SAID = "TURN-OF-THE-MODEL", "MESSAGE-{}-TO-IT"  # stand for texts in a template
@@ -30,8 +33,17 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **kwargs: Any) -> Any: ...
 
 
+class PromptSettings(TypedDict):
+    """The prompt settings of text tasks, explained in `conf/task/_prompt.yaml`."""
+
+    system_prompt: str | None
+    use_chat_template: bool
+    chat_template_kwargs: Mapping[str, Any]
+    template: str
+
+
 class MadePrompts(Sequence[Prompt]):
-    """`size` prompts, each made by `make(index)` when it is asked for: a million of them cost nothing."""
+    """`size` prompts, each made by `make(index)` on demand, so a million of them cost nothing."""
 
     def __init__(self, make: Callable[[int], Prompt], size: int) -> None:
         self._make, self._size = make, size
@@ -46,7 +58,7 @@ class MadePrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Prompts and completions as they are, for a model that was trained on nothing else."""
+    """Prompts and completions without any template, for a model trained on bare text."""
 
     tokenizer: Tokenizer
 
@@ -75,7 +87,8 @@ class Prompting:
     `use_chat_template=False` (base models often come with one that they were never trained on), the text is `template`
     with the question in its place, after `system_prompt` and an empty line. Braces in a question mean nothing.
     `examples`, questions with their answers, come before the question: as earlier turns, or each as a filled template
-    and its answer, with empty lines between. `tools` are JSON schemas that the chat template tells the model of.
+    and its answer, separated by empty lines. `tools` are JSON schemas for the chat template to describe to the model;
+    `chat_template_kwargs` are variables of the template's own, such as Qwen3's `enable_thinking`.
     """
 
     tokenizer: Tokenizer
@@ -84,6 +97,29 @@ class Prompting:
     use_chat_template: bool
     examples: tuple[tuple[str, str], ...] = ()
     tools: tuple[Any, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, words: PromptSettings, chat_defaults: Mapping[str, Any] | None, **more: Any
+    ) -> Prompting:
+        """Made from a task's settings. `chat_defaults` (`model.chat_template_kwargs`) apply where the template reads
+        them and the task does not set them. UserError for a variable that the template does not read."""
+        made = cls(tokenizer, words["template"], words["system_prompt"], words["use_chat_template"], **more)
+        told = {**told_by_model(tokenizer, words, chat_defaults), **words["chat_template_kwargs"]}
+        known = template_variables(tokenizer) if made.is_chat else []
+        if not made.is_chat and told:
+            raise UserError(
+                f"task.chat_template_kwargs={told} needs a chat template, and there is none, or "
+                "task.use_chat_template=false turns it off: leave it out"
+            )
+        for word in told:
+            if word not in known:
+                raise UserError(
+                    f"task.chat_template_kwargs.{word}: the tokenizer's chat template does not read {word}; it reads "
+                    f"{', '.join(known) or 'no variable of its own'}{closest(word, known)}"
+                )
+        return replace(made, chat_template_kwargs=told)
 
     def __post_init__(self) -> None:
         if PLACEHOLDER not in self.template:
@@ -96,8 +132,10 @@ class Prompting:
     def is_chat(self) -> bool:
         return self.use_chat_template and bool(self.tokenizer.chat_template)
 
-    def encode(self, question: str) -> tuple[int, ...]:
-        """The prompt's tokens, never cut."""
+    def encode(self, question: str, messages: Sequence[Message] = ()) -> tuple[int, ...]:
+        """The prompt's tokens, never truncated. `messages`, a chat that ends with the user, are used as given."""
+        if messages:
+            return tuple(self._encode_messages(messages))
         if self.is_chat:
             return tuple(self._encode_chat(question))
         shown = [self._filled(question).rstrip() + f" {answer}" for question, answer in self.examples]
@@ -128,27 +166,29 @@ class Prompting:
         return tuple(ids[1:] if turn and ids[0] == turn[-1] else ids)
 
     def check_turns(self, role: str, keep_reasoning: bool) -> None:
-        """UserError where the chat template has no place for what an environment says as `role`, or says earlier turns
-        in other words than the model did: what is trained on would not be what the template makes of it."""
+        """UserError if the chat template cannot render an environment's message as `role`, or changes earlier turns of
+        the model: training would see other text than the template renders."""
         if not self.is_chat:
             if self.tools:
-                raise UserError("task.tools needs a chat template, which tells the model of them: take a chat model")
+                raise UserError("task.tools needs a chat template, which describes them to the model: use a chat model")
             return
-        if self.tools and self._rendered([("user", "?")]) == replace(self, tools=())._rendered([("user", "?")]):
-            raise UserError("the tokenizer's chat template tells of no tools: use task.respond, or another model")
+        asked = [_message("user", "?")]
+        if self.tools and self._rendered(asked) == replace(self, tools=())._rendered(asked):
+            raise UserError("the tokenizer's chat template does not render tools: use task.respond, or another model")
         for turn in (_TURN, f"<think>\n{_TURN}\n</think>\n\n{_TURN}"):
             drawn, kept, _ = self._around(turn, role, 1)
             if kept != drawn + turn and not keep_reasoning:
                 raise UserError(
-                    f"the chat template changes what the model has said once it is answered: {(drawn + turn)[-90:]!r} "
-                    f"becomes {kept[-90:]!r}. Take another model, or train on turns as they were drawn, reasoning "
-                    "included: task.keep_reasoning=true"
+                    f"the chat template rewrites a turn of the model once it is answered: "
+                    f"{(drawn + turn)[-90:]!r} becomes {kept[-90:]!r}. Use another model, or train on turns as they "
+                    "were drawn, with their reasoning (or its empty placeholder): task.keep_reasoning=true"
                 )
 
     def _around(self, turn: str, role: str, count: int) -> tuple[str, str, str]:
         """As the template has it: what comes before a turn when it is drawn; the same with the turn, once it has been
         answered by so many messages; and what comes after it."""
-        asked, answers = [("user", "?"), ("assistant", turn)], [(role, _SAID.format(i)) for i in range(count)]
+        asked = [_message("user", "?"), _message("assistant", turn)]
+        answers = [_message(role, _SAID.format(i)) for i in range(count)]
         text = self._rendered([*asked, *answers])
         end = text.find(_SAID.format(0))
         at = text.rfind(_TURN, 0, max(end, 0)) + len(_TURN)
@@ -157,20 +197,27 @@ class Prompting:
         return self._rendered(asked[:1]), text[:at], text[at:]
 
     def _encode_chat(self, question: str) -> list[int]:
-        turns = [("system", self.system_prompt)] if self.system_prompt else []
+        turns = [_message("system", self.system_prompt)] if self.system_prompt else []
         for shown, answer in self.examples:
-            turns += [("user", shown), ("assistant", answer)]
-        return self._rendered([*turns, ("user", question)], tokenize=True)
+            turns += [_message("user", shown), _message("assistant", answer)]
+        return self._rendered([*turns, _message("user", question)], tokenize=True)
 
-    def _rendered(self, turns: Sequence[tuple[str, str]], tokenize: bool = False) -> Any:
+    def _encode_messages(self, messages: Sequence[Message]) -> list[int]:
+        if not self.is_chat:
+            raise UserError("messages need a chat template: use a chat model, or give questions as text")
+        for key, given in (("system_prompt=null", self.system_prompt), ("few_shot=0", self.examples)):
+            if given:
+                raise UserError(f"messages are used as given, with nothing before them: set task.{key}")
+        return self._rendered(messages, tokenize=True)
+
+    def _rendered(self, messages: Sequence[Message], tokenize: bool = False) -> Any:
         """What the model reads before it speaks: text, or tokens."""
         from jinja2 import TemplateError  # comes with `transformers`' chat templates, and is slow to import
 
-        messages = [{"role": role, "content": content} for role, content in turns]
-        words: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
+        words = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, tokenize=tokenize, **words
+                list(messages), add_generation_prompt=True, return_dict=False, tokenize=tokenize, **words
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # A template refuses with TemplateError; one that is wrong raises what its expressions raise.
@@ -179,3 +226,39 @@ class Prompting:
                 f"the tokenizer's chat template refused a {roles} message: {error}; "
                 "try task.system_prompt=null, or task.use_chat_template=false for the plain task.template"
             ) from error
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def told_by_model(
+    tokenizer: Tokenizer | None, words: Mapping[str, Any], chat_defaults: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """The model's `chat_template_kwargs` that apply to a task with these settings: those that the template reads and
+    the task does not set."""
+    if not (chat_defaults and words.get("use_chat_template") and tokenizer and tokenizer.chat_template):
+        return {}
+    left = chat_defaults.keys() & set(template_variables(tokenizer)) - words["chat_template_kwargs"].keys()
+    return {word: value for word, value in chat_defaults.items() if word in left}
+
+
+def template_variables(tokenizer: Tokenizer) -> list[str]:
+    """The variables that the tokenizer's chat template reads and that a task may set, in alphabetical order."""
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
+    # `generation` is a tag of `transformers` alone, and names nothing.
+    found = tokenizer.chat_template
+    source = "\n".join(found.values() if isinstance(found, dict) else [found])
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", source))
+    except TemplateSyntaxError:
+        return []  # it is refused when it is first used, with its reason
+    given = {*environment.globals, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+    # What a template sets itself is its own, unless it asks first whether it was given it.
+    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    tests = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    asked = {node.name for node in tests if isinstance(node, nodes.Name)}
+    read = meta.find_undeclared_variables(tree) - given - (own - asked)
+    return sorted(word for word in read if not word.endswith("_token"))

@@ -12,17 +12,18 @@ import json
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from grpo_cli.support.errors import UserError, own_code, refuse
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.tasks.own_reward import OwnReward, own
-from grpo_cli.tasks.prompting import Prompting
+from grpo_cli.tasks.prompting import Prompting, PromptSettings
 from grpo_cli.types import Prompt
 
 MOST_CHARACTERS = 100_000  # of one answer: a model's context is no longer
@@ -34,8 +35,8 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 Says = Callable[[Prompt, Mapping[str, Any], Sequence[str]], Any]
 
 
-class TurnSettings(TypedDict):
-    """What the tasks of text say of turns; each word has its comment in `conf/task/_turns.yaml`."""
+class TurnSettings(PromptSettings):
+    """What the tasks of text say of prompts and turns; each word has its comment in `conf/task/_turns.yaml`."""
 
     turns: Count
     feedback: str | None
@@ -57,6 +58,7 @@ class Environment:
     tools: tuple[Any, ...] = ()
     slow: bool = True  # a person's own, which may take its time
     score: Callable[[Mapping[str, Any], Sequence[str]], Any] | None = None  # what it says a whole episode is worth
+    opens: Callable[[Mapping[str, Any], str], str] = lambda row, place: ""  # what it adds to the question of a row
 
 
 def environment_of(settings: TurnSettings, is_right: Callable[[Prompt, str], bool]) -> Environment | None:
@@ -197,14 +199,27 @@ def _of_class(name: str) -> Environment:
     def score(row: Mapping[str, Any], turns: Sequence[str]) -> Any:
         return replayed(row, turns)[0].get_reward()
 
-    found = Environment(says, f"task.environment={name}", score=score if hasattr(made, "get_reward") else None)
+    scores = score if hasattr(made, "get_reward") else None
+    found = Environment(says, f"task.environment={name}", score=scores, opens=partial(_opened, made, name))
     if member is None:
         schemas = _schemas({word: getattr(made(), word) for word in tools}, f"task.environment={name}")
         found = replace(found, role="tool", tools=schemas)
     return found
 
 
-class Speaks:
+def _opened(made: Callable[[], Any], name: str, row: Mapping[str, Any], place: str) -> str:
+    """What `reset` says of a row at a place."""
+    with own_code(f"task.environment={name}, reset for {place},"):
+        said = made().reset(**row)
+    if not isinstance(said, str | None) or len(said or "") > MOST_CHARACTERS:
+        raise UserError(
+            f"task.environment={name}: reset returned a {type(said).__name__} for {place}: return text that goes "
+            f"behind the question, of at most {MOST_CHARACTERS} characters, or None"
+        )
+    return said or ""
+
+
+class Speaks(ABC):
     """A task of text that is a `Dialogue`: what its environment hears and says is text, and here are the tokens."""
 
     turns = 1
@@ -218,12 +233,13 @@ class Speaks:
         self.turns, self._environment, self._speaks_by = settings["turns"], environment, prompting
         self._seconds, self._room = settings["respond_seconds"], threading.BoundedSemaphore(settings["respond_workers"])
 
+    @abstractmethod
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         """What an environment knows of a problem."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(self, token_ids: Sequence[int]) -> str:
-        raise NotImplementedError
+        """Tokens as text."""
 
     def between(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> Sequence[int]:
         return self._speaks_by.between(turns[-1], said, self._environment.role)

@@ -141,18 +141,16 @@ class WordProblems(GeneratedTask[Story], Speaks):
         groups: bool,
         must_end: bool,
         instruction: str | None,
-        system_prompt: str | None,
-        use_chat_template: bool,
-        template: str,
         train_problems: TrainProblems,
         eval_problems: EvalProblems,
+        chat_defaults: Mapping[str, Any] | None = None,
         **turns: Unpack[TurnSettings],
     ) -> None:
         self._must_end, self._instruction = must_end, instruction
         self._level = (max_start, max_change, groups)
         environment = environment_of(turns, self._is_right)
         tools = environment.tools if environment else ()
-        prompting = Prompting(tokenizer, template, system_prompt, use_chat_template, tools=tools)
+        prompting = Prompting.of(tokenizer, turns, chat_defaults, tools=tools)
         self._talk(environment, prompting, turns)
         super().__init__(prompting, seed, min_steps, max_steps, train_problems, eval_problems)
 

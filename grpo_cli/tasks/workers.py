@@ -34,8 +34,8 @@ class DoesNotStart(Exception):
 class Worker:
     """One process, which is started by the first question."""
 
-    def __init__(self, command: Sequence[str], seconds: float) -> None:
-        self._command, self._seconds = command, seconds
+    def __init__(self, command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> None:
+        self._command, self._seconds, self._environment = command, seconds, environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: Question) -> Reply:
@@ -68,6 +68,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, **self._environment},
         )
         said = self._reply(b"", START_SECONDS)
         if not said.get("ready"):
@@ -92,12 +93,13 @@ class Worker:
 
 
 class Workers:
-    """At most `count` processes that run `script`, each given at most `seconds` for a question."""
+    """At most `count` processes that run `script`, each given at most `seconds` for a question. `environment` is laid
+    over this process's own."""
 
-    def __init__(self, script: Path, count: int, seconds: float) -> None:
+    def __init__(self, script: Path, count: int, seconds: float, environment: Mapping[str, str] | None = None) -> None:
         # -P: nothing is imported from the folder of the script
         command = [sys.executable, "-P", str(script), str(seconds)]
-        self._workers = [Worker(command, seconds) for _ in range(count)]
+        self._workers = [Worker(command, seconds, environment or {}) for _ in range(count)]
         weakref.finalize(self, _end_own, self._workers, os.getpid())
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:

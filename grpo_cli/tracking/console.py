@@ -1,6 +1,6 @@
 """A run on the console: a live view in a terminal, plain lines elsewhere. Keeps no records.
 
-Nothing here is written by the model: prompts and completions are in `rollouts.jsonl`.
+It prints no text of the model: prompts and completions are in `rollouts.jsonl`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from grpo_cli.support.formatting import duration, plain, short, size, sparkline
 from grpo_cli.types import Record
 
 PLAIN_LINES = 100  # about how many step lines a plain run prints
-PLAIN_SECONDS = 10.0  # but never later than this after the last one
-STILL_SECONDS = 60.0  # a plain run says after this long, then after twice as long, what it is waiting for
+PLAIN_SECONDS = 10.0  # but at least one this long after the last
+STILL_SECONDS = 60.0  # a plain run says what it is waiting for after this long, then at doubling intervals
 HISTORY = 40  # steps in the sparkline, and in the estimate of the time left
-GAP = 2  # columns between two things in a line of the view
-BAR = 30  # columns of the progress bar where there is room, and fewer where there is not
-LEAST_BAR = 8  # a shorter one says nothing and is left out
+GAP = 2  # columns between parts of a line
+BAR = 30  # most columns of the progress bar
+LEAST_BAR = 8  # a shorter bar is left out
 LABEL = len("eval accuracy") + GAP  # columns of the labels
-# A label in the view, a metric, and how its value reads; nothing where it says nothing.
+# A label in the view, a metric, and its format; an empty text is left out.
 FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("completions", "response/length_mean", lambda value: f"length {value:.0f}"),
     ("completions", "turns/mean", lambda value: f"{value:.1f} turns"),
@@ -49,9 +49,9 @@ FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 class RunView:
-    """A run at this moment, as a terminal shows it: rich draws it as wide as there is room (`console.print(view)`).
+    """The current state of a run as a rich renderable (`console.print(view)`).
 
-    Of what a line has no room for, the last parts are left out; labels and numbers are never cut.
+    Parts that do not fit into a line are left out, the last ones first; labels and numbers are never cut.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,8 +73,8 @@ class RunView:
     def add(self, record: Record) -> None:
         now = self._clock()
         if self.step is None and record.step > 0 and self._started is not None and self._started < now:
-            self._finished.append((self._started, record.step - 1))  # a resumed run begins somewhere on the way
-        self.step = record.step  # if it is 0: what came before it was no step, and says nothing of how long one takes
+            self._finished.append((self._started, record.step - 1))  # a resumed run does not begin at 0
+        self.step = record.step  # what precedes record 0 is not a step, and is not timed
         self._metrics.update(record.metrics)
         self._finished.append((now, record.step))
         if "reward/mean" in record.metrics:
@@ -83,7 +83,7 @@ class RunView:
             self._eval_step = record.step
 
     def interval(self, summary: Mapping[str, Any]) -> str:
-        """That of the last evaluation, if it is the one whose accuracy the summary has."""
+        """The interval of the last evaluation, if the summary has its accuracy."""
         is_last = "eval/accuracy" in self._metrics and self._metrics["eval/accuracy"] == summary.get("final_accuracy")
         return _certainty(self._metrics) if is_last else ""
 
@@ -109,11 +109,11 @@ class RunView:
             label = Text(name.ljust(LABEL), style="dim", no_wrap=True, overflow="ellipsis")
             yield label.append(fitting(parts, room), style="not dim")
         if self._warning is not None:
-            step, warning = self._warning  # whole above the view, where it was said
+            step, warning = self._warning  # printed in full above the view
             yield Text(f"! step {step}: {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
 
     def _progress(self, width: int, line: str) -> Text:
-        """The step, a bar of such lines where there is room for one, the time left, and what the run is busy with."""
+        """The step, a progress bar drawn with `line` if there is room, the time left, and the current phase."""
         left, step = self.seconds_left(), "starting" if self.step is None else f"step {self.step}/{self.total}"
         parts = fitting([step, *([f"{duration(left)} left"] if left else []), *self._doing()], width)
         text = Text(no_wrap=True, overflow="ellipsis").append(step, "bold")
@@ -146,7 +146,7 @@ class RunView:
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """As many of the first parts in a line as have room, at least one.
+    """As many of the first parts as fit into a line, at least one.
 
     >>> fitting(["update 0.70 s", "rollout 0.60 s", "eval 0.10 s"], 30)
     'update 0.70 s  rollout 0.60 s'
@@ -160,7 +160,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def picture(records: Sequence[Record], total_steps: int, width: int = 100, title: str = "grpo train") -> str:
-    """The view after these records as an SVG; the time left is by the records' own `clock/train_seconds`."""
+    """The view after these records as an SVG, timed by the records' own `clock/train_seconds`."""
     now = 0.0
     view = RunView(total_steps, clock=lambda: now)
     for record in records:
@@ -174,10 +174,10 @@ def picture(records: Sequence[Record], total_steps: int, width: int = 100, title
 class ConsoleTracker:
     """Shows records as they come. `record.step` counts finished steps, up to `total_steps`.
 
-    In a terminal: a view that redraws itself twice a second, with progress, reward, evaluation, speed, the time of
-    each phase, memory and the last warning. Otherwise (a file, a pipe, a CI log): a line for about every hundredth of
-    the run, for every step that ends ten seconds after the last line, and for every step with an evaluation; and when
-    a phase takes long, a line that names it.
+    In a terminal: a view redrawn twice a second, with progress, reward, evaluation, speed, the time of each phase,
+    memory and the last warning. Otherwise (a file, a pipe, a CI log): a line for about every hundredth of the run, for
+    every step that ends ten seconds after the last line, and for every step with an evaluation; and a line that names
+    a phase that takes long.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ConsoleTracker:
         clock: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
     ) -> None:
-        """`folder`: of the run, which is named at the end."""
+        """`folder`: of the run, named at the end."""
         self.view = RunView(total_steps, clock)
         self._folder = folder
         self._console = console or screen.console()
@@ -199,7 +199,7 @@ class ConsoleTracker:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Begin to show the run, at its first phase or record at the latest. Lines said before stay above the view."""
+        """Begin to show the run, at its first phase or record at the latest. Earlier lines stay above the view."""
         if self._started:
             return
         self._started = True
@@ -218,22 +218,22 @@ class ConsoleTracker:
             self.say(step_line(record, self.view.total, self.view.seconds_left()))
 
     def phase(self, names: tuple[str, ...]) -> None:
-        """Which spans are open now, outermost first: what the run is busy with (`WallMeter(on_phase=...)`)."""
+        """The currently open spans, outermost first (`WallMeter(on_phase=...)`)."""
         self.start()
         self.view.phase(names)
         self._reminders = 0
 
     def say(self, text: str) -> None:
-        """One line, above the live view if there is one."""
+        """Print a line, above the live view if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """A warning: a line like any other, and kept in view."""
+        """Print a warning, and keep it in view."""
         self.view.warn(text)
         self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Leave the view's last frame on the screen, and under it how the run ended."""
+        """Leave the view's last frame on the screen, and print how the run ended below it."""
         self._closed.set()
         if self._live is not None:
             self.view.phase(())
@@ -263,7 +263,7 @@ class ConsoleTracker:
 
 
 def step_line(record: Record, total: int, left: float | None) -> str:
-    """A record in one line: what there is of reward, evaluation, completions, entropy, speed, memory and time."""
+    """A record in one line: reward, evaluation, completions, entropy, speed, memory and time, as available."""
     seen = record.metrics
     parts = [f"step {record.step:>{len(str(total))}}/{total}"]
     parts += [f"reward {seen['reward/mean']:.3f}"] if "reward/mean" in seen else []
@@ -279,7 +279,7 @@ def _accuracy(seen: Mapping[str, float]) -> list[str]:
 
 
 def _certainty(seen: Mapping[str, float]) -> str:
-    """The interval of the accuracy, and how many of how many problems were solved, as far as they are known."""
+    """The accuracy's interval and the number of problems solved, as far as known."""
     parts = []
     if "eval/accuracy_low" in seen and "eval/accuracy_high" in seen:
         parts.append(f"{seen['eval/accuracy_low']:.3f} to {seen['eval/accuracy_high']:.3f}")
@@ -289,8 +289,7 @@ def _certainty(seen: Mapping[str, float]) -> str:
 
 
 def ending(summary: Mapping[str, Any], total: int, folder: Path | None = None, interval: str = "") -> Iterator[str]:
-    """How a run ended, and where it is; the last line says how to go on with it where it is not done. The rest is in
-    its `summary.json`."""
+    """How a run ended and where it is; for an unfinished run, how to resume it. The rest is in its `summary.json`."""
     status, step, accuracy = summary.get("status", "ended"), summary.get("step"), summary.get("final_accuracy")
     parts = [str(status) if step is None else f"{status} at step {step} of {total}"]
     if summary.get("stopped_by"):

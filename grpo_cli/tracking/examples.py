@@ -1,4 +1,4 @@
-"""Rollouts as text to read: rows of `rollouts.jsonl`, of `samples.jsonl` and of the table in W&B."""
+"""Rollouts as readable text: rows of `rollouts.jsonl`, `samples.jsonl` and the table in W&B."""
 
 from __future__ import annotations
 
@@ -33,28 +33,31 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     )
 
 
-NOT_TRAINED_ON = "a stored rollout took its place"
+REPLACED = "a stored rollout took its place"
+NOT_TAKEN = "the collector left its group out of this step"
 
 
 def examples(
     task: Task, made: Sequence[ScoredGroup], selected: Sequence[Selection], count: int, tokens: bool = False
 ) -> tuple[Example, ...]:
-    """Rows for `rollouts.jsonl`: `count` spread evenly over the rollouts that the step has made, all if it is negative.
+    """Rows for `rollouts.jsonl`: `count` of the step's rollouts, evenly spaced, or all if it is negative.
 
-    `selected` begins with the selections of the groups that were `made`; those that follow were replayed, and have
-    their rows in the record of the step that made them. With `tokens`, rows hold token ids and log-probabilities too.
+    `selected` are the selections of what the collector has taken, which may be groups of earlier steps, with their rows
+    in the records of those. With `tokens`, rows hold token ids and log-probabilities too.
     """
-    pairs = list(zip(made, selected, strict=False))
-    places = [(group, selection, index) for group, selection in pairs for index in range(len(group.rollouts))]
+    of = {selection.group.prompt.id: selection for selection in selected}
+    places = [(group, of.get(group.prompt.id), index) for group in made for index in range(len(group.rollouts))]
     if 0 <= count < len(places):
         places = [places[i * len(places) // count] for i in range(count)]
     rows = []
     for group, selection, index in places:
-        why, advantage = selection.reasons[index], None
-        if selection.group.rollouts[index] is not group.rollouts[index]:
-            why = NOT_TRAINED_ON
-        elif index in selection.indices:
-            advantage = float(selection.advantages[selection.indices.index(index)])
+        why, advantage = NOT_TAKEN, None
+        if selection is not None:
+            why = selection.reasons[index]
+            if selection.group.rollouts[index] is not group.rollouts[index]:
+                why = REPLACED
+            elif index in selection.indices:
+                advantage = float(selection.advantages[selection.indices.index(index)])
         row = example(task, group, index, kept=not why, reason=why or "kept", advantage=advantage)
         rows.append(_with_tokens(row, group.rollouts[index]) if tokens else row)
     return tuple(rows)

@@ -1,7 +1,7 @@
-"""Reads each step's metrics and warns, naming the key to change, when a run is not learning what it should.
+"""Checks each step's metrics and warns, naming the key to change, if a run is not learning as it should.
 
-It changes nothing and stops nothing. It warns of each cause once, and again only when it has become twice as bad; what
-follows from another cause is left out. What matters most comes first.
+It changes and stops nothing. It warns of each cause once, and again only when it has become twice as bad; consequences
+of another cause are left out. The most important comes first.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-TRUNCATED_SHARE = 0.25  # our choice: runs of PODS and TRL lose a few per cent
-NEARLY_ALL = 0.75  # truncated: then equal rewards follow from that
+TRUNCATED_SHARE = 0.25  # our choice: runs of PODS and TRL lose a few percent
+NEARLY_ALL = 0.75  # truncated: equal rewards are a consequence
 ZERO_STD_SHARE = 0.9
 RATIO_RANGE = (0.9, 1.1)
 RATIOS = ("mismatch/ratio_mean", "mismatch_trained/ratio_mean")  # a step has at most one of them
 EQUAL_STEPS = 5
 FEW_PROBLEMS_STEPS = 50
-FEWEST_HELD_OUT = 20  # with so many, the 95 % interval of an accuracy is up to 0.4 wide
+FEWEST_HELD_OUT = 20  # with 20, the 95 % interval of an accuracy is up to 0.4 wide
 TWICE = 2.0
 LEAST_ESS = 0.1
-FIRST_ENTROPIES = 5  # steps, whose mean is the entropy that a run began with
+FIRST_ENTROPIES = 5  # steps, whose mean is a run's initial entropy
 ENTROPY_LEFT = 0.1  # of that
 LEAST_ENTROPY = 0.05  # nats
 ALIKE_SHARE = 0.5  # of the groups
@@ -28,8 +28,8 @@ SOLVED_SHARE = 0.8
 
 
 class Cause(NamedTuple):
-    """Why a run does not learn what it should. `badness` doubles as it becomes twice as bad; where that means nothing,
-    the cause is reported once."""
+    """Why a run does not learn as it should. A cause is reported again when its `badness` has doubled; with the default
+    it is reported once."""
 
     name: str
     text: str
@@ -37,10 +37,10 @@ class Cause(NamedTuple):
 
 
 class HealthCheck:
-    """Remembers which causes were reported, how long all rewards have been equal, and how many steps there were.
+    """Remembers which causes were reported, how long all rewards have been equal, and the number of steps.
 
-    `reuse_is_answered`: a correction looks at how far tokens are from the policy, or the learning rate does.
-    `weighed_parts`: those of the reward that the advantage weighs by name.
+    `reuse_is_answered`: a correction, or the learning rate, accounts for how far tokens are from the policy.
+    `weighed_parts`: the parts of the reward that the advantage weighs by name.
     """
 
     def __init__(self, reuse_is_answered: bool = False, weighed_parts: Iterable[str] = ()) -> None:
@@ -51,7 +51,7 @@ class HealthCheck:
         self._entropies: list[float] = []  # the first ones
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """The warnings that are new with this step's metrics, the most important first."""
+        """The new warnings of this step, the most important first."""
         causes = [
             *self._uniform_rewards(metrics),
             *_sampler_and_policy(metrics, self._reuse_is_answered),
@@ -69,13 +69,13 @@ class HealthCheck:
         return True
 
     def _uniform_rewards(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        """Rewards without a signal, and what they follow from."""
+        """Rewards without a signal, and their cause."""
         mean, truncated = metrics.get("reward/mean", math.nan), metrics.get("response/truncated", 0.0)
         if "reward/std" in metrics:
             self._equal_steps = self._equal_steps + 1 if metrics["reward/std"] == 0.0 else 0
         if truncated > TRUNCATED_SHARE:
             text = (
-                f"response/truncated is {truncated:.2f}: that share of the rollouts was cut off before it ended, so "
+                f"response/truncated is {truncated:.2f}: that share of the rollouts was cut off, so "
                 "its reward says little. Raise sampling.max_new_tokens."
             )
             yield Cause("truncated", text, truncated)
@@ -97,8 +97,8 @@ class HealthCheck:
             yield Cause("zero_std", text)
 
     def _entropy(self, metrics: Mapping[str, float]) -> Iterator[Cause]:
-        """A policy that solves its problems may be certain. One that is certain, draws the same answers over and over
-        and is still wrong has stopped exploring."""
+        """A policy that solves its problems may be certain. One that is certain, repeats the same answers and is still
+        wrong has stopped exploring."""
         entropy = metrics.get("policy/entropy")
         if entropy is None:
             return
@@ -124,8 +124,8 @@ class HealthCheck:
             if self._unseen_parts:
                 keys = " and ".join(f"advantage.weights.{part}" for part in self._unseen_parts)
                 text = (
-                    f"{keys} weighs nothing so far: no rollout's reward has a part of that name. Correct it to one of "
-                    "the parts that metrics.jsonl has as reward/<part>, or leave it out."
+                    f"{keys} has had no effect so far: no rollout's reward has a part of that name. Use one of "
+                    "the parts that metrics.jsonl lists as reward/<part>, or leave it out."
                 )
                 yield Cause("weights", text)
         if "prompts/distinct" in metrics:
@@ -134,21 +134,21 @@ class HealthCheck:
             if self._steps >= FEW_PROBLEMS_STEPS and distinct < 2 * per_step:
                 text = (
                     f"prompts/distinct is {distinct:.0f} with {per_step:.0f} problems a step: the run trains on the "
-                    "same few over and over, and may learn them by heart. Give the task more problems "
+                    "same few over and over, and may memorize them. Give the task more problems "
                     "(task.train_problems), or choose a curriculum that looks at more of them (curriculum=epochs, or a "
                     "smaller curriculum.pool)."
                 )
                 yield Cause("few_problems", text)
         if (count := metrics.get("eval/problems", math.inf)) < FEWEST_HELD_OUT:
             text = (
-                f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little, look at its "
+                f"eval/problems is {count:.0f}: the accuracy on so few held-out problems says little; see its "
                 "interval. Hold out more (eval.problems, task.eval_path, or task.eval_fraction)."
             )
             yield Cause("few_held_out", text)
 
 
 def _sampler_and_policy(metrics: Mapping[str, float], reuse_is_answered: bool) -> Iterator[Cause]:
-    """How far the policy is from what drew the rollouts."""
+    """How far the policy is from the one that drew the rollouts."""
     name = next((name for name in RATIOS if name in metrics), RATIOS[0])
     ratio, (low, high) = metrics.get(name, 1.0), RATIO_RANGE
     if not low <= ratio <= high:  # so is NaN
@@ -161,14 +161,14 @@ def _sampler_and_policy(metrics: Mapping[str, float], reuse_is_answered: bool) -
     if (ess := metrics.get("off/ess", 1.0)) < LEAST_ESS:
         text = (
             f"off/ess is {ess:.3f}: the rollouts of an update are worth that share of their number, as the policy "
-            "has gone far from what drew them. Let the learning rate follow (optim.ess=sqrt), lower optim.lr, make "
-            "fewer updates of a step (train.epochs, train.minibatches), or reuse less."
+            "has moved far from the one that drew them. Let the learning rate follow (optim.ess=sqrt), lower optim.lr, "
+            "make fewer updates of a step (train.epochs, train.minibatches), or reuse less."
         )
         yield Cause("ess", text, 1.0 / ess if ess > 0.0 else math.inf)
     if (share := metrics.get("off/token_share", 0.0)) > 0.0 and not reuse_is_answered:
         text = (
             f"off/token_share is {share:.2f}: that share of the tokens was drawn by weights of earlier updates, and "
-            "nothing corrects for it. Reweigh them (correction=tis), let the learning rate follow (optim.ess=sqrt), or "
-            "train on the new ones alone (credit=fresh)."
+            "nothing corrects for it. Reweight them (correction=tis), let the learning rate follow (optim.ess=sqrt), "
+            "or train only on the new ones (credit=fresh)."
         )
         yield Cause("reuse", text, share)

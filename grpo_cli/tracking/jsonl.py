@@ -1,8 +1,7 @@
-"""Records as lines of JSON in the run's folder, always; and the tracker that sends them nowhere else."""
+"""Records as JSON lines in the run's folder, which every run has; and a tracker that sends them nowhere else."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,11 @@ from grpo_cli.runs.files import json_line, must_be_writable, sync_file, sync_fol
 from grpo_cli.runs.layout import METRICS, ROLLOUTS, SUMMARY
 from grpo_cli.runs.ledger import RecordFile, load_ledgers, save_ledgers
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.terminal import to_stderr
 from grpo_cli.types import Record
 
 Say = Callable[[str], None]
-NAMED = 8  # steps that are named in a warning
-
-
-def to_stderr(text: str) -> None:
-    """How a tracker speaks without a console."""
-    print(text, file=sys.stderr)
+NAMED = 8  # steps listed in a warning
 
 
 class NoTracker:
@@ -39,10 +34,9 @@ class JsonlTracker:
     nothing. Non-finite numbers are the strings "NaN", "Infinity" and "-Infinity" (see `files.json_line`).
 
     A fresh run (`first_step=None`) refuses a folder that already has records. A resumed one gives the first step that
-    it will log: rows of that step and later ones, written by the process that is being resumed, are cut off, so that no
-    step appears twice; so is a last line that a crash left half written. The rows before must be those that were
-    written when the `checkpoint` was saved, if it is one of this folder. If they are not, that is a UserError or, with
-    `accept_damage`, a warning; then whole lines are kept as they are.
+    it will log: rows of that step and later ones, and a half-written last line, are cut off, so that no step appears
+    twice. The rows before must be those that were written when the `checkpoint` was saved, if it is one of this folder;
+    if they are not, that is a UserError or, with `accept_damage`, a warning, and whole lines are kept as they are.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class JsonlTracker:
             if first_step is None:
                 self._refuse_records()
             else:
-                # another run's checkpoint has not seen the records here
+                # another run's checkpoint knows nothing of these records
                 ours = checkpoint if checkpoint and checkpoint.resolve().parent.parent == run_dir.resolve() else None
                 self._go_on(run_dir, first_step - 1, ours, accept_damage)
             for file in self._files.values():
@@ -74,7 +68,7 @@ class JsonlTracker:
         self._write(ROLLOUTS, record.step, [example.row() for example in record.examples])
 
     def keep(self, folder: Path) -> None:
-        """Wait until all that was logged is on the disk, and leave the ledger of it in a checkpoint's folder."""
+        """Sync all records to disk, and save their ledger in a checkpoint's folder."""
         for file in self._files.values():
             if file.path.exists():
                 sync_file(file.path)
@@ -82,11 +76,11 @@ class JsonlTracker:
 
     @property
     def missing(self) -> list[int]:
-        """The steps whose records are not, or not all, in the files: the disk was full, or damage was accepted."""
+        """The steps whose records are missing or incomplete: the disk was full, or damage was accepted."""
         return sorted({step for file in self._files.values() for step in file.lost})
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Name the steps that are lost; nothing is held open between records."""
+        """Name the lost steps; no file is open between records."""
         for file in self._files.values():
             if file.lost and self._warned:
                 steps = ", ".join(map(str, file.lost[:NAMED])) + ", ..." * (len(file.lost) > NAMED)
@@ -119,11 +113,11 @@ class JsonlTracker:
             problems += file.go_on(last, known.get(name), every_step=name == METRICS and checkpoint is not None)
         if problems and not accept_damage:
             raise UserError(
-                f"the records in {run_dir} are not those that were written: {'; '.join(problems)}. Put back what was "
-                "there, or go on with what is there now: accept_damage=true"
+                f"the records in {run_dir} are not those that were written: {'; '.join(problems)}. Restore them, "
+                "or continue with what is there: accept_damage=true"
             )
         for problem in problems:
-            self._warn(f"damage is accepted, and stays: {problem}")
-        (run_dir / SUMMARY).unlink(missing_ok=True)  # it describes rows that are cut now
+            self._warn(f"accepted damage: {problem}")
+        (run_dir / SUMMARY).unlink(missing_ok=True)  # it describes rows that are cut off now
         for file in self._files.values():
             file.cut()

@@ -1,4 +1,4 @@
-"""What a run has done so far, and the numbers of one of its steps."""
+"""The counters of a run, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from grpo_cli.learner.learner import Update
 from grpo_cli.metrics import kept_metrics, rollout_metrics
 from grpo_cli.select import Selection
-from grpo_cli.types import EngineStats, ScoredGroup
+from grpo_cli.types import Batch, EngineStats, ScoredGroup
 
 
 @dataclass
 class Progress:
-    """All that a run counts: the part of a checkpoint that is neither weights nor optimizer."""
+    """The counters of a run, saved in its checkpoints."""
 
     step: int = 0
     updates: int = 0  # those of finished steps
@@ -34,9 +34,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step's updates were made from, and their metrics. `reuse` is empty where no old rollout was trained on.
+    """What a step trained on, and its metrics. `reuse` is empty if no old rollout was trained on.
 
-    `selected` says of every rollout whether it was trained on, and `tokens` counts the tokens that were.
+    `selected` says for every rollout whether it was trained on; `tokens` counts the trained tokens.
     """
 
     updates: tuple[Update, ...]
@@ -46,24 +46,41 @@ class Trained:
     reuse: Mapping[str, float]
 
 
+def warmup_metrics(progress: Progress, updates: Sequence[Update], batch: Batch) -> dict[str, float]:
+    """The same for a step that imitates: nothing was generated."""
+    progress.trained_tokens += int(batch.trained_mask.sum())
+    progress.trained_rollouts += len(batch)
+    return {
+        **_means(updates),
+        "optim/skipped_steps": float(progress.skipped_steps),
+        "tokens/trained": float(progress.trained_tokens),
+        "rollouts/trained": float(progress.trained_rollouts),
+        "clock/train_seconds": progress.train_seconds,
+    }
+
+
+def _means(updates: Sequence[Update]) -> dict[str, float]:
+    """Of the metrics of updates that were no fault."""
+    good = [update.metrics for update in updates if update.fault is None]
+    names = dict.fromkeys(name for metrics in good for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in good if name in metrics])) for name in names}
+
+
 def step_metrics(
     progress: Progress,
     scored: Sequence[ScoredGroup],
     stats: EngineStats,
     trained: Trained,
 ) -> dict[str, float]:
-    """Add a step to what was done so far, and tell both by their names in `metrics.py`."""
+    """Add a step to the counters; returns its metrics, counters included, by their names in `metrics.py`."""
     progress.generated_tokens += stats.generated_tokens
     progress.trained_tokens += trained.tokens
     progress.generated_rollouts += sum(len(group.rollouts) for group in scored)
     progress.trained_rollouts += sum(selection.reasons.count("") for selection in trained.selected)
-    good = [update.metrics for update in trained.updates if update.fault is None]
-    names = dict.fromkeys(name for metrics in good for name in metrics)
-    losses = {name: float(np.mean([metrics[name] for metrics in good if name in metrics])) for name in names}
     metrics = {
         **rollout_metrics(scored),
         **kept_metrics([one.chosen for one in trained.selected], [one.trained for one in trained.selected]),
-        **losses,
+        **_means(trained.updates),
         **trained.mismatch,
         **trained.reuse,
         **stats.details,

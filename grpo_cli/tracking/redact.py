@@ -1,4 +1,4 @@
-"""Hides what looks like a secret, by its name, its value or its form."""
+"""Hides what looks like a secret by its name, value or form."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|wandb_v1_)[A-Za-z0-9_-]{20,}|://[^/\s
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config` with everything that looks like a secret replaced by "<hidden>".
 
-    Hidden are: texts under a key named like one (`api_key`, `hf_token`, `password`), texts that contain the value of an
-    environment variable named like one, and texts that look like an access token or an address with a password in it.
-    Numbers stay, whatever their key (`max_token=5`).
+    Hidden are strings under a key named like a secret (`api_key`, `hf_token`, `password`), strings that contain the
+    value of an environment variable named like one, and strings that look like an access token or a URL with a
+    password. Numbers are kept, whatever their key (`max_token=5`).
     """
     known = _known_secrets()
     return {str(key): _clean(str(key), value, known) for key, value in config.items()}
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The same for a command line: of `key=value` the value is hidden, another word as a whole."""
+    """The same for a command line: in `key=value` the value is hidden, any other argument as a whole."""
     known, cleaned = _known_secrets(), []
     for word in arguments:
         key, equals, value = word.partition("=")

@@ -1,6 +1,6 @@
-"""Records to Weights & Biases.
+"""Sends records to Weights & Biases.
 
-A tracker that was asked for must start. Once training runs it may only warn: the run is worth more than its log.
+A tracker that was asked for must start. Once training runs its failures are only warnings.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from grpo_cli.runs import layout
 from grpo_cli.runs.files import content, json_line, write_atomically
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
-from grpo_cli.tracking.jsonl import Say, to_stderr
+from grpo_cli.support.terminal import to_stderr
+from grpo_cli.tracking.jsonl import Say
 from grpo_cli.tracking.redact import arguments_without_secrets, without_secrets
 from grpo_cli.types import FOR_RUNS, Example, Record
 
-FINISH_SECONDS = 60.0  # how long a finished run may go on sending
+FINISH_SECONDS = 60.0  # how long a finished run may keep sending
 MODES = ("auto", "online", "offline", "disabled")
 
 
 class WandbTracker:
     """Sends records to Weights & Biases, its files below `run_dir`.
 
-    `mode=auto` is WANDB_MODE if that is set, else online where W&B finds an API key and offline where it does not;
-    offline, it says how to send the run later. A W&B that does not start within its own `WANDB_INIT_TIMEOUT` is a
-    UserError. Once it has started, its first failure is a warning and ends the sending; metrics.jsonl has everything.
+    `mode=auto` is WANDB_MODE if set, else online if W&B finds an API key and offline if not; offline, it says how to
+    send the run later. UserError if W&B does not start within its own `WANDB_INIT_TIMEOUT`. After that its first
+    failure is a warning, and nothing more is sent; metrics.jsonl has everything.
 
-    The run's id is kept in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run; under `wandb
-    agent` it is the agent's. A job of a sweep is in the group of the sweep's name, unless one is given. `choices`
-    (group to choice) go into the config and the tags. Steps are a metric of their own (`step`) and the x axis of all
-    others: W&B's internal counter cannot go back to a checkpoint. Examples are gathered in a table `rollouts`, sent
-    every `table_every` records and at the end.
+    The run's id is stored in `run_dir/wandb_id.txt`, so that a resumed run continues the same W&B run; under `wandb
+    agent` it is the agent's. A sweep's job is in the group of the sweep's name, unless one is given. `choices` (group
+    to choice) go into the config and the tags. Steps are a metric (`step`) and the x axis of all others, because W&B's
+    internal counter cannot go back to a checkpoint. Examples are collected in a table `rollouts`, sent every
+    `table_every` records and at the end.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class WandbTracker:
             "project": project,
             "entity": entity,
             "name": name,
-            "group": group or _sweep_of(run_dir),
+            "group": group or sweep_of(run_dir),
             "job_type": job_type,
             "tags": [*tags, *(tag[:64] for tag in found_by)],  # W&B takes up to 64 characters
             "config": without_secrets({**config, "choices": choices}),
@@ -114,9 +115,9 @@ class WandbTracker:
             )
         settings = wandb.Settings(
             silent=True,
-            console="off",  # it would record the live view's every frame
+            console="off",  # it would record every frame of the live view
             disable_code=True,
-            finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on the disk
+            finish_timeout=FINISH_SECONDS,  # what was not sent by then stays on disk
             finish_timeout_raises=True,
         )
         self._run = wandb.init(
@@ -152,16 +153,16 @@ class WandbTracker:
 
     def _given_up(self, reason: str) -> None:
         self._warn(
-            f"W&B failed ({reason}), and gets nothing more of this run; metrics.jsonl has it all. What W&B has on disk "
-            f"can be sent with: {self._sync()}"
+            f"W&B failed ({reason}) and is not used any more in this run; metrics.jsonl has everything. Send what W&B "
+            f"has on disk with: {self._sync()}"
         )
 
     @contextmanager
     def _wandb(self, failed: Callable[[str], None]) -> Iterator[None]:
-        """Around calls of W&B. `failed` is told why W&B or its connection failed; an error of ours passes.
+        """Wraps calls of W&B. `failed` is told why W&B or its connection failed; our own errors propagate.
 
         W&B stages tables and writes its service's logs in the home directory unless these variables name another, and
-        keeps the command line, which may hold a secret.
+        records the command line, which may hold a secret.
         """
         folder, argv = self._run_dir / layout.WANDB, sys.argv
         ours = {"WANDB_DATA_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache")}
@@ -177,7 +178,7 @@ class WandbTracker:
             import wandb
 
             self._run = None
-            with suppress(Exception):  # its process would be waited for at exit; one that has died cannot be told
+            with suppress(Exception):  # exit would wait for its process; a dead one cannot be told
                 wandb.teardown(1)
             failed((str(error).splitlines() or [type(error).__name__])[0].rstrip("."))
         finally:
@@ -195,7 +196,7 @@ def _table_row(step: int, example: Example) -> list[Any]:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's W&B id, made (or given by `wandb agent`) on first use and the same ever after."""
+    """The run's W&B id, created (or given by `wandb agent`) on first use and stored."""
     path = run_dir / layout.WANDB_ID
     known = content(path).decode().strip() if path.exists() else ""
     if known:
@@ -206,7 +207,7 @@ def _run_id(run_dir: Path) -> str:
     return new
 
 
-def _sweep_of(run_dir: Path) -> str | None:
-    """The name of the sweep that a run is a job of: its folder's, where Hydra or our launcher has left its mark."""
+def sweep_of(run_dir: Path) -> str | None:
+    """The name of the sweep that a run is a job of: its folder's, if Hydra or our launcher has marked it."""
     folder = run_dir.absolute().parent
     return folder.name if any((folder / mark).exists() for mark in (layout.SWEEP, layout.HYDRAS_SWEEP)) else None

@@ -22,7 +22,7 @@ from grpo_cli.config.overrides import overrides
 from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer, model_config
 from grpo_cli.profile.forced_lengths import NEVER, lognormal
-from grpo_cli.settings import RunSettings
+from grpo_cli.settings import ModelSettings, RunSettings
 from grpo_cli.types import Prompt, Request
 
 WARM_UP_TOKENS = 16
@@ -189,20 +189,23 @@ def _run_by(engine: Any) -> Run:
     return run
 
 
-def reserved_bytes(case: Case, work: Work) -> int:
+def reserved_bytes(settings: ModelSettings, slots: int, tokens: int, prompts: int, prompt: int) -> int:
     """What the keys and values of `slots` completions at the limit and of all prompts take, in tiles of 64."""
-    settings = case.settings.model
     config = model_config(settings)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     number = 2 if "bfloat16" in (settings.dtype, settings.autocast) else 4
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * number
-    prompt = max(len(request.prompt.token_ids) for request in work.requests)
-    return token * (case.slots * round_up(case.max_new_tokens, 64) + case.prompts * round_up(prompt, 64))
+    return token * (slots * round_up(tokens, 64) + prompts * round_up(prompt, 64))
+
+
+def budget_of(case: Case, work: Work) -> int:
+    longest = max(len(request.prompt.token_ids) for request in work.requests)
+    return reserved_bytes(case.settings.model, case.slots, case.max_new_tokens, case.prompts, longest)
 
 
 def budgeted(case: Case, work: Work, stack: ExitStack) -> Run:
     """As many rows as there is room for where that many slots would be reserved."""
-    budget = f"sampler.kv_budget={reserved_bytes(case, work)}"
+    budget = f"sampler.kv_budget={budget_of(case, work)}"
     return _run_by(_engine(case, work.eos, "sampler=infinite", "sampler.slots=null", budget))
 
 
@@ -213,7 +216,8 @@ class Watch:
         self.forwards, self._cache = 0, None
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self.forwards, self._cache = self.forwards + 1, output.past_key_values
+        name = "cache" if "cache" in output else "past_key_values"  # renamed by transformers 5.24
+        self.forwards, self._cache = self.forwards + 1, output[name]
 
     def take(self) -> tuple[int, int]:
         """Forwards since the last `take`, and the bytes that the cache has grown to."""

@@ -61,7 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__, threads=1)
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args: argparse.Namespace = parsed(made, words, cases=["padding_free"])
-    found = {case: ratios(CASES[case], args.threads) for case in args.cases}
+    quick = ("profile.steps=1", "profile.warmup=0", "eval.every=0") if args.quick else ()
+    found = {case: ratios((*CASES[case], *quick), args.threads) for case in args.cases}
     names = dict.fromkeys(name for figures in found.values() for name in figures if name.endswith("_ratio"))
     columns = {"peak, bytes": ("peak_bytes", ",.0f")} | {name.replace("_", " "): (name, ".3f") for name in names}
     show("predicted over measured", found, columns)

@@ -3,7 +3,7 @@
     python scripts/bench/ray_engine.py rate --model models/smollm2 --json out.json
     python scripts/bench/ray_engine.py weights --model models/smollm2
     python scripts/bench/ray_engine.py lost --model models/smollm2
-    python scripts/bench/ray_engine.py kills --kills 50
+    python scripts/bench/ray_engine.py kills --kills 50              # --episodes: of several turns
 
 rate     rollouts of a model with a thread for each process: in this process, by one worker and by two on this machine.
          The arms take turns, each in a process of its own, which makes one problem's until all workers are there.
@@ -12,7 +12,8 @@ weights  putting a model's weights into Ray's store, as an update does, and unti
          the same bytes in memory.
 lost     what rollouts by three workers take when one of them is killed half-way, and how long until it is replaced.
 kills    `grpo train` with three workers, of which a random one is killed at random moments until enough were; records
-         and rollouts are compared with those of engine=torch, which nobody disturbs.
+         and rollouts are compared with those of engine=torch, which nobody disturbs. Episodes, which engine=torch
+         answers in place, are compared with those of three workers that nobody disturbs.
 
 Exits with 1 when a bound is missed.
 """
@@ -66,6 +67,7 @@ ARMS = {
 THREE = ("engine=ray", "engine.workers=3", "engine.threads=1")
 MODEL = ("model=smollm2_135m", "model.autocast=none", "task=word_problems", "device=cpu", "logger=jsonl")
 KILLED = ("n=16", "m=4", "train.prompts=8", "logger=jsonl", "eval.every=1000", "eval.problems=4", "eval.k=1")
+EPISODES = ("task=guess", "sampling.max_turn_tokens=4")
 # Metrics that tell of time, memory and who did what; all others must agree.
 OF_THE_WAY = ("engine/", *MEASURED)
 
@@ -215,7 +217,8 @@ def _train(folder: Path, name: str, steps: int, *words: str) -> subprocess.Popen
 
 def _kills(args: argparse.Namespace, folder: Path) -> int:
     draw = random.Random(args.seed)
-    done, seen, run = 0, 0, _train(folder, "killed", args.steps, *THREE)
+    task = EPISODES if args.episodes else ()
+    done, seen, run = 0, 0, _train(folder, "killed", args.steps, *THREE, *task)
     while run.poll() is None:
         time.sleep(draw.uniform(0.2, args.pause))
         own = [p for p in psutil.Process(run.pid).children(recursive=True) if p.name().startswith("ray::RolloutWorker")]
@@ -227,7 +230,7 @@ def _kills(args: argparse.Namespace, folder: Path) -> int:
             done, seen = done + 1, len(rows)
     if run.returncode:
         raise SystemExit((folder / "killed.txt").read_text()[-2000:])
-    left = _train(folder, "left", args.steps)
+    left = _train(folder, "left", args.steps, *(THREE if args.episodes else ()), *task)
     assert left.wait() == 0, "the run that nobody disturbs ends well"
     found = [lasting(folder / name, OF_THE_WAY) for name in ("killed", "left")]
     texts = [(folder / name / "rollouts.jsonl").read_bytes() for name in ("killed", "left")]
@@ -256,6 +259,7 @@ def main(words: Sequence[str] | None = None) -> int:
     made.add_argument("--slots", type=positive, default=32, help="of each worker")
     made.add_argument("--kills", type=positive, default=50)
     made.add_argument("--steps", type=positive, default=600, help="of kills")
+    made.add_argument("--episodes", action="store_true", help="kills: of several turns")
     made.add_argument("--pause", type=float, default=3.0, help="seconds between two kills, at most")
     args = parsed(made, words, tokens=8, prompts=2, n=4, kills=1, steps=6, rounds=1)
     args.model = args.model.resolve()

@@ -11,11 +11,11 @@ bfloat16, or of float32 with model.autocast=bfloat16. Problems are GSM8K's (--da
 
 rollout   64 completions of 48 tokens, in 16 slots and in 64: ours, vLLM (--vllm: the interpreter of an environment that
           has it) with as many, `generate` on as many rows; and 50 M random parameters in 8 slots beside vLLM
-floor     our decode step beside the product floor: every linear layer of a step alone, at as many rows as the step pads
-          to, weights and input in the precision that is multiplied in
+floor     our decode step beside the product floor: the linear layers of a step alone, joined and packed as the step's
+          are, at as many rows as it pads to, in the precision that is multiplied in
 train     rounds of 2 problems x 8 completions of up to 96 tokens (of the embedded model 16 x 16 of up to 128, on
           its own task), every weight trained; in float32 and autocast beside TRL's (the extra `bench`), also with
-          train.shared_prefix=true; the peaks of all processes
+          train.shared_prefix=false; the peaks of all processes
 kv        128 completions of log-normal lengths, mean a quarter of the limit, with room (sampler.kv_budget) for 8 that
           reserve the limit: ours by that budget, and in 8 slots
 """
@@ -26,7 +26,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -36,12 +36,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import ARMS, Case, make_work, reserved_bytes
+from arms import ARMS, Case, budget_of, make_work
 from common import ROOT, Check, Figures, bench_parser, clock_of, engine_of, finish, in_a_process, parsed, rotated, show
 from rollout import HELD, KV, PEAK, PROCESSOR, SPEED, Row, measure, weights_folder
 from step import PHASES, WAYS, measured
 
 from grpo_cli.engine.kv.padding import Padding
+from grpo_cli.engine.step.weights import Copies
+from grpo_cli.model.anatomy import backbone, head
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import flush_denormals
 
@@ -55,7 +57,7 @@ OVER_FLOOR = "step_over_floor"
 # Prompts, completions of each, tokens: of rollouts, of training, of the KV part.
 SIZES = {"rollout": (8, 8, 48), "train": (2, 8, 96), "kv": (8, 16, 256)}
 QUICK = {"rollout": (2, 2, 8), "train": (1, 2, 8), "kv": (1, 4, 32)}
-SHARED = "shared prefix"
+PADDED = "padded"
 RATE = "rate"  # what ratios are of: tokens, or rounds of training, a second
 _MEMORY = {"KV MiB": (f"{KV}_mib", ",.0f"), "peak MiB": (f"{PEAK}_mib", ",.0f")}
 _SPEED = {"tokens/s": (SPEED, ",.0f"), "/CPU-s": (PROCESSOR, ",.0f")}
@@ -85,18 +87,19 @@ def floor(case: Case) -> Figures:
     clock = clock_of(case.threads)
     meter, work, model = WallMeter(clock=clock), make_work(case), case.loaded()
     dtype = torch.bfloat16 if case.settings.model.autocast == "bfloat16" else model.dtype
-    weights = [m.weight.detach().to(dtype) for m in model.modules() if isinstance(m, torch.nn.Linear)]
     with case.autocast(), torch.inference_mode():
         engine = engine_of(model, work.eos, "sampler=full", meter=meter)
         list(engine.generate(work.cut(4)))
         rows = Padding(**engine.facts()["padding"]).padded_rows(len(work.requests))
-        inputs = {weight.shape[1]: torch.randn(rows, weight.shape[1]).to(dtype) for weight in weights}
+        layers = list(_joined_layers(model))
+        copies = Copies(dtype, bool(engine.facts()["packed_weights"]), joined=True)
+        multiply = [(copies.together(*joined), torch.randn(rows, joined[0].in_features).to(dtype)) for joined in layers]
 
         def products(times: int = 5) -> float:
             start = clock()
             for _ in range(times):
-                for weight in weights:
-                    torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+                for product, x in multiply:
+                    product(x)
             return (clock() - start) / times
 
         before, _ = products(), meter.take()
@@ -104,6 +107,17 @@ def floor(case: Case) -> Figures:
         step = meter.take()["time/decode"] / engine.stats().decode_steps
         least = (before + products()) / 2
     return {"rows": rows, "step_ms": 1e3 * step, "floor_ms": 1e3 * least, OVER_FLOOR: step / least}
+
+
+def _joined_layers(model: Any) -> Iterator[Sequence[torch.nn.Linear]]:
+    """Linear layers in the order of a step, those together that share their input."""
+    for layer in backbone(model).layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        yield attention.q_proj, attention.k_proj, attention.v_proj
+        yield (attention.o_proj,)
+        yield mlp.gate_proj, mlp.up_proj
+        yield (mlp.down_proj,)
+    yield (head(model),)
 
 
 MEASURES: Mapping[str, Callable[[Case], Figures]] = {
@@ -133,7 +147,7 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
             wanted = case("rollout", precision, slots=rows)
             lines = {"ours": Line("infinite", wanted)}
             if precision != "autocast":
-                lines["vLLM"] = Line("vllm-slots", wanted, python=args.vllm)
+                lines["vLLM"] = Line("vllm-slots", wanted, python=str(args.vllm))
                 lines["generate"] = Line("generate-slots", wanted)
             found[f"rollout: {title}"] = lines
             few = case("rollout", precision, prompts=-(-rows // 8), n=min(rows, 8))
@@ -141,8 +155,8 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
         if precision != "bfloat16":  # which trains adapters only
             wanted = case("train", precision, repeats=args.steps)
             lines = {"ours": Line("train grpo-cli", wanted)}
-            shared = replace(wanted, words=(*wanted.words, "train.shared_prefix=true"))
-            lines |= {SHARED: Line("train grpo-cli", shared), "TRL": Line("train trl", wanted)}
+            padded = replace(wanted, words=(*wanted.words, "train.shared_prefix=false"))
+            lines |= {PADDED: Line("train grpo-cli", padded), "TRL": Line("train trl", wanted)}
             found[f"train: {precision}"] = lines
         if precision != "autocast":
             wanted = case("kv", precision, lengths="forced", slots=2 if args.quick else 8)
@@ -152,7 +166,7 @@ def groups_of(args: argparse.Namespace, scratch: Path) -> Groups:
         folder = weights_folder("50m", "cpu", args.seed, scratch)
         random = dict(model="50m", folder=folder, prompts=1, n=32, lengths="forced", max_new_tokens=128)
         wanted = case("rollout", "float32", slots=8, **random)
-        lines = {"ours": Line("infinite", wanted), "vLLM": Line("vllm-slots", wanted, python=args.vllm)}
+        lines = {"ours": Line("infinite", wanted), "vLLM": Line("vllm-slots", wanted, python=str(args.vllm))}
         found["rollout: 50 M random parameters, float32, 8 rows"] = lines
     return {title: lines for title, lines in found.items() if title.partition(":")[0] in args.parts}
 
@@ -189,19 +203,17 @@ def wanted_of(groups: Groups, title: str) -> list[Check]:
     least = {"vLLM": 1.5, "generate": 3.0, "TRL": 3.0, "reserved": 1.5}
     # What it is, what was found, at least and at most.
     asked = [(f"speed over {arm}", ours.over(lines[arm], RATE), least[arm], inf) for arm in lines if arm in least]
-    if SHARED in lines:
-        asked.append((f"with {SHARED}, speed over TRL", lines[SHARED].over(lines.get("TRL"), RATE), 3.0, inf))
     if title.startswith("rollout: autocast"):
         same = groups.get(title.replace("autocast", "bfloat16"), {}).get("ours")
         asked.append(("speed over bfloat16", ours.over(same, RATE), 0.95, inf))
     if part == "floor":
-        asked.append(("step over floor", ours.median(OVER_FLOOR), -inf, 1.5))
+        asked.append(("step over floor", ours.median(OVER_FLOOR), -inf, 1.3))
     if part == "train":
         asked.append(("peak, GiB", ours.median(PEAK) / 2**30, -inf, 4.0))
         asked.append(("peak over TRL's", ours.over(lines.get("TRL"), PEAK), -inf, 1.0))
     if part == "kv":
         asked += [(f"rows over {arm}", ours.over(lines[arm], "rows"), 2.0, inf) for arm in lines if arm != "ours"]
-        budget = reserved_bytes(ours.case, make_work(ours.case))
+        budget = budget_of(ours.case, make_work(ours.case))
         asked.append(("KV over the budget", max(figures[KV] for figures in ours.rounds) / budget, -inf, 1.0))
         if HELD in ours.rounds[0]:
             asked.append(("KV given out over held", ours.median(KV) / ours.median(HELD), -inf, 1.3))
@@ -229,7 +241,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=tuple(PRECISIONS))
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--steps", type=int, default=3, help="of training, measured per turn, after one that is not")
-    parser.add_argument("--vllm", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     args = parsed(parser, words, rounds=1, model=TINY, precisions=("float32",), rows=[4], steps=1)
     if not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model} is no model's folder: scripts/get_smollm2.sh {args.model} makes one")

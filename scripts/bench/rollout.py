@@ -48,9 +48,7 @@ from grpo_cli.support.memory import peak_bytes
 
 DEFAULT_ARMS = ("full", "micro", "infinite", "generate", "generate-slots", "vllm")
 SPEED, PROCESSOR, KV, PEAK = "tokens_per_second", "tokens_per_cpu_second", "kv_peak_bytes", "peak_bytes"
-HELD = (
-    "engine/kv_held_bytes"  # bytes of keys and values that were in use when most were given out, where an engine tells
-)
+HELD = "engine/kv_held_bytes"  # of keys and values in use when most were given out, where an engine tells
 COLUMNS = {
     "tokens/s": (SPEED, ",.0f"),
     "/CPU-s": (PROCESSOR, ",.0f"),

@@ -67,15 +67,8 @@ def soak(args: argparse.Namespace) -> dict[str, Figures]:
     torch.set_num_threads(args.threads)
     tenth = args.steps // 10
     with tempfile.TemporaryDirectory() as folder:
-        length = (f"train.steps={10 * tenth}", f"train.checkpoint_every={tenth}")
-        words = (
-            *WORDS,
-            *length,
-            f"seed={args.seed}",
-            f"run_dir={folder}",
-            "logger=jsonl",
-            "logger._target_=soak.Watch",
-        )
+        length = (f"train.steps={10 * tenth}", f"train.checkpoint_every={tenth}", f"seed={args.seed}")
+        words = (*WORDS, *length, f"run_dir={folder}", "logger=jsonl", "logger._target_=soak.Watch")
         build(settings_of(*words)).fit()
         seen = json.loads((Path(folder) / "soak.json").read_text())
     return {f"to step {end}": _figures(seen[end - tenth : end + 1]) for end in range(tenth, 10 * tenth + 1, tenth)}

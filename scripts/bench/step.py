@@ -11,28 +11,26 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from arms import Case
-from common import (
-    Figures,
-    clock_of,
-    clocked,
-    settings_of,
-)
+from common import Figures, clock_of, clocked, settings_of
+from transformers import TrainerCallback
 
 from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import prepare
 from grpo_cli.experiment import parts_of, set_up
 from grpo_cli.model.load import load_tokenizer
+from grpo_cli.settings import RunSettings
 from grpo_cli.step import Step
 from grpo_cli.support.memory import peak_bytes
 from grpo_cli.support.meter import WallMeter
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.tracking.progress import Progress
-from grpo_cli.types import Finish, Request, Rollout
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 RATE = 1e-9
 PHASES = ("rollout", "forward", "backward")
@@ -60,51 +58,70 @@ def run_ours(case: Case) -> list[Figures]:
     return found
 
 
-def run_trl(case: Case) -> list[Figures]:
-    """As many steps of TRL's trainer, in autocast where the case is."""
-    import trl
-    from datasets import Dataset
-    from transformers import TrainerCallback
+class StopWatch(TrainerCallback):
+    """Notes the seconds of each of a trainer's steps."""
 
-    class StopWatch(TrainerCallback):
-        """Notes each step's seconds."""
+    def __init__(self) -> None:
+        self.steps: list[Figures] = []
+        self._start = (0.0, 0.0)
 
-        def __init__(self) -> None:
-            self.steps: list[Figures] = []
-            self._start = (0.0, 0.0)
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._start = (time.perf_counter(), time.process_time())
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self._start = (time.perf_counter(), time.process_time())
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        wall, processor = self._start
+        self.steps.append({"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor})
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            wall, processor = self._start
-            self.steps.append({"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - processor})
 
-    settings = settings_of(*training(case))
-    model, tokenizer = case.loaded(), load_tokenizer(settings.model)
-    task = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": case.seed, "warn": print})
-    problems = [task.prompts("train")[i] for i in range((case.repeats + 1) * case.prompts)]
-    texts = [tokenizer.decode(p.token_ids) for p in problems]
-    assert [tuple(tokenizer(text)["input_ids"]) for text in texts] == [p.token_ids for p in problems], "same prompts"
-    rows = [{"prompt": text, "problem": number} for number, text in enumerate(texts)]
-    tokens: list[float] = []
+@dataclass(frozen=True)
+class Problems:
+    """The task's first problems, and the rows of them that TRL reads."""
+
+    prompts: Sequence[Prompt]
+    rows: list[dict[str, Any]]
+
+
+def problems_of(settings: RunSettings, tokenizer: Any, count: int) -> tuple[Any, Problems]:
+    """The task, and so many of its problems, whose texts TRL makes the same tokens of."""
+    task = make("task", settings.parts["task"], {"tokenizer": tokenizer, "seed": settings.seed, "warn": print})
+    prompts = [task.prompts("train")[i] for i in range(count)]
+    texts = [tokenizer.decode(p.token_ids) for p in prompts]
+    assert [tuple(tokenizer(text)["input_ids"]) for text in texts] == [p.token_ids for p in prompts], "same prompts"
+    return task, Problems(prompts, [{"prompt": text, "problem": number} for number, text in enumerate(texts)])
+
+
+def reward_of(settings: RunSettings, task: Any, problems: Problems, tokens: list[float]) -> Callable[..., list[float]]:
+    """The task's reward as TRL calls it, which notes how many `tokens` each round has."""
 
     def reward(completion_ids: list[list[int]], problem: list[int], **_: Any) -> list[float]:
         tokens.append(float(sum(map(len, completion_ids))))
-        asked = [Request(problems[number], 0, 0, settings.sampling) for number in problem]
+        asked = [Request(problems.prompts[number], 0, 0, settings.sampling) for number in problem]
         made = zip(asked, completion_ids, strict=True)
         rollouts = [Rollout(one, tuple(ids), (0.0,) * len(ids), Finish.EOS, 0) for one, ids in made]
         return [task.reward(rollout.request.prompt, rollout).total for rollout in rollouts]
 
+    return reward
+
+
+def run_trl(case: Case) -> list[Figures]:
+    """As many steps of TRL's trainer, in autocast where the case is."""
+    import trl
+    from datasets import Dataset
+
+    settings = settings_of(*training(case))
+    model, tokenizer = case.loaded(), load_tokenizer(settings.model)
+    task, problems = problems_of(settings, tokenizer, (case.repeats + 1) * case.prompts)
+    tokens: list[float] = []
     words: dict[str, Any] = dict(use_cpu=True, bf16=settings.model.autocast == "bfloat16", dataloader_pin_memory=False)
     words |= dict(report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=case.seed)
     words |= dict(per_device_train_batch_size=case.n * case.prompts, num_generations=case.n, temperature=1.0)
     words |= dict(max_completion_length=case.max_new_tokens, max_steps=case.repeats + 1, loss_type="grpo", beta=0.0)
     words |= dict(learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=1.0, gradient_checkpointing=False)
     watch = StopWatch()
-    trained = dict(train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch])
+    trained = dict(train_dataset=Dataset.from_list(problems.rows), processing_class=tokenizer, callbacks=[watch])
     with tempfile.TemporaryDirectory() as folder:
         settled = trl.GRPOConfig(**words, output_dir=folder)
+        reward = reward_of(settings, task, problems, tokens)
         trl.GRPOTrainer(model=model, reward_funcs=reward, args=settled, **trained).train()
     return [step | {"tokens": count} for step, count in zip(watch.steps, tokens, strict=True)]
 

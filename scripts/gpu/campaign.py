@@ -50,8 +50,6 @@ class Part:
 
 
 def contact(found: Found) -> Checks:
-    checks = found["checks"].get("checks.json", {})
-    yield Check("checks that fail", sum(not one["ok"] for one in checks.values()) if checks else inf, most=0)
     yield Check("exit code of the tests marked gpu", float(found["tests"]["code"]), most=0)
     for name in ("default", "qwen", "qwen, as graphs"):
         done = found[name].get("summary.json", {}).get("status") == "completed"
@@ -99,7 +97,7 @@ def learn(found: Found) -> Checks:
 
 
 def part_of(wanted: Callable[[Found], Checks]) -> Part:
-    """The commands of the part that has the name of its criteria; contact begins with its own checks and the tests."""
+    """The commands of the part that has the name of its criteria; contact begins with the tests marked gpu."""
     about = yaml.safe_load(COMMANDS.read_text(encoding="utf-8"))[wanted.__name__]
     words = _flat([about["words"], about.get("more", [])])
     toys = about.get("toys", {})
@@ -107,10 +105,10 @@ def part_of(wanted: Callable[[Found], Checks]) -> Part:
         Command(name, _flat([words, own]), about["limit"], _flat([about["toy"], toys.get(name, [])]))
         for name, own in about["commands"].items()
     ]
-    tests = ("-m", "pytest", "-m", "gpu", "-W", "default", "-q", "-p", "no:cacheprovider", "tests")
-    first = [Command("checks", ("scripts/gpu/contact.py",), 200, ("--few",))]
-    first.append(Command("tests", tests, 150, ("tests/test_meter.py",)))
-    return Part((*(first if wanted is contact else []), *commands), wanted)
+    if wanted is contact:
+        tests = ("-m", "pytest", "-m", "gpu", "-W", "default", "-q", "-p", "no:cacheprovider")
+        commands.insert(0, Command("tests", tests, 350, ("tests/test_meter.py",)))
+    return Part(tuple(commands), wanted)
 
 
 def _flat(words: Any) -> tuple[str, ...]:
@@ -171,7 +169,7 @@ def line_of(command: Command, device: str) -> tuple[str, ...]:
     if command.words[0] in ("train", "profile"):
         graph = "engine.cuda_graph=true"
         return ("-P", "-m", "grpo_cli", *(w for w in words if device != "cpu" or w != graph), f"device={device}")
-    return (*words, f"--device={device}") if command.words[0].endswith(".py") else words
+    return words
 
 
 def carried_out(command: Command, device: str, folder: Path) -> dict[str, Any]:
@@ -181,8 +179,6 @@ def carried_out(command: Command, device: str, folder: Path) -> dict[str, Any]:
     line = [sys.executable, *line_of(command, device)]
     if "grpo_cli" in line:
         line.append(f"hydra.run.dir={folder / 'run'}")
-    elif command.words[0].endswith(".py"):
-        line.append(f"--out={folder / 'checks.json'}")
     print(f"{command.name}: at most {command.limit:.0f} s", flush=True)
     with (folder / "said.txt").open("w") as said:
         try:
@@ -195,9 +191,9 @@ def carried_out(command: Command, device: str, folder: Path) -> dict[str, Any]:
 
 
 def _left(folder: Path) -> Iterator[tuple[str, Any]]:
-    for name in ("checks.json", "run/summary.json", "run/profile.json"):
-        if (folder / name).exists():
-            yield Path(name).name, json.loads((folder / name).read_text())
+    for name in ("summary.json", "profile.json"):
+        if (folder / "run" / name).exists():
+            yield name, json.loads((folder / "run" / name).read_text())
     rows = folder / "run" / "metrics.jsonl"
     if rows.exists():
         yield rows.name, [json.loads(line) for line in rows.read_text().splitlines()]

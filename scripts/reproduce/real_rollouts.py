@@ -35,12 +35,12 @@ import torch
 from study import cache_words, check_data, check_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+from arms import reserved_bytes
 from common import ROOT, clocked, finish, in_a_process, parsed, parser, positive, settings_of, show, write
 
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.config.overrides import overrides
 from grpo_cli.config.prepare import prepare
-from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.experiment import set_up
 from grpo_cli.learner.logprobs import token_logprobs
 from grpo_cli.support.memory import peak_bytes
@@ -72,15 +72,6 @@ COLUMNS = {
     "tau": ("predictor/kendall_tau", ".2f"),
     "length": ("length_mean", ".0f"),
 }
-
-
-def reserved_bytes(words: Sequence[str], slots: int, tokens: int, prompts: int, prompt_tokens: int) -> int:
-    """What keys and values of the slots' replies at the limit and of a call's prompts take in float32, in tiles of
-    64."""
-    shape = settings_of(*words).model.architecture
-    assert shape is not None, "the preset says the shape"
-    token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * 4
-    return token * (slots * round_up(tokens, 64) + prompts * round_up(prompt_tokens, 64))
 
 
 def measure(words: Sequence[str], prompts: int, samples: int, calls: int, compared: bool = False) -> dict[str, Any]:
@@ -177,7 +168,8 @@ def mismatch(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 def room(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The same in the smallest caches: replies at a time, and their rate, in the bytes of ROOM_SLOTS dense ones."""
     tokens = 16 if args.quick else int(args.variables["tokens"])
-    budget = reserved_bytes(common_words(args, tokens), ROOM_SLOTS, tokens, ROOM_PROMPTS, 256)
+    model = settings_of(*common_words(args, tokens)).model
+    budget = reserved_bytes(model, ROOM_SLOTS, tokens, ROOM_PROMPTS, 256)
     words = ("sampler.slots=null", f"sampler.kv_budget={budget}")
     caches = ["dense", *(cache for cache in CACHES if cache.endswith("_64"))]
     found = dict(_in_caches(args, out / "room", caches, words, (ROOM_PROMPTS, 16, 1), False))
@@ -217,7 +209,7 @@ def arm_words(args: argparse.Namespace, n: int, arm: str, out: Path) -> tuple[st
     words = (*common_words(args, args.tokens), f"seed={args.seed}", *ARMS[arm])
     if arm == "budget":
         longest = json.loads((out / str(n) / f"{TRACED}.json").read_text())["prompt_tokens"]
-        budget = reserved_bytes(words, slots_of(n), args.tokens, SIZES[n][0], longest)
+        budget = reserved_bytes(settings_of(*words).model, slots_of(n), args.tokens, SIZES[n][0], longest)
         return (*words, f"sampler.kv_budget={budget}")
     if "predictor=oracle" in words:
         words = (*words, *overrides({"predictor.lengths": str(out / str(n) / "lengths.jsonl")}))

@@ -17,7 +17,8 @@ parts        by name: `words` of all its arms, `arms` by name with their words, 
 profiled     the arm that learns from a profile (`grpo eval` of all training problems), whose tokens are counted
 sooner_than  arms to compare times with: how long such an arm takes to 99 % of its own best accuracy, over how long
              another one takes to that accuracy, seed by seed
-evaluated    caches in which each arm's policy is evaluated by `grpo eval` afterwards, by arm; `all` for the others
+evaluated    ways in which each arm's policy is evaluated by `grpo eval` afterwards, by arm; `all` for the others. A way
+             is a cache, or a name of `ways` with its words
 means        metrics whose mean over the steps is reported
 measured     what no training run can tell, by name: the module beside this one whose function of that name does
 
@@ -58,13 +59,8 @@ HERE = Path(__file__).resolve().parent
 STUDIES = sorted(file.stem for file in HERE.glob("*.yaml"))
 ACCURACY = "eval/pass@1"
 # Only files; and no checkpoints but the first and the last, so that none falls between two timed steps.
-QUIET = (
-    "device=cpu",
-    "logger=jsonl",
-    "record.rollouts=0",
-    "train.checkpoint_every=1000000",
-    "train.keep_checkpoints=1",
-)
+ENDS = ("train.checkpoint_every=1000000", "train.keep_checkpoints=1")
+QUIET = ("device=cpu", "logger=jsonl", "record.rollouts=0", *ENDS)
 SUMMED = ("train_seconds", "peak_memory_bytes", "generated_tokens", "trained_tokens")  # of a run's summary
 
 
@@ -102,6 +98,7 @@ class Plan:
     means: Sequence[str] = ()
     sooner_than: Sequence[str] = ()
     evaluated: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ways: Mapping[str, Sequence[str]] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Any] = field(default_factory=dict)
     profiled: str = ""
@@ -322,20 +319,27 @@ def sampled(rows: Rows) -> Curve:
     return curve_of(rows, ACCURACY)
 
 
+def _mean(rows: Rows, name: str) -> float:
+    """Over the steps that made rollouts, of what speaks of these; else over all, where what a record lacks is 0."""
+    of_rollouts = name.startswith(("reward/", "group/", "response/", "turns/"))
+    return statistics.mean([row.get(name, 0.0) for row in rows if name in row or not of_rollouts] or [0.0])
+
+
 def of_run(rows: Rows, means: Sequence[str], cost: int = 0) -> dict[str, Any]:
-    """What one run came to by itself; `cost`: tokens of its profile. Metrics that a record lacks count as 0."""
+    """What one run came to by itself; `cost`: tokens of its profile."""
     curve, greedy, trained = sampled(rows), curve_of(rows, GREEDY).accuracy, [row for row in rows if row["step"]]
     last, seconds = trained[-1], sum(row["time/step"] for row in trained)
     tokens = last["tokens/generated"] + cost
     mixed = sum(row.get("group/mixed", 0) for row in trained)
-    groups = sum(row["group/mixed"] / (1 - row["group/zero_std"]) for row in trained if row["group/zero_std"] < 1)
+    shares = [(row.get("group/mixed", 0), 1 - row.get("group/zero_std", 1)) for row in trained]
+    groups = sum(number / share for number, share in shares if share)
     found = {
         "start_greedy": greedy[0],
         "final_greedy": greedy[-1],
         "steps": len(trained),
         "tokens": tokens,
         **{name: last[name] for name in ("clock/train_seconds", "tokens/generated", "tokens/trained")},
-        **{name: statistics.mean(row.get(name, 0.0) for row in trained) for name in means},
+        **{name: _mean(trained, name) for name in means},
         "mixed_per_million": 1e6 * mixed / tokens,
         "mixed_share": mixed / groups if groups else 0.0,
         "seconds_per_step": statistics.median(row["time/step"] for row in trained),
@@ -409,21 +413,22 @@ def _of_arm(args: argparse.Namespace, out: Path, arm: str, of: Any, arms: Mappin
 
 
 def evaluations(args: argparse.Namespace, out: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Held-out accuracy of each run's policy, by the run and by the cache that it is evaluated in."""
+    """Held-out accuracy of each run's policy, by the run and by the way it is evaluated."""
     few, words = ("eval.problems=20",) if args.quick else (), dict[str, tuple[str, ...]]()
-    caches = {run.name: args.plan.evaluated.get(run.arm, args.plan.evaluated["all"]) for run in others(args, out)}
-    for name, of in caches.items():
-        for cache in of:
-            policy = expanded((f"cache={cache}+{{buffer}}",), args.variables)
+    runs = {run.name: run.arm for run in [*baselines(args), *others(args, out)]}
+    ways = {name: args.plan.evaluated.get(arm, args.plan.evaluated["all"]) for name, arm in runs.items()}
+    for name, of in ways.items():
+        for way in of:
+            own = args.plan.ways.get(way) or expanded((f"cache={way}+{{buffer}}",), args.variables)
             given = [word.lstrip("+") for word in overrides({"checkpoint": str(out / name)})]
-            words[f"evaluations/{name}/{cache}"] = (*given, "eval.problems={problems}", "eval.k=4", *few, *policy)
+            words[f"evaluations/{name}/{way}"] = (*given, "eval.problems={problems}", "eval.k=4", *few, *own)
     words = {name: expanded(of, args.variables) for name, of in words.items()}
     run_all("eval", words, out, args)
     kept = (GREEDY, ACCURACY, "eval/length_mean", "engine/kv_saving_mean")
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, of in caches.items():
-        read = {cache: json.loads((out / "evaluations" / name / cache / "summary.json").read_text()) for cache in of}
-        found[name] = {cache: {key: its.get(key, 0.0) for key in kept} for cache, its in read.items()}
+    for name, of in ways.items():
+        read = {way: json.loads((out / "evaluations" / name / way / "summary.json").read_text()) for way in of}
+        found[name] = {way: {key: its.get(key, 0.0) for key in kept} for way, its in read.items()}
     return found
 
 

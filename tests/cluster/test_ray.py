@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from grpo_cli.model.adapters import with_adapters  # noqa: E402
 from grpo_cli.settings import LoraSettings  # noqa: E402
 from grpo_cli.support.errors import UserError  # noqa: E402
 
-LORA = LoraSettings(2, 4.0, 0.0, ("q_proj", "down_proj"))
+LORA = LoraSettings(2, 4.0, 0.0, ("q_proj", "down_proj"), False, False)
 REQUESTS = some_requests(prompts=6, n=4)
 WORKERS = 3
 
@@ -86,10 +87,12 @@ def here(model: Any) -> Any:
 
 def all_there(engine: RayEngine, model: Any) -> RayEngine:
     """The engine when all its workers are ready; until then the others do the work."""
+    expected = here(model)
     for _ in range(1000):
-        assert contents(engine.generate(REQUESTS)) == here(model)
+        assert contents(engine.generate(REQUESTS)) == expected
         if len(engine.facts()["workers"]) == engine._workers:
             return engine
+        time.sleep(0.2)  # those who load their libraries need the processor more
     raise AssertionError("a worker does not come up")
 
 
@@ -131,14 +134,14 @@ def test_rollouts_are_those_of_this_process_whoever_dies_and_whoever_stops_askin
 def of_make(make: str) -> Any:
     if make == "adapters":
         pytest.importorskip("peft")
-        return with_adapters(small_model(), replace(made.model(), lora=LORA)).eval()
-    if make == "wide":  # as a real one of 135 M parameters
-        return small_model("llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-    return small_model("qwen3", tie_word_embeddings=False)
+        untied = small_model("qwen3", tie_word_embeddings=False)
+        return with_adapters(untied, replace(made.model(), lora=LORA)).eval()
+    # As a real one of 135 M parameters.
+    return small_model("llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("make", ["untied", "wide", "adapters"])
+@pytest.mark.parametrize("make", ["wide", "adapters"])
 def test_weights_that_move_are_followed(ray_engine, make):
     model = of_make(make)
     require_bits(model)
@@ -149,7 +152,7 @@ def test_weights_that_move_are_followed(ray_engine, make):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.3)
-    assert contents(engine.generate(REQUESTS)) == before  # nobody has said that they moved
+    assert contents(engine.generate(REQUESTS)) == before  # update_weights was not called yet
     engine.update_weights()
     after = contents(engine.generate(REQUESTS))
     assert after == here(model)
@@ -161,7 +164,7 @@ def test_weights_that_move_are_followed(ray_engine, make):
 @pytest.mark.cluster
 def test_lengths_that_are_predicted_here_are_told(model, ray_engine):
     require_bits(model)
-    engine = ray_engine(built={"scheduler": "lpt"}, predictor=MeanLength(decay=0.5, max_prompts=100))
+    engine = ray_engine(1, built={"scheduler": "lpt"}, predictor=MeanLength(decay=0.5, max_prompts=100))
     list(engine.generate(REQUESTS))
     assert contents(engine.generate(REQUESTS)) == here(model)
     assert engine.stats().details["predictor/mean_absolute_error"] > 0

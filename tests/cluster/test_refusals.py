@@ -50,7 +50,7 @@ def refusal(**changed: Any) -> str:
         ({"gpus": -1.0}, "engine.gpus=-1"),
         ({"timeout": 0.0}, "engine.timeout=0"),
         ({"kv_budget_of": "me"}, "engine.kv_budget_of=me must be one of worker, run"),
-        ({"inner": "ray"}, "engine.inner=ray must be one of torch, vllm"),
+        ({"inner": "ray"}, "engine.inner=ray must be one of generate, torch, vllm"),
         ({"options": {"cuda_grap": True}}, "engine.cuda_grap: .* did you mean cuda_graph"),
     ],
 )

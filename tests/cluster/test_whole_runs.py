@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from families import foreign_folder
 from processes import ROOT, Forked
 
 pytestmark = [
@@ -94,6 +95,19 @@ def test_a_killed_worker_changes_no_episode(tmp_path):
     assert "is lost (" in said and "completed at step 5" in said
     assert told(tmp_path / "ray")[1] == told(tmp_path / "alone")[1]
     assert [row["turns/mean"] for row in rows(tmp_path / "ray")[1:]][0] > 1
+
+
+def test_workers_run_what_transformers_alone_can_run(tmp_path):
+    """A worker's rounds have other rows, whose products may round in another way: tokens are the same, not the bits."""
+    words = ("model=hf", f"model.path={foreign_folder(tmp_path / 'mamba', 'mamba')}", "model.autocast=none", *WORDS)
+    words += ("sampler=micro", "sampling.max_new_tokens=12", "train.steps=2")
+    ended(tmp_path / "ray", *words, *RAY, "engine.inner=generate")
+    ended(tmp_path / "alone", *words, "engine=generate")
+    ray, alone = (
+        [row for row in map(json.loads, (tmp_path / run / "rollouts.jsonl").read_text().splitlines())]
+        for run in ("ray", "alone")
+    )
+    assert [(row["sample"], row["reply"]) for row in ray] == [(row["sample"], row["reply"]) for row in alone]
 
 
 def test_when_ray_is_gone_the_run_fails_truthfully_and_goes_on_later(tmp_path, left_alone):

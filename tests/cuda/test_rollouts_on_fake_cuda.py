@@ -18,8 +18,10 @@ import pytest
 import torch
 from fake_cuda import CUDA, Watched, gpu, model_of
 from made import full, infinite
-from small import make_generation, some_requests
+from small import make_generation, some_and_the_rest, some_requests
+from talk import Talk
 
+from grpo_cli.collect.episodes import Conversation, Spent
 from grpo_cli.engine.gpu.graph import FixedTurns, TurnOutput
 from grpo_cli.engine.kv.eviction import Budget, Dense
 from grpo_cli.engine.order.schedule import Fifo
@@ -31,6 +33,7 @@ from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.methods.streaming_llm import Streaming
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.profile.shapes import _unmoved
+from grpo_cli.tasks.turns import answer
 from grpo_cli.types import EngineStats, Request
 
 SMALL: dict[str, Any] = dict(num_hidden_layers=1, vocab_size=600, hidden_size=64, intermediate_size=96)
@@ -62,6 +65,7 @@ def trial(
     sparsity: Dense | Budget | None = None,
     fixed: bool = False,
     stop: Any = None,
+    replies: Any = None,
     park_at: int | None = None,
 ) -> Trial:
     marks = list[tuple[int, int]]()
@@ -74,6 +78,7 @@ def trial(
 
     monkeypatch.setattr(Generation, "_run", marked)
     parts = dict(sampler=sampler or full(), sparsity=sparsity or Dense(), capture=again if fixed else None, stop=stop)
+    parts["replies"] = replies
     prefix = 0 if park_at is None else park_at - 1
     generation = make_generation(watched.decoder(model), requests, prefix=prefix, eos=(1,), **parts)
     cast = watched.casts
@@ -84,14 +89,22 @@ def trial(
     return Trial(*taken, watched.casts - cast, generation.stats(), [len(rollout.token_ids) for rollout in found])
 
 
+PRECISIONS = ("bfloat16", "float32", "autocast")
+
+
 def adapted(model: Any) -> Any:
     lora = made.lora(rank=4, targets=("q_proj", "v_proj", "down_proj"))
     with _unmoved(), CUDA:
         return with_adapters(model, replace(made.model(), lora=lora)).eval()
 
 
-@pytest.mark.parametrize(("adapters", "fixed"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("precision", ["bfloat16", "float32", "autocast"])
+@pytest.mark.parametrize(
+    ("precision", "adapters", "fixed"),
+    some_and_the_rest(
+        [(p, *way) for p in PRECISIONS for way in ((False, False), (False, True), (True, False))],
+        [("bfloat16", False, True), ("float32", False, False), ("autocast", True, False)],
+    ),
+)
 def test_a_steady_step_waits_once_and_casts_no_weight(
     precision: str, adapters: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,8 +155,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(("protect", "fixed"), [(True, False), (False, True)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "protect", "fixed"),
+    some_and_the_rest(
+        [(policy, protect, not protect) for policy in POLICIES for protect in (True, False)],
+        [(Streaming, True, False), (H2o, False, True), (SnapKv, True, False), (Rkv, False, True)],
+    ),
+)
 def test_evictions_wait_for_nothing(
     policy: type[Budget], protect: bool, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +193,27 @@ def test_a_shape_depends_on_the_number_of_rows_alone(monkeypatch: pytest.MonkeyP
         found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=True)
     assert sorted(found.lengths) == list(range(3, 43)) and found.waits == [1] * 40
     assert len(made[0]._seen) == 3
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_answers_of_an_environment_wait_for_nothing(fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of 3 tokens, answered by 2. A turn's end is seen once the next step was launched; that step reads the
+    turn's last token, as it must, and only what it drew is taken back: no step is lost."""
+
+    class InTurns(Talk):
+        def between(self, turns: Any, said: Any) -> Any:
+            return [5, 6]
+
+        def respond(self, prompt: Any, turns: Any) -> Any:
+            return answer(["it goes on"])
+
+    conversation = Conversation(InTurns(turns=3), lambda rollout: rollout, Spent())
+    requests = some_requests(prompts=2, n=2, tokens=30, max_turn_tokens=3)
+    with gpu(monkeypatch, lambda time, rows: np.full(rows, 7)) as watched:
+        found = trial(watched, model_of(watched, **SMALL), requests, monkeypatch, fixed=fixed, replies=conversation)
+    assert found.lengths == [3 + 2 + 3 + 2 + 3] * 4 and max(found.waits) == 1
+    # The first token comes from the prefill, and after the last one a step was under way.
+    assert found.stats.generated_tokens == 4 * 9 and found.stats.decode_steps == 13 - 1 + 1
 
 
 def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import made
 import pytest
 import torch
 from fake_cuda import CUDA, gpu, model_of
+from small import some_and_the_rest
 from test_rollouts_on_fake_cuda import SMALL, adapted
 
 from grpo_cli.learner.learner import Learner
@@ -62,9 +64,13 @@ def some_batch() -> Batch:
     return Batch(ids, mask, mask, mask.float(), ones, None, None, torch.ones(4), torch.full((4,), 7))
 
 
-@pytest.mark.parametrize("tokens", [7, 28])
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-@pytest.mark.parametrize("way", ["", "padding_free", "shared_prefix"])
+@pytest.mark.parametrize(
+    ("way", "autocast", "tokens"),
+    some_and_the_rest(
+        [*product(("", "padding_free", "shared_prefix"), ("none", "bfloat16"), (7, 28))],
+        [("", "bfloat16", 7), ("padding_free", "none", 28), ("shared_prefix", "bfloat16", 7), ("", "none", 28)],
+    ),
+)
 def test_the_host_waits_twice_in_an_update_whatever_it_is_cut_into(
     way: str, autocast: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Functions of a decode step through torch.compile: a few kernels in place of some ten, where that can be had."""
+"""Functions of a decode step through torch.compile, where available: a few kernels in place of about ten."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from grpo_cli.model.compiling import Compiler
 
-# Compiled functions are of fixed shape, and a new one is compiled for a minute: so rows come in few numbers.
+# Compiled functions have fixed shapes, and compiling one takes a minute: so rows come in few numbers.
 LEAST_ROWS = 16
 
 
 def bucket(rows: int) -> int:
-    """The number that so many rows are rounded up to.
+    """The number of rows, rounded up.
 
     >>> bucket(1), bucket(16), bucket(17)
     (16, 16, 32)
@@ -23,7 +23,7 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Functions:
-    """What a layer does before and after its attention, and how answers of several pages are joined (`flash.join`)."""
+    """A layer before and after its attention, and how results of several pages are joined (`flash.join`)."""
 
     before: Callable[..., Any]
     after: Callable[..., Any]
@@ -31,16 +31,16 @@ class Functions:
     compiled: bool = False
 
     def rows(self, count: int) -> int:
-        """How many rows are laid out for so many."""
+        """How many rows to lay out for `count`."""
         return bucket(count) if self.compiled else count
 
 
 class Compiled:
-    """`functions` compiled, until one of them cannot be: then all run uncompiled, which is logged once."""
+    """`functions` compiled; if compiling one fails, all run uncompiled, with one warning."""
 
     def __init__(self, functions: Functions, warn: Callable[[str], None]) -> None:
         compiler = Compiler("decode steps", "engine.compile", warn)
-        # Pages are asked in any number.
+        # The number of queried pages varies.
         shapes = {"before": False, "after": False, "join": True}
         made = {name: compiler.compiled(getattr(functions, name), dynamic) for name, dynamic in shapes.items()}
         self.functions = Functions(**made, compiled=True)

@@ -1,8 +1,8 @@
-"""Attention of one decode step by PyTorch's own FlashAttention: no scores in memory, and every row pays for its length.
-
-Pages are sequences of two calls, one over prompts' pages, of which the rows that share one are the queries, and one
-over rows' own. What a row heard from several pages is joined by their log-sum-exps, in float32. Lengths stay on the
-device, so that a step's shape depends on the number of rows alone.
+"""Attention of one decode step by PyTorch's FlashAttention: no scores in memory, and each row costs only its own
+length.
+Two calls have pages as their sequences: one over prompts' pages, queried by the rows that share them, and one over
+rows' own. Results of several pages are joined by their log-sum-exps, in float32. Lengths stay on the device, so that a
+step's shape depends only on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from grpo_cli.engine.kv.cache import KvArena
 from grpo_cli.engine.kv.rows import Rows, Watch
 from grpo_cli.engine.kv.tiles import Runs
 
-# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's questions; which of them are each row's, and where a row has
+# Outputs [A, HG, D] and log-sum-exps [HG, A] of a call's queries; the indices of each row's, and a mask where a row has
 # none [R, K].
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 Join = Callable[[Sequence[Part]], Tensor]
 
-# Its public name (`torch.nn.attention.varlen`) takes no lengths before PyTorch 2.12.
+# The public function (`torch.nn.attention.varlen`) takes no lengths before PyTorch 2.12.
 OPERATION = "_flash_attention_forward"
 
 
 def reason_against(device: torch.device, dtype: torch.dtype, dim: int) -> str:
-    """Why steps cannot attend by it: nothing, where they can."""
+    """Why steps cannot use it; empty if they can."""
     if device.type != "cuda":
         return f"the model is on {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -47,11 +47,11 @@ def reason_against(device: torch.device, dtype: torch.dtype, dim: int) -> str:
 
 
 def least_page(group: int) -> int:
-    """Tokens of a page that are worth asking for, with so many queries per key-value head.
+    """The least tokens of a page that justify a query, with `group` queries per key-value head.
 
-    A question is copied out and its answer written and read again: 2 * group / tokens of the bytes of the page's keys
-    and values, here 1/16 at most. Of each row half a page is empty, so that more would cost rows. 128 keys are what the
-    kernels read at a time.
+    A query is copied, and its result written and read again: 2 * group / tokens of the bytes of the page's keys and
+    values, here at most 1/16. Half of each row's last page is empty, so larger pages would cost rows. The kernels read
+    128 keys at a time.
     """
     return max(128, 32 * group)
 
@@ -61,10 +61,10 @@ def _forward(*operands: Any, **words: Any) -> Sequence[Tensor]:
 
 
 def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
-    """What each row heard, weighted by how much of its softmax it is.
+    """Each row's results, weighted by their share of its softmax.
 
-    Of a sequence without keys the operation says that its log-sum-exp is +inf, and what no query asked is left as
-    memory was: neither counts. A row that heard nothing answers 0.
+    For a sequence without keys the operation returns +inf as log-sum-exp, and leaves the results of unused queries
+    uninitialised: neither counts. A row without results gets 0.
     """
     sums = [logsumexp.t()[at].masked_fill(missing[..., None], -torch.inf) for _, logsumexp, at, missing in parts]
     level = torch.cat(sums, dim=1).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
@@ -76,7 +76,7 @@ def join(parts: Sequence[Part]) -> Float[Tensor, "R HGD"]:
 
 @dataclass(frozen=True)
 class _Call:
-    """Prompts' pages or rows' own: how they are asked, and of each how many keys count."""
+    """A call over prompts' pages or rows' own: its queries, and how many keys of each page count."""
 
     runs: Runs
     used: Int[Tensor, "N"]
@@ -88,7 +88,7 @@ class _Call:
 
     @classmethod
     def of(cls, runs: Runs, used: Tensor, kv: KvArena, prompts: bool, rows: int) -> _Call:
-        """`rows` below those of `runs` ask nothing."""
+        """`rows` more rows after those of `runs` query nothing."""
         nobody = len(runs.asks)
         of_row = F.pad(runs.of_row, (0, 0, 0, rows), value=nobody) if rows else runs.of_row
         tokens = (kv.prompts if prompts else kv.rows).tokens
@@ -105,12 +105,12 @@ class _Call:
 
 
 class FlashAttention:
-    """As `StepAttention`, for pages that lie `by_token`. It answers `rows_to` rows, those beyond `rows` with 0; whoever
-    watches gets no weights."""
+    """As `StepAttention`, for pages laid out `by_token`. It returns `rows_to` rows, those beyond `rows` being 0; a
+    watch gets no weights."""
 
     def __init__(self, rows: Rows, kv: KvArena, scale: float, watch: Watch, rows_to: int, joined: Join) -> None:
         own, prompt = rows.own, rows.prompt
-        assert isinstance(own, Runs) and isinstance(prompt, Runs), "pages are as FlashAttention reads them"
+        assert isinstance(own, Runs) and isinstance(prompt, Runs), "the layout is by token"
         self._kv, self._watch, self._scale, self._join = kv, watch, scale, joined
         self._count, tokens = rows.tokens.shape[0], kv.rows.tokens
         self._write_at = rows.write_to * tokens + rows.lengths.remainder(tokens)
@@ -121,7 +121,7 @@ class FlashAttention:
             assert prompt.held is not None, "a prompt's page has a length"
             self._calls.insert(0, _Call.of(prompt, prompt.held, kv, True, more))
         if any(len(call.runs.asks) == 1 for call in self._calls):
-            self._join = join  # compiled, a size of 1 would be another function
+            self._join = join  # for size 1 it would be compiled again
         watch.prepare(rows)
 
     def __call__(

@@ -1,8 +1,8 @@
-"""Turns of fixed shape, so that a GPU can replay each as one CUDA graph in place of some hundred launches.
+"""Decode steps of fixed shape, so that a GPU can replay each as one CUDA graph instead of hundreds of launches.
 
-A turn is a decode step and what is drawn after it. Slots are rows, running or not, and what else a shape depends on
-(slot keys looked at, rows per prompt) is rounded up to a power of two, so that few shapes occur. The same turn without
-a capture is the reference: padding changes no bits.
+A turn is a decode step and the drawing after it. All slots are rows, running or not, and the other sizes (keys read of
+a slot, rows per prompt) are rounded up to a power of two, so that few shapes occur. Padding changes no bits, so an
+uncaptured turn gives the same result.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.support.memory import tensors_of
 
-# A shape is captured when it comes up for this many-th time: capturing costs several steps.
+# A shape is captured when it occurs for the fourth time: capturing costs several steps.
 WORTH_CAPTURING = 4
 
 
-# Of each row: its last hidden state [R, H], the token drawn after it and that one's log-probability.
+# For each row: its last hidden state [R, H], the token drawn from it, and that token's log-probability.
 TurnOutput = tuple[Tensor, Tensor, Tensor]
-# One turn of these rows, by these numbers in [0, 1).
+# A turn of these rows with these uniforms in [0, 1).
 Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
-# Runs the function until its kernels are loaded, and returns what repeats it from the same addresses to the same ones.
+# Runs the function until its kernels are loaded, and returns a function that replays it with the same addresses.
 Capture = Callable[[Callable[[], TurnOutput]], Callable[[], TurnOutput]]
 
 
 class FixedTurns:
     """Runs turns of fixed shape through `turn`, and captures the shapes that come up often.
 
-    What is captured holds the addresses of its workspace; `state` says what it depends on besides what a turn is given.
-    Capturing runs a turn that is then run once more, within `repeated`, which undoes what may be done once only.
+    A capture records the addresses of its workspace; `state` is what it depends on besides a turn's arguments.
+    Capturing runs a turn that is run again afterwards, within `repeated`, which undoes effects that must occur once.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FixedTurns:
         return len(self._captured)
 
     def __call__(self, rows: Rows, uniform: Float[Tensor, "R"]) -> TurnOutput:
-        """`rows` are slots of the workspace (`Slots` with `fixed`)."""
+        """`rows` are the slots of the workspace (`Slots` with `fixed`)."""
         ways = tuple(way for pieces in (rows.own, rows.prompt) for way in (pieces.whole, pieces.in_order))
         given = tensors_of((rows, uniform))
         shape = (rows.width, self._state(), ways, tuple(tensor.shape for tensor in given))
@@ -71,12 +71,12 @@ class FixedTurns:
         with self._repeated():
             replay = self._capture(lambda: self._turn(*own))
         self._captured[shape] = own, replay
-        # Not what was given once more: the tokens to be fed have been drawn over by the capture.
+        # Not with the arguments again: the capture has overwritten the tokens to feed.
         return replay()
 
 
 def _copied(value: Any) -> Any:
-    """The same with tensors of its own."""
+    """A copy with cloned tensors."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, tuple):
@@ -87,10 +87,10 @@ def _copied(value: Any) -> Any:
 
 
 class CudaGraphs:
-    """Records the kernels that a function launches; its results lie at one address, overwritten by every replay.
+    """Records the kernels that a function launches; every replay overwrites its results in place.
 
-    All graphs of one object have their intermediate results in one pool of memory, which is as large as the largest
-    needs and not as all do. So a replay may overwrite what another graph returned: read it before.
+    All graphs of one object share one memory pool, as large as the largest needs. So a replay may overwrite the results
+    of another graph: read them first.
     """
 
     def __init__(self) -> None:
@@ -100,13 +100,13 @@ class CudaGraphs:
     def __call__(self, run: Callable[[], TurnOutput]) -> Callable[[], TurnOutput]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Libraries allocate and choose kernels in their first calls, which must not be recorded. A turn may be
-            # repeated: it writes the same keys to the same places.
+            # Libraries allocate and choose kernels in their first calls, which must not be recorded. Repeating a turn
+            # writes the same keys to the same places.
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on meanwhile: what they ask of the device is no part of this.
+        # Work of other threads on the device is not captured.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = run()
 

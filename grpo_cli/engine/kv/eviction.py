@@ -1,7 +1,7 @@
 """Which KV entries a slot holds, and so how many it must have room for: all of them, or as many as a budget allows.
 
-A policy is a subclass of `Budget` with a `score`: how good a reason each key has to stay. The rest is the same for all,
-and `keeper.py` acts on it. Keys lie after rotation, at their true positions, and are not rotated again.
+A policy is a subclass of `Budget` with a `score` of each key's worth. The rest is common to all policies, and
+`keeper.py` carries it out. Keys are stored after rotation, at their true positions, and are not rotated again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from grpo_cli.support.ranges import Count, Range
 
 @dataclass(frozen=True)
 class Candidates:
-    """The keys that an eviction chooses from, in the order of their positions, for L layers, R rows and H heads.
+    """The keys that an eviction chooses from, in order of position, for L layers, R rows and H heads.
 
     `queries` are those of the last `window` steps, G per key-value head, in any order (all of them see every older
-    key); `received` is the attention that each key was paid so far. Each is None unless the policy needs it.
+    key); `received` is the attention that each key has received so far. Each is None unless the policy needs it.
     """
 
     keys: Float[Tensor, "L R H T D"]
@@ -37,10 +37,10 @@ class Candidates:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Told of every eviction. For tests and studies."""
+    """Notified of every eviction. For tests and studies."""
 
     def evicted(self, requests: Sequence[int], prompt: int, kept: Int[Tensor, "L R H B"]) -> None:
-        """`kept` counts over the candidates: `prompt` keys of the prompt, and then the response keys that were held."""
+        """`kept` indexes the candidates: `prompt` keys of the prompt, then the response keys that were held."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Budget(ABC):
     """At most `budget` keys, and `buffer` more between two evictions, for each rollout, layer and key-value head.
 
     budget          keys that are left after an eviction: the `window` latest, the sinks, and the best by score.
-    buffer          steps between two evictions: they happen when budget + buffer keys are held, by each rollout's own
-                    count. A slot has room for so many (rounded up to the tile of `cache.py`) and never for more.
+    buffer          steps between two evictions: one happens when a rollout holds budget + buffer keys. A slot has room
+                    for that many (rounded up to the tile of `cache.py`) and never for more.
     window          the latest keys, which are never evicted, and the latest steps whose queries `snapkv` and `rkv` ask.
     sinks           the first positions of the whole sequence, which are never evicted. A protected prompt covers them.
-    protect_prompt  true: the prompt's keys stay, once for all its rollouts, and the budget is the response's. false (as
-                    published): they count and can be evicted like any other. They are read where they lie, once for all
-                    rollouts, until a rollout's first eviction moves those it keeps into its slot.
-    per_head        whether each key-value head keeps keys of its own (R-KV), or all heads of a layer the same ones, by
-                    the sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each
-                    layer always chooses for itself).
+    protect_prompt  true: the prompt's keys stay, shared by all its rollouts, and the budget is for the response only.
+                    false (as published): they count and can be evicted like any other. They are read from the shared
+                    copy until a rollout's first eviction moves those it keeps into its slot.
+    per_head        whether each key-value head keeps its own keys (R-KV), or all heads of a layer the same ones, by the
+                    sum of their scores (Sparse-RL's release, which also lets layer 0 choose for all; here each layer
+                    always chooses for itself).
 
     Keys keep the positions that they were rotated to, so budget >= length is the dense run bit for bit.
     """
@@ -89,16 +89,16 @@ class Budget(ABC):
     def __post_init__(self) -> None:
         if self.budget < self.window + self.sinks:
             raise UserError(
-                f"sparsity.budget={self.budget} holds less than sparsity.window={self.window} and "
-                f"sparsity.sinks={self.sinks}, which always stay: the least is {self.window + self.sinks}"
+                f"sparsity.budget={self.budget} is less than sparsity.window={self.window} plus "
+                f"sparsity.sinks={self.sinks}, which always stay: it must be at least {self.window + self.sinks}"
             )
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Float[Tensor, "L R H S"]:
-        """How good a reason each candidate outside the window has to stay."""
+        """The worth of each candidate outside the window; the highest stay."""
 
     def choose(self, candidates: Candidates, sinks: Int[Tensor, "R"]) -> Int[Tensor, "L R H B"]:
-        """The places of those that stay, ascending. Of equal scores, the older key stays."""
+        """The indices of those that stay, ascending. Of equal scores, the older key stays."""
         scores = self.score(candidates)
         if not self.per_head:
             scores = scores.sum(2, keepdim=True)
@@ -113,7 +113,7 @@ class Budget(ABC):
         return kept.expand(layers, rows, heads, -1)
 
     def capacity(self, max_new_tokens: int, longest: int) -> int:
-        """As `Dense.capacity`; where nothing can be evicted, no more than dense rollouts need."""
+        """As `Dense.capacity`; if nothing can be evicted, no more than dense rollouts need."""
         dense = Dense().capacity(max_new_tokens, longest)
         room = self.budget + self.buffer
         if self.protect_prompt:
@@ -123,5 +123,5 @@ class Budget(ABC):
 
 
 def watches(sparsity: Dense | Budget) -> bool:
-    """Whether it has to see what every step attends to."""
+    """Whether it needs the attention weights of every step."""
     return isinstance(sparsity, Budget) and sparsity.needs_received

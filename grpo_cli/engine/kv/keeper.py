@@ -1,6 +1,6 @@
-"""Eviction at work: what policies must know of the past is noted as it happens, and full slots are cut down in place.
+"""Carries out eviction: records what policies need to know of past steps, and cuts full slots down in place.
 
-A keeper reads and moves keys. The slots say which rows hold how much, and note themselves what is left afterwards.
+A keeper reads and moves keys. The slots tell it how much each row holds, and record themselves what is left.
 
     slot, budget + buffer entries     oldest ... newest               one more step, and it would not fit:
     before                            k k k k k k k k k k k k w w w   w: the window, always kept
@@ -26,7 +26,7 @@ from grpo_cli.model.transfer import send
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a keeper is made for: slots of some shape, and the model's attention."""
+    """The shape of the slots and of the model's attention, for a keeper."""
 
     layout: KvLayout
     slots: int
@@ -39,7 +39,7 @@ class SlotShape:
 
 @dataclass(frozen=True)
 class Tally:
-    """What the running rows hold before a step, one entry a row."""
+    """What the running rows hold before a step, one entry per row."""
 
     held: np.ndarray  # keys in the slot
     seen: np.ndarray  # prompt keys that the row attends to in the pool
@@ -49,17 +49,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class Due:
-    """Rows to be cut down now, all with as many candidates."""
+    """Rows to be cut down now, all with the same number of candidates."""
 
     rows: np.ndarray
     own: int  # candidates in the slot
-    prompt: int  # candidates in the prompt pool; from now on the row looks at its slot alone
+    prompt: int  # candidates in the prompt pool; from now on the row reads only its slot
     sinks: np.ndarray  # candidates at the front that must stay, for each row
     left: int  # keys in the slot afterwards
 
 
 class KeepAll:
-    """Nothing is evicted and nothing noted."""
+    """Evicts and records nothing."""
 
     notes_prompts = False
     nbytes = 0
@@ -110,8 +110,8 @@ class KeepAll:
 class Keeper:
     """Cuts a row down to `budget` keys whenever it holds `budget + buffer`, in all layers and heads at once.
 
-    When that is depends on the row's own length alone, so neighbours change nothing. The copies made on the way are
-    those of a few rows at a time: at most a layer's share of all slots.
+    When depends only on the row's own length, so neighbours change nothing. Temporary copies are of a few rows at a
+    time: at most one layer's share of all slots.
     """
 
     def __init__(self, policy: Budget, shape: SlotShape) -> None:
@@ -126,29 +126,29 @@ class Keeper:
         self.clear()
 
     def clear(self) -> None:
-        """Count from nothing. Notes are cleared slot by slot, when a sequence enters."""
+        """Reset the counters. Notes are cleared slot by slot, when a sequence enters."""
         self._evictions = 0
-        self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and those of a dense run
-        self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and those of a dense run
+        self._reads = np.zeros(2, dtype=np.int64)  # keys attended to, and the same for a dense run
+        self._peak = np.zeros(2, dtype=np.int64)  # most keys held at a time, and the same for a dense run
 
     @property
     def notes_prompts(self) -> bool:
-        """Whether the attention inside prompts is wanted from prefill."""
+        """Whether prefill has to return the attention inside prompts."""
         return self._policy.needs_received and not self._policy.protect_prompt
 
     @property
     def nbytes(self) -> int:
-        """What the notes take, beside keys and values."""
+        """Bytes of the notes."""
         return sum(note.nbytes for note in self._notes)
 
     def prefilled(self, entries: Sequence[int], received: Float[Tensor, "L P H W"]) -> None:
-        """Prompts have come into the pool, with the attention that their keys received."""
-        assert self._received is not None, "nothing asked for it"
+        """Prompts were added to the pool, with the attention that their keys received."""
+        assert self._received is not None, "requested by notes_prompts"
         for entry, of_prompt in zip(entries, received.unbind(1), strict=True):
             self._received.prompts[entry] = of_prompt
 
     def claim(self, slot: int, entry: int) -> None:
-        """A new tenant, whose prompt is in `entry`."""
+        """A new sequence in the slot, whose prompt is in `entry`."""
         if self._received is not None:
             self._received.claim(slot, entry)
 
@@ -158,13 +158,13 @@ class Keeper:
             note.prepare(rows)
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
-        """What a layer asked, and what it attended to: all prompt keys that it looked at, then the slot's."""
+        """A layer's queries and attention weights: over all prompt keys that it read, then the slot's."""
         for note in self._watches:
             note.see(layer, queries, weights)
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Steps meanwhile are run once more afterwards, and noted then."""
+        """Undoes the notes of steps inside, which are run again afterwards."""
         before = None if self._received is None else self._received.store.clone()
         yield
         if self._received is not None and before is not None:
@@ -173,8 +173,8 @@ class Keeper:
     def due(self, tally: Tally) -> Iterator[Due]:
         """The rows that must be cut down before the next key comes.
 
-        Where the prompt's keys are candidates too and fill the budget by themselves, nothing is evicted before the row
-        has made `window` tokens: as in the releases, a score needs the queries of a row's own last `window` steps.
+        If the prompt's keys are candidates too and alone fill the budget, nothing is evicted before the row has made
+        `window` tokens: as in the releases, a score needs the queries of a row's own last `window` steps.
         """
         policy = self._policy
         evictable = np.zeros_like(tally.seen) if policy.protect_prompt else tally.seen
@@ -215,12 +215,12 @@ class Keeper:
                 self._policy.observer.evicted(requests[first : first + len(rows)], due.prompt, kept)
 
     def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
-        """Where prompt keys can be evicted: how many are left of those that each of the first `rows` slots has, in the
-        layer and head that has fewest. Of a row that sees its prompt in the pool it says nothing."""
+        """If prompt keys can be evicted: how many each of the first `rows` slots still has, in the layer and head with
+        the fewest. Meaningless for a row that still reads its prompt in the pool."""
         return () if self._prompt_kept is None else (self._prompt_kept.store[:, :rows].amin((0, 2)),)
 
     def count(self, tally: Tally, prompt_keys: int) -> None:
-        """A step is about to add a key to each row; `prompt_keys` lie in the pool, each prompt once."""
+        """A step is about to add a key to each row; `prompt_keys` are in the pool, each prompt once."""
         held, made = int(tally.held.sum()) + len(tally.held), int(tally.made.sum())
         self._reads += (held + int(tally.seen.sum()), made + int(tally.prompt.sum()))
         self._peak = np.maximum(self._peak, (held + prompt_keys, made + prompt_keys))
@@ -230,7 +230,7 @@ class Keeper:
             note.store[:, target] = note.store[:, source]
 
     def park(self, slot: int) -> tuple[Tensor, ...]:
-        """A row's notes, to go on in another slot."""
+        """A row's notes, to continue in another slot."""
         return tuple(note.store[:, slot].clone() for note in self._notes)
 
     def unpark(self, slot: int, notes: tuple[Tensor, ...]) -> None:
@@ -238,7 +238,7 @@ class Keeper:
             note.store[:, slot] = kept
 
     def details(self) -> Mapping[str, float]:
-        """How often rows were cut down, and the shares saved of keys read and of keys held at the fullest moment."""
+        """The number of evictions, and the shares saved of keys read and of keys held at the peak."""
         reads, peak = (1.0 - float(kept / full) if full else 0.0 for kept, full in (self._reads, self._peak))
         return {
             "engine/evictions": float(self._evictions),
@@ -249,7 +249,7 @@ class Keeper:
 
 
 def keeper_of(sparsity: Dense | Budget, shape: SlotShape) -> KeepAll | Keeper:
-    """What acts on it during one `generate`."""
+    """The keeper for one `generate`."""
     return Keeper(sparsity, shape) if isinstance(sparsity, Budget) else KeepAll()
 
 
@@ -260,7 +260,7 @@ def _candidates(
     prompts: Sequence[Float[Tensor, "M H P D"]],
     of_prompt: Int[Tensor, "R K"],
 ) -> Float[Tensor, "L R H T D"]:
-    """A copy of what the rows hold, behind what they see of their prompts."""
+    """A copy of the prompt keys (or values) that the rows see, then of what their slots hold."""
     mine = torch.stack([view[pages, :, : due.own] for view in views])
     if not due.prompt:
         return mine
@@ -280,7 +280,7 @@ def _write(
 
 
 class _SlotNote:
-    """What is noted of each slot: `store` is [layers, slots, ...]."""
+    """Recorded for each slot: `store` is [layers, slots, ...]."""
 
     store: Tensor
 
@@ -290,7 +290,7 @@ class _SlotNote:
 
 
 class _PromptKept(_SlotNote):
-    """How many keys of its prompt each row holds in its slot; as order is kept, they are the first there."""
+    """How many keys of its prompt each row holds in its slot, where they come first."""
 
     def __init__(self, shape: SlotShape) -> None:
         layout = shape.layout
@@ -298,15 +298,15 @@ class _PromptKept(_SlotNote):
 
     def keep(self, rows: Int[Tensor, "R"], due: Due, kept: Int[Tensor, "L R H B"]) -> None:
         """After `kept` was chosen among what was due."""
-        # While its prompt is looked at in the pool, a row has none of it in its slot.
+        # While a row reads its prompt in the pool, it has none of it in its slot.
         candidates = due.prompt or self.store[:, rows][..., None]
         self.store[:, rows] = (kept < candidates).sum(-1)
 
 
 class _Queries(_SlotNote):
-    """The queries of each row's last `window` steps; that of position p at place p modulo window.
+    """The queries of each row's last `window` steps; that of position p at index p modulo window.
 
-    What a slot's last tenant left is overwritten before it is read: no row is cut down before `window` steps.
+    What an earlier sequence left is overwritten before it is read: no row is cut down before `window` steps.
     """
 
     def __init__(self, shape: SlotShape, window: int) -> None:
@@ -329,9 +329,9 @@ class _Queries(_SlotNote):
 
 
 class _Received(_SlotNote):
-    """The attention that each key was paid: summed over the steps since it came, mean over a group's queries.
+    """The attention that each key has received: summed over the steps since it was added, mean over a group's queries.
 
-    A row's first `prompt_width` columns are its prompt's, and begin with what the prompt's own queries paid.
+    A row's first `prompt_width` columns are its prompt's, and start from the attention of the prompt's own queries.
     """
 
     def __init__(self, shape: SlotShape, prompt_width: int) -> None:
@@ -355,7 +355,7 @@ class _Received(_SlotNote):
         self._width = rows.width
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
-        assert weights is not None, "a policy that needs them is asked about before steps are chosen"
+        assert weights is not None, "steps were chosen by `watches`"
         paid = weights.mean(1, dtype=torch.float32)
         received = self.store[layer, : len(queries)].flatten(0, 1)
         received[:, self._prompt_width : self._prompt_width + self._width] += paid[:, -self._width :]

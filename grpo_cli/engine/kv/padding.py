@@ -1,13 +1,13 @@
-"""To what sizes computation is padded, so that bits do not depend on company. `invariance.py` finds them."""
+"""The sizes to which computation is padded so that bits do not depend on the batch. `invariance.py` finds them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Batched products of fewer multiplications than this take a kernel of their own in PyTorch (`bmm` on a CPU:
+# Batched products with fewer multiplications use a separate kernel in PyTorch (`bmm` on a CPU:
 # aten/src/ATen/native/LinearAlgebra.cpp, `contraction_size * res_rows * res_cols < 400`).
 SMALL_PRODUCT = 400
-TILE = 16  # widths are cut to multiples of this, so that few shapes occur
+TILE = 16  # widths are multiples of this, so that few shapes occur
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -16,8 +16,8 @@ def round_up(count: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Padding:
-    """How computation is padded: rows to at least `least` and a multiple of `rows`; rows of one prompt in the product
-    that they share to a multiple of `columns`; keys that are looked at to multiples of the two tiles."""
+    """How computation is padded: rows to at least `least` and a multiple of `rows`; the rows of one prompt, in the
+    product that they share, to a multiple of `columns`; keys that are read to multiples of the two tiles."""
 
     rows: int = 1
     least: int = 1
@@ -34,7 +34,7 @@ class Padding:
 
 
 def slot_tile(queries: int, dim: int) -> int:
-    """What the widths of slots are multiples of, where each key-value head is asked by `queries` heads of size `dim`.
+    """The tile of slot widths if `queries` query heads of size `dim` share each key-value head.
 
     >>> slot_tile(queries=2, dim=32), slot_tile(queries=1, dim=8)
     (16, 64)
@@ -43,5 +43,5 @@ def slot_tile(queries: int, dim: int) -> int:
 
 
 def unpadded(group: int, dim: int) -> Padding:
-    """Where no bits are promised: a GPU, or less than float32. Widths stay in tiles, so that few shapes occur."""
+    """Without a promise of bits: on a GPU, or below float32. Widths are still in tiles, so that few shapes occur."""
     return Padding(slot_tile=slot_tile(group, dim))

@@ -1,4 +1,4 @@
-"""The prompts in flight: pages of the arena, and the logits that first tokens are drawn from."""
+"""The prompts in flight: their pages in the arena, and the logits from which first tokens are drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_cli.engine.kv.tiles import PromptPages
 
 
 class PromptPool:
-    """An entry per prompt that is held, by name."""
+    """An entry for each prompt that is held, by name."""
 
     def __init__(self, kv: KvArena) -> None:
         self._kv = kv
@@ -34,25 +34,25 @@ class PromptPool:
         return tuple(self._entries)
 
     def pages_of(self, name: str) -> int:
-        """Those that it has."""
+        """The number of pages of a held prompt."""
         return int(self._kv.prompts.count[self._entries[name]])
 
     @property
     def held_keys(self) -> int:
-        """In all held entries, without padding."""
+        """Keys in all held entries, without padding."""
         return int(self._lengths.sum())
 
     def put(
         self, names: Sequence[str], keys: Tensor, values: Tensor, logits: Float[Tensor, "P V"], lengths: Sequence[int]
     ) -> list[int]:
-        """Hold prefilled prompts, for whose pages there is room; keys and values are [layers, P, heads, width, dim]."""
-        # Copies, since what they are rows of may be padded.
+        """Add prefilled prompts, for which there is room; keys and values are [layers, P, heads, width, dim]."""
+        # Copies, to release the possibly padded batch of logits.
         entries = [self.hold(name, n, row.clone()) for name, n, row in zip(names, lengths, logits, strict=True)]
         self._kv.put_prompts(entries, keys, values)
         return entries
 
     def hold(self, name: str, length: int, logits: Float[Tensor, "V"]) -> int:
-        """An entry with pages for a prompt of so many tokens, whatever is in them."""
+        """An entry with pages for a prompt of `length` tokens, with arbitrary content."""
         entry = self._free.pop()
         self._kv.prompts.take(entry, self._kv.prompts.lacks(entry, length))
         self._entries[name], self._lengths[entry], self._logits[entry] = entry, length, logits
@@ -70,7 +70,7 @@ class PromptPool:
         return torch.stack([self._logits[entry] for entry in entries])
 
     def places(self) -> PromptPages:
-        """Where they lie."""
+        """The pages of all held prompts."""
         kv = self._kv
         height = int(np.flatnonzero(kv.prompts.count).max(initial=0)) + 1
         pages = kv.prompts.pages[:height]

@@ -1,4 +1,4 @@
-"""The rows of one decode step: which keys each reads, where it writes, and who watches what they attend to."""
+"""The rows of one decode step: which keys each reads and where it writes; and what observes their attention."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Rows:
     positions: Int[Tensor, "R"]
     lengths: Int[Tensor, "R"]  # keys of their own before this step
     write_to: Int[Tensor, "R"]  # the page of its own that each row writes its key to
-    width: int  # keys of a row's page to look at: all, or where each has one only, what covers the longest
+    width: int  # keys to read of a row's page: all, or if each row has only one, enough for the longest
     own: Pieces | Runs
     prompt: Pieces | Runs
 
 
 @runtime_checkable
 class Watch(Protocol):
-    """Sees what every layer of a step asks, and what it attends to."""
+    """Sees the queries and attention weights of every layer of a step."""
 
     def prepare(self, rows: Rows) -> None:
         """A step begins."""
 
     def see(self, layer: int, queries: Float[Tensor, "R HG D"], weights: Float[Tensor, "RH G n"] | None) -> None:
-        """`weights` are over the prompts' keys (none when no row sees any) and then the rows' own; None where steps
-        keep them to themselves (`flash.py`)."""
+        """`weights` are over the prompts' keys (none if no row sees any) and then the rows' own; None if the step does
+        not expose them (`flash.py`)."""

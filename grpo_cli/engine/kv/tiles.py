@@ -1,4 +1,4 @@
-"""Pages as what a decode step multiplies: which rows ask each, and where each row finds its own answers."""
+"""How a decode step multiplies by pages: which rows query each page, and where each row finds its results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_cli.model.transfer import send
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pages that are looked at, N of them, each by up to C rows; a piece is what a page answers to one row.
+    """N pages, each queried by up to C rows; a piece is the result of one page for one row.
 
-    `rows` are those that ask (row 0 where fewer than C do; those answers are not read), `of_row` the pieces of each row
-    in the order of its keys (N * C: none there), `cell` the place of each piece in `of_row` flattened. `first` is the
-    number of the page's first key; of a prompt's page `held` is how many keys it has. `whole`: each row has K pieces.
-    `in_order`: it has one, and they are 0, 1, 2, ..., so that nothing has to be moved.
+    `rows` are the querying rows (row 0 as filler; its results are not read), `of_row` the pieces of each row in the
+    order of its keys (N * C: none), `cell` the index of each piece in `of_row` flattened. `first` is the index of the
+    page's first key; `held` is how many keys a prompt's page has. `whole`: each row has K pieces. `in_order`: each has
+    one, and they are 0, 1, 2, ..., so that nothing has to be moved.
     """
 
     rows: Int[Tensor, "N C"]
@@ -34,7 +34,7 @@ class Pieces:
 
 
 def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
-    """Of rows by their own pages of `tokens` tokens, [R, K] with -1 where there is none.
+    """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none.
 
     >>> found = own_pieces(np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"))
     >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
@@ -46,14 +46,14 @@ def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
     cell[pages[has]] = np.flatnonzero(has)
     of_row = np.where(has, pages, count)
     in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
-    asking, by_row, cells, first = _on(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
+    asking, by_row, cells, first = send(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
     return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
 
 
 @dataclass(frozen=True)
 class PromptPages:
-    """Where prompts lie: pages of each entry, [E, K] with -1 where there is none, of `count` that are looked at; tokens
-    of each entry, and of a page."""
+    """Prompts' pages: those of each entry, [E, K] with -1 for none, out of `count`; tokens of each entry, and of a
+    page."""
 
     pages: np.ndarray
     count: int
@@ -64,10 +64,10 @@ class PromptPages:
 def prompt_pieces(
     entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, multiple: int, fixed: int | None, device: torch.device
 ) -> Pieces:
-    """Of rows by the pages of the prompt entry that each belongs to, if it `sees` it.
+    """For rows and the pages of their prompt entries, if they `see` them.
 
     C is a multiple of `multiple` (see `padding.py`). With `fixed`, so many rows are laid out, those beyond `entries`
-    seeing nothing, in a shape that seldom changes (see `graph.py`).
+    seeing nothing, in a shape that rarely changes (see `graph.py`).
 
     >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
     >>> found = prompt_pieces(np.array([1, 0, 1]), np.ones(3, bool), pages, 4, None, torch.device("cpu"))
@@ -100,19 +100,19 @@ def prompt_pieces(
     of_row[: len(entries)] = np.where((mine >= 0) & sees[:, None], mine * columns + column[:, None], nothing)
     cell = np.zeros(nothing + 1, dtype=np.int64)
     cell[of_row.ravel()] = np.arange(of_row.size)
-    whole = fixed is None and bool((of_row < nothing).all())  # what is laid out for good has to fit others too
+    whole = fixed is None and bool((of_row < nothing).all())  # a fixed layout has to fit other rows too
     in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
-    asked, by_row, cells, firsts, helds = _on(device, rows, of_row, cell[:-1], first, held)
+    asked, by_row, cells, firsts, helds = send(device, rows, of_row, cell[:-1], first, held)
     return Pieces(asked, by_row, cells, firsts, helds, whole, in_order)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Pages that are looked at, N of them, as sequences of one FlashAttention call: a question is a row that asks one.
+    """N pages as sequences of one FlashAttention call: a query is a pair of a row and a page.
 
-    The questions of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (what is
-    beyond the last of `starts` asks nothing), and its keys begin at token `keys[n]`. `of_row` are the questions of each
-    row in the order of its keys (A: none there). The rest is as in `Pieces`.
+    The queries of page n are `starts[n]` to `starts[n + 1]` of A, at most `most`; `asks` are their rows (beyond the
+    last of `starts` filler), and its keys begin at token `keys[n]`. `of_row` are the queries of each row in the order
+    of its keys (A: none). The rest is as in `Pieces`.
     """
 
     asks: Int[Tensor, "A"]
@@ -126,7 +126,7 @@ class Runs:
     in_order: bool
 
 
-# The first key of a page without an owner: no row is so long, so none of it is read.
+# The first key of a page without an owner: beyond any row's length, so that none of it is read.
 NOBODYS = 2**40
 
 
@@ -144,14 +144,14 @@ def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
     first = np.where(cell >= 0, cell % levels * tokens, NOBODYS)
     each, in_order = np.arange(count + 1), levels == 1 and pages[:, 0].tolist() == list(range(rows))
     of_row, asks = np.where(has, pages, count), np.maximum(cell, 0) // levels
-    asked, firsts, starts, keys, by_row = _on(device, asks, first, each, each * tokens, of_row)
+    asked, firsts, starts, keys, by_row = send(device, asks, first, each, each * tokens, of_row)
     return Runs(asked, firsts, starts.int(), keys.int(), by_row, None, 1, bool(has.all()), in_order)
 
 
 def prompt_runs(
     entries: np.ndarray, sees: np.ndarray, prompts: PromptPages, _: int, fixed: int | None, device: torch.device
 ) -> Runs:
-    """As `prompt_pieces`, of no multiple. With `fixed`, the shape depends on nothing but that and `prompts`.
+    """As `prompt_pieces`, without a multiple. With `fixed`, the shape depends only on that and `prompts`.
 
     >>> pages = PromptPages(np.array([[0, 2], [1, -1]]), 3, np.array([20, 9]), 16)
     >>> found = prompt_runs(np.array([1, 0, 1]), np.ones(3, bool), pages, 1, None, torch.device("cpu"))
@@ -175,16 +175,12 @@ def prompt_runs(
     first[page] = level * prompts.tokens
     held[page] = np.clip(prompts.lengths[entry] - first[page], 0, prompts.tokens)
     keys = np.arange(prompts.count + 1) * prompts.tokens
-    # Of one question a page FlashAttention takes it that every page is asked.
+    # With at most one query per page, FlashAttention would assume that every page has one.
     most, whole = max(2, fixed or int(counts.max(initial=0))), fixed is None and bool((of_row < questions).all())
-    asked, firsts, begin, at, by_row, helds = _on(device, asks, first, starts, keys, of_row, held)
+    asked, firsts, begin, at, by_row, helds = send(device, asks, first, starts, keys, of_row, held)
     return Runs(asked, firsts, begin.int(), at.int(), by_row, helds.int(), most, whole, False)
 
 
 def sides(by_token: bool) -> tuple[Callable[..., Pieces | Runs], Callable[..., Pieces | Runs]]:
-    """How rows' own pages and prompts' are laid out for a step, by how their tokens lie (`cache.KvLayout`)."""
+    """The functions that lay out rows' own pages and prompts' for a step, by `cache.KvLayout.by_token`."""
     return (own_runs, prompt_runs) if by_token else (own_pieces, prompt_pieces)
-
-
-def _on(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
-    return send(device, *tables)

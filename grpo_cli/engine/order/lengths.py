@@ -1,4 +1,4 @@
-"""Observed lengths: their running means, how well a prediction ranks them, and those that a run recorded."""
+"""Observed lengths: running means, how well predictions rank them, and those recorded by a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _pairs(counts: Iterable[int]) -> int:
     return sum(count * (count - 1) // 2 for count in counts)
 
 
-MAX_PROMPTS = 50_000  # whose means are kept: 13 MB of memory, and 2.4 MB of each checkpoint
+MAX_PROMPTS = 50_000  # with a mean of their own: 13 MB of memory, and 2.4 MB of each checkpoint
 
 
 Decay = Annotated[float, Range(0, 1, "1 never forgets", above=True)]
@@ -60,7 +60,7 @@ class LengthMeans:
         self._all = (0.0, 0.0)
 
     def mean(self, prompt_id: str) -> float | None:
-        """Of this prompt if it was seen, else of all; None before anything was added."""
+        """This prompt's mean if it was seen, else that of all; None before anything was added."""
         weight, total = self._prompts.get(prompt_id, self._all)
         return total / weight if weight else None
 

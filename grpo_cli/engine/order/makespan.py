@@ -1,7 +1,7 @@
-"""Dividing jobs of known lengths among slots so that the last slot ends as early as possible (P || C_max).
+"""Divides jobs of known lengths among slots so that the last slot ends as early as possible (P || C_max).
 
-Pure planning on whole numbers: no requests, no engine, no clock. Everything is deterministic, and jobs of equal length
-are told apart by their place in the list only, so reordering the jobs reorders the lists and changes no length in them.
+Pure planning on integers. Deterministic; jobs of equal length are distinguished only by their index, so reordering the
+jobs reorders the lists and changes no length in them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORTHWHILE = 0.001
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which slot does which jobs.
+    """The jobs of each slot.
 
     `lists[slot]` holds places in the list of lengths, longest first. `guarantee` is a proven bound on makespan /
     optimum: 1 means that nothing better exists.

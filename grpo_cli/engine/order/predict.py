@@ -1,10 +1,10 @@
-"""How long will a rollout be? Predictions that schedulers plan with; a wrong one costs time and changes no token.
+"""Predictions of rollouts' lengths, for schedulers; a wrong one costs time and changes no token.
 
-What is predicted is how long a slot stays busy, so a rollout that was cut off at its limit counts with that length, and
-no prediction exceeds the limit.
+Predicted is how long a slot stays busy, so a rollout cut off at its limit counts with that length, and no prediction
+exceeds the limit.
 
-Every predictor remembers its answers; `learn` first compares them with the true lengths, then learns. `state` is plain
-values and tensors, so that a resumed run plans as the first one did.
+Every predictor remembers its predictions; `learn` first compares them with the true lengths, then learns. `state` is
+plain values and tensors, so that a resumed run plans like the original.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.engine.order.lengths import Decay, LengthMeans, kendall_tau, read_trace
+from grpo_cli.history import of_kind
 from grpo_cli.interfaces import facts
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range
@@ -28,7 +29,7 @@ from grpo_cli.types import Request, Rollout
 
 
 class _Answers:
-    """The predictions for the `generate` in progress. Each is judged once."""
+    """The predictions for the current `generate`, each judged once."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, int, int], float] = {}
@@ -37,7 +38,7 @@ class _Answers:
         self._answers = dict(zip(map(key_of, requests), answers or (), strict=answers is not None))
 
     def judge(self, finished: Sequence[Rollout], prefix_tokens: int) -> dict[str, float]:
-        """Metrics of the predictions for `finished`; empty when there were none."""
+        """Metrics of the predictions for `finished`; empty if there were none."""
         judged = [
             (self._answers[key_of(rollout.request)], len(rollout) - prefix_tokens)
             for rollout in finished
@@ -54,16 +55,8 @@ class _Answers:
 
 
 def key_of(request: Request) -> tuple[str, int, int]:
-    """What a request is remembered by; with the seed, since an evaluation has a greedy sample beside sample 0."""
+    """The key of a request; with the seed, since an evaluation has a greedy sample besides sample 0."""
     return request.prompt.id, request.sample, request.seed
-
-
-def _check_kind(state: Mapping[str, Any], kind: str) -> None:
-    if state.get("kind") != kind:
-        raise UserError(
-            f"the checkpoint holds what predictor={state.get('kind')} has learnt, but this run has predictor={kind}; "
-            f"resume with predictor={state.get('kind')}, or start a new run"
-        )
 
 
 class NoPredictor:
@@ -81,7 +74,7 @@ class NoPredictor:
         return {"kind": "none"}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "none")
+        of_kind(state, "predictor", "none")
 
 
 class MeanLength:
@@ -113,13 +106,13 @@ class MeanLength:
         return {"kind": "mean", **self._means.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "mean")
+        of_kind(state, "predictor", "mean")
         self._means.load_state(state)
 
 
 class Told(NoPredictor):
-    """Repeats given lengths, by `key_of`: in a worker of `engine=ray` they come with the orders, from the trainer's own
-    predictor, which learns."""
+    """Repeats given lengths, by `key_of`: in a worker of `engine=ray`, those of the trainer's predictor, sent with the
+    orders."""
 
     def __init__(self, told: Mapping[tuple[str, int, int], float]) -> None:
         self._told = told
@@ -129,7 +122,7 @@ class Told(NoPredictor):
         return lengths if len(lengths) == len(requests) else None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to put back."""
+        """There is nothing to restore."""
 
 
 @facts(of_whole_rollouts=True)
@@ -180,7 +173,7 @@ class Oracle:
         return {"kind": "oracle", "replayed": dict(self._replayed)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "oracle")
+        of_kind(state, "predictor", "oracle")
         self._replayed = Counter({name: int(times) for name, times in state["replayed"].items()})
 
 
@@ -287,7 +280,7 @@ class PrefixHead:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state, "prefix")
+        of_kind(state, "predictor", "prefix")
         self._means.load_state(state["means"])
         self._features, self._head = None, None
         self._targets = state["targets"].numpy().copy()

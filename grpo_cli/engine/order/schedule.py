@@ -44,16 +44,13 @@ def planned_steps(waiting: Sequence[Waiting]) -> dict[int, int]:
 
 
 class InOrder(ABC):
-    """Admits the waiting requests in an order that is fixed at the start, whichever slot they get."""
+    """Admits the waiting requests in an order fixed at the start, into any slot."""
 
     details: Mapping[str, float] = {}
+    needs_lengths = True
 
     def __init__(self) -> None:
         self._queue: deque[int] = deque()
-
-    @property
-    def needs_lengths(self) -> bool:
-        return True
 
     @abstractmethod
     def rank(self, steps: int) -> int:
@@ -73,9 +70,7 @@ class InOrder(ABC):
 class Fifo(InOrder):
     """First come, first served, by request index."""
 
-    @property
-    def needs_lengths(self) -> bool:
-        return False
+    needs_lengths = False
 
     def rank(self, steps: int) -> int:
         return 0
@@ -114,6 +109,8 @@ class Fptas:
     optimum.
     """
 
+    needs_lengths = True
+
     def __init__(
         self,
         *,
@@ -133,10 +130,6 @@ class Fptas:
         self._round_was_uneven = False
         self.details: Mapping[str, float] = {}
         self.assignment: Assignment | None = None
-
-    @property
-    def needs_lengths(self) -> bool:
-        return True
 
     def start(self, waiting: Sequence[Waiting], slots: int) -> None:
         assert slots >= 1, "an engine without a slot has nothing to schedule"

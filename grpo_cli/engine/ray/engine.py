@@ -1,8 +1,7 @@
-"""`engine=ray`: rollouts by workers in processes of their own, here or on other machines, behind the same protocol as
-the other engines.
+"""`engine=ray`: rollouts by worker processes, here or on other machines, with the same protocol as the other engines.
 
-Each worker has a copy of the model and an engine like the others; this one deals requests out to them. A rollout is a
-function of the weights and its request, so it is the same whoever makes it, and however often it has to be begun.
+Each worker has a copy of the model and an engine of its own; this one distributes requests. A rollout is a function of
+the weights and its request, so it is the same on any worker, however often it is restarted.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ class RayEngine:
         self._model, self._sampler, self._predictor, self._warn = model, sampler, predictor, warn
         self._meter = meter or NullMeter()
         self._workers, self._timeout = workers, timeout
-        # The trainer waits while workers work; where all are on this machine each gets a share of its threads.
+        # The trainer is idle while workers run; if all are on this machine, they share its threads.
         self._cpus = threads or max(1, torch.get_num_threads() // (workers if address is None else 1))
         self._gpus = gpus
         self._place = place("trainer", next(model.parameters()).device)
-        # Without a prefix to read, lengths are predicted here and told to the workers.
+        # Without a prefix to read, lengths are predicted here and sent to the workers.
         self._tells_lengths = predictor.prefix_tokens == 0
         self._build = partial(
             build, kv_share=workers if kv_budget_of == "run" else 1, tells_lengths=self._tells_lengths
         )
         session.open(address, workers, self._cpus, gpus)
-        self._weights: Any = None  # a reference to them in the store
+        self._weights: Any = None  # a reference into Ray's store
         self._version = 0
         self._pool: WorkerPool | None = None
         self._facts: Mapping[str, Any] = {}
@@ -90,8 +89,8 @@ class RayEngine:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of coming in. UserError with `enough`. Whoever stops asking ends the
-        workers, and the next call starts others."""
+        """One rollout per request, in order of arrival. UserError with `enough`. Closing the iterator early ends the
+        workers; the next call starts new ones."""
         if enough is not None:
             raise UserError(
                 "engine=ray cannot stop rollouts before their end, as its workers report a rollout only once it has "
@@ -104,7 +103,7 @@ class RayEngine:
 
         start = time.perf_counter()
         with self._meter.span("weights"), session.answering():
-            if self._weights is None:  # workers keep the previous ones as long as they use them
+            if self._weights is None:  # workers keep the previous ones while they use them
                 self._version, self._weights = self._version + 1, ray.put(numbers(self._model, trained=True))
             pool = self._pool = self._pool or self._new_pool()
         put_seconds = time.perf_counter() - start
@@ -143,7 +142,7 @@ class RayEngine:
         return WorkerPool(self._workers, options, blueprint, self._warn, self._check_place, self._meter)
 
     def _check_place(self, there: Place) -> None:
-        """UserError for a worker with other software; a warning, once, where only its roundings may differ."""
+        """UserError for a worker with different software; one warning if only its rounding may differ."""
         mine = self._place
         for name, own, its in (
             ("Python", mine.python, there.python),
@@ -165,21 +164,21 @@ class RayEngine:
             )
 
     def stats(self) -> EngineStats:
-        """What the last `generate` cost, all workers together: their decode steps add up, slots and bytes are those of
-        one worker, the largest."""
+        """The cost of the last `generate` over all workers: decode steps are summed, slots and bytes are the largest of
+        one worker."""
         return self._stats
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine: what a worker's engine says, and where they run."""
+        """For `summary.json`: the facts of a worker's engine, and where workers run."""
         places = self._pool.places if self._pool else {}
         return {**self._facts, "workers": {str(number): asdict(there) for number, there in places.items()}}
 
     def update_weights(self) -> None:
-        """The policy has moved: the next `generate` sends it."""
+        """The next `generate` sends the new weights."""
         self._weights = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What was learned of lengths here; what a worker's own predictor has learned ends with it."""
+        """The trainer's predictor; what a worker's own predictor has learned is lost with it."""
         return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,7 +192,7 @@ class RayEngine:
 
 
 def _account(pool: WorkerPool, tokens: int, put_seconds: float, details: Mapping[str, float]) -> EngineStats:
-    """`tokens` are counted here: a worker that is lost has delivered rollouts, and no account of them."""
+    """`tokens` are counted here: a lost worker has delivered rollouts, but no account of them."""
     ends: dict[int, list[Done]] = {}
     for number, end in pool.ends:
         ends.setdefault(number, []).append(end)

@@ -1,7 +1,7 @@
-"""The workers of a run. Ray starts them, carries orders and rollouts, and restarts those that die.
+"""The workers of a run. Ray starts them, transports orders and rollouts, and restarts those that die.
 
 A rollout is a function of the weights and its request, so whatever a lost worker has not delivered goes to the others.
-Ray's own retry would leave it with the same actor, which may find no room on the nodes that are left.
+Ray's own retry would leave it with the same actor, for which the remaining nodes may have no room.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_cli.interfaces import Meter
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Request, Rollout
 
-# Failures of a worker in a row, without a rollout in between, after which it is given up.
+# Consecutive failures of a worker, without a rollout in between, after which it is given up.
 TRIES = 3
-POLL = 1.0  # seconds after which the wait for answers looks at Ray itself
-# The part of an equal share that each worker is dealt at first, and then of an equal share of what is left (Hummel,
-# Schonberg and Flynn, 1992, "Factoring"). Each portion ends with slots that fall empty, so few are better; with one
-# portion each there would be nothing left to even out by.
+POLL = 1.0  # seconds of waiting after which Ray itself is checked
+# The part of an equal share that each worker gets first, and then of an equal share of the rest (Hummel, Schonberg and
+# Flynn, 1992, "Factoring"). Each portion ends with idle slots, so few are better; but with one portion each there would
+# be nothing left to balance the load.
 FIRST, LATER = 0.9, 0.5
 
 
@@ -31,8 +31,8 @@ def portions(
     requests: Sequence[Request], lengths: Sequence[float] | None, workers: int, at_once: bool
 ) -> list[tuple[int, ...]]:
     """Indices of requests, in the order in which idle workers get them. A prompt's samples stay together, since they
-    share its keys, unless they are more than a worker's share; the longest go first where lengths are predicted.
-    `at_once`: a worker runs a portion as one batch, so a second one would cost as long as the first."""
+    share its keys, unless they exceed a worker's share; with predicted lengths the longest go first. `at_once`: a
+    worker runs a portion as one batch, so each worker gets just one."""
     weights = lengths or [float(request.sampling.max_new_tokens) for request in requests]
 
     def weight(indices: Sequence[int]) -> float:
@@ -61,7 +61,7 @@ def portions(
 
 
 def cut(indices: Sequence[int], pieces: int) -> list[tuple[int, ...]]:
-    """In order, into about equal pieces; fewer where there are not as many indices."""
+    """Cut into about equal pieces, in order; no piece is empty."""
     pieces = max(1, min(pieces, len(indices)))
     ends = [len(indices) * piece // pieces for piece in range(pieces + 1)]
     return [tuple(indices[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
@@ -69,12 +69,12 @@ def cut(indices: Sequence[int], pieces: int) -> list[tuple[int, ...]]:
 
 @dataclass
 class _Worker:
-    """`coming` refers to its place until it is ready, then to the stream of a portion's answers, or to nothing."""
+    """`coming` is the reference to its place until it is ready, then to the stream of a portion's answers, or None."""
 
     actor: Any
     coming: Any = None
     place: Place | None = None
-    missing: tuple[int, ...] = ()  # what it was asked for and has not delivered
+    missing: tuple[int, ...] = ()  # requested and not delivered
     failures: int = 0  # since it last delivered a rollout
 
     @property
@@ -83,8 +83,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """`count` actors with these options of Ray's. `check` gets each one's place, and raises UserError for one that
-    cannot be used."""
+    """`count` actors with these Ray options. `check` gets each one's place, and raises UserError if unusable."""
 
     def __init__(
         self,
@@ -104,15 +103,15 @@ class WorkerPool:
         self._warned = set[str]()
         self._given_up: list[str] = []
         self._queue: deque[tuple[int, ...]] = deque()
-        self.again = 0  # requests of the last `serve` that were dealt a second time
-        self.ends: list[tuple[int, Done]] = []  # of its portions, with the numbers of the workers
+        self.again = 0  # requests of the last `serve` that were sent a second time
+        self.ends: list[tuple[int, Done]] = []  # of its portions, with their workers' numbers
         for number in self._workers:
             self._await(number)
 
     def serve(
         self, portions: Sequence[tuple[int, ...]], order_of: Callable[[tuple[int, ...]], Order]
     ) -> Iterator[tuple[int, Rollout]]:
-        """Every request's rollout once, as they come in. A pool whose `serve` is not exhausted must be closed."""
+        """Every request's rollout once, in order of arrival. A pool whose `serve` is not exhausted must be closed."""
         import ray
 
         self._queue, self.again, self.ends = deque(portions), 0, []
@@ -122,7 +121,7 @@ class WorkerPool:
                 with self._span("dealing"):
                     self._deal(order_of)
                     coming = {w.coming: number for number, w in self._workers.items() if w.coming is not None}
-                with self._span("decode"):  # here the workers are waited for
+                with self._span("decode"):  # waiting for the workers
                     ready, _ = ray.wait([*coming], timeout=POLL)
                 with self._span("dealing"):
                     answers = [answer for reference in ready for answer in self._hear(coming[reference])]
@@ -158,7 +157,7 @@ class WorkerPool:
         elif isinstance(answer, Done):
             worker.coming = None
             self.ends.append((number, answer))
-            for text in set(answer.warnings) - self._warned:  # each worker says the same
+            for text in set(answer.warnings) - self._warned:  # each worker gives the same ones
                 self._warned.add(text)
                 self._warn(text)
         else:
@@ -168,7 +167,7 @@ class WorkerPool:
         return []
 
     def _await(self, number: int) -> None:
-        """Ask for its place, which comes as soon as Ray has started it, perhaps once there is room on some node."""
+        """Ask for its place, which arrives once Ray has found room on a node and started it."""
         worker = self._workers[number]
         worker.place, worker.missing = None, ()
         worker.coming = worker.actor.start.options(max_task_retries=-1).remote(self._blueprint)
@@ -194,7 +193,7 @@ class WorkerPool:
 
     @property
     def places(self) -> Mapping[int, Place]:
-        """Of the workers that are ready."""
+        """The places of the ready workers."""
         return {number: worker.place for number, worker in self._workers.items() if worker.place is not None}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The Ray that a run works with: started here for as long as the process lives, or joined.
+"""The Ray cluster of a run: started here for the lifetime of the process, or joined.
 
-A Ray that is started here listens on this machine only and requires a token made for this process: Ray runs whatever
-code it is sent.
+One that is started here listens on this machine only and requires a token made for this process: Ray runs whatever code
+it is sent.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import psutil
 
 from grpo_cli.support.errors import UserError
 
-# From the release that the tests have run on (2.60.0).
+# From the release that was tested (2.60.0).
 TESTED_VERSIONS = ">=2.60,<3"
 ANSWERS_IN = 5.0  # seconds for an address to answer
 
-# Ray's usage statistics and its libraries' hints are switched off.
+# Switches off Ray's usage statistics and hints.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0"}
-# Ray then treats this machine as a desktop, whose nodes stay on the loopback interface.
+# Makes Ray use the loopback interface only.
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# These decide bits when a process starts (`processor.settle`); workers must have the same.
+# These affect bits when a process starts (`processor.settle`); workers must have the same.
 _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_WAIT_POLICY")
 
 
@@ -48,7 +48,7 @@ def require_ray() -> None:
 
 
 def check_address(address: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Before anything is sent there. UserError for an address where nobody answers, or that is open to anybody."""
+    """UserError for an address that does not answer, or that is open to the public. Called before anything is sent."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -68,7 +68,7 @@ def check_address(address: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """A cluster that everybody can reach, and that asks nobody who they are, is one that everybody can use."""
+    """UserError for a public address without authentication: anyone could run code there."""
     if ipaddress.ip_address(host).is_global and environment.get("RAY_AUTH_MODE", "").lower() != "token":
         raise UserError(
             f"the cluster's address {host} is public, and Ray runs the code that anybody sends it: reach it by a "
@@ -79,7 +79,7 @@ def check_public(host: str, environment: Mapping[str, str] = os.environ) -> None
 def check_room(
     workers: int, cpus: int, gpus: float, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]
 ) -> None:
-    """UserError unless so many workers find room, each on one node: Ray would let them wait for ever."""
+    """UserError unless there is room for all workers, each on one node: Ray would let them wait forever."""
 
     def room(resources: Mapping[str, float]) -> int:
         by_gpus = resources.get("GPU", 0) // gpus if gpus else math.inf
@@ -96,7 +96,7 @@ def check_room(
 
 
 class Session:
-    """This process's one connection to a Ray, which may have been started by it."""
+    """This process's only connection to Ray, which it may have started."""
 
     def __init__(self) -> None:
         self._asked: tuple[Any, ...] | None = None
@@ -104,7 +104,7 @@ class Session:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def open(self, address: str | None, workers: int, cpus: int, gpus: float) -> None:
-        """For workers of so many CPUs and GPUs each. `address` None: Ray is started here."""
+        """Connect, for `workers` with `cpus` and `gpus` each. `address` None: Ray is started here."""
         asked = (address, workers, cpus, gpus)
         if self._asked == asked:
             return
@@ -129,16 +129,16 @@ class Session:
         check_room(workers, cpus, gpus, nodes, ray.available_resources())
 
     def _of_its_own(self, cpus: int) -> dict[str, Any]:
-        """How Ray is started here: on the loopback interface, with a token, and with its files in a folder that goes
-        with it. That has a short name, since sockets' paths may have about a hundred characters."""
+        """Arguments to start Ray here: on the loopback interface, with a token, its files in a temporary folder,
+        whose name is short since paths of sockets are limited to about a hundred characters."""
         os.environ |= _LOOPBACK | {"RAY_AUTH_MODE": "token"}
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once per process
         root = "/tmp" if os.name == "posix" else None
         self._folder = tempfile.TemporaryDirectory("", f"grpo_ray_{os.getpid()}_", root, ignore_cleanup_errors=True)
         return {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_temp_dir": self._folder.name}
 
     def _check_alone(self, host: str) -> None:
-        """Ray reads what keeps it on the loopback interface when it is imported, which may have been before."""
+        """Ray reads the setting that keeps it on the loopback interface at import, which may have been earlier."""
         if not ipaddress.ip_address(host).is_loopback:
             self.close()
             raise UserError(
@@ -148,8 +148,8 @@ class Session:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around calls into Ray: UserError where it is itself gone. Its processes are looked at before, since Ray ends
-        a process, without a word, that reaches for a store that has gone."""
+        """Wraps calls into Ray: UserError if Ray itself is gone. Its processes are checked first: Ray silently ends
+        a process that accesses a dead store."""
         import ray
 
         ended = [p.pid for p in self._own if not p.is_running() or p.status() == psutil.STATUS_ZOMBIE]
@@ -180,8 +180,8 @@ session = Session()
 
 @contextmanager
 def _starting(address: str | None) -> Iterator[None]:
-    """Around Ray's start, whose errors are of many kinds. Ray installs its own handler of SIGTERM, which a run answers
-    with a checkpoint."""
+    """Wraps Ray's start, whose errors have many types. Restores the handler of SIGTERM, with which a run saves a
+    checkpoint; Ray installs its own."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():
@@ -196,7 +196,7 @@ def _starting(address: str | None) -> Iterator[None]:
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """Of a worker: the trainer's settings that decide bits, and its paths to modules outside the installation."""
+    """A worker's environment: the trainer's settings that affect bits, and module paths outside the installation."""
     prefixes = tuple(os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix))
     paths = [os.path.abspath(path) for path in sys.path if not os.path.realpath(path).startswith(prefixes)]
     handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
@@ -204,6 +204,6 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line: Ray describes a dead actor in paragraphs."""
+    """The error on one line: Ray describes a dead actor in paragraphs."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

@@ -1,5 +1,5 @@
-"""A model on its way to workers: its modules without numbers, and its numbers as arrays that Ray's store shares between
-the processes of a node without copying them again. Workers read no files."""
+"""Sends a model to workers: its modules without numbers, and its numbers as arrays that Ray's store shares between the
+processes of a node without copies. Workers read no files."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from grpo_cli.support.errors import UserError
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy in eval mode, without gradients, and without the numbers of its parameters and buffers: `fill` gives it
-    some. Raises UserError for weights that are more than numbers: quantised ones."""
+    """A copy in eval mode, without gradients and without the numbers of parameters and buffers, which `fill` sets.
+    UserError for quantised weights."""
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter:
             raise UserError(
                 f"{name} is quantised (model.quantize), and engine=ray sends weights as plain numbers: leave "
                 "model.quantize out, or use engine=torch"
             )
-    # What stands in the memo is not copied, and what is tied stays tied.
+    # Tensors in the memo are not copied, and tied ones stay tied.
     memo: dict[int, Any] = {id(tensor): _hollow(tensor) for _, tensor in _tensors(model)}
     return copy.deepcopy(model, memo).eval()
 
 
 def numbers(model: nn.Module, trained: bool) -> dict[str, np.ndarray]:
-    """The bytes of all that training changes, or of all that it does not. On a CPU they are the model's own memory: to
-    be put into the store at once."""
+    """The bytes of all trained tensors, or of all others. On a CPU they are the model's own memory: put them into the
+    store at once."""
     tensors = {name: tensor.detach() for name, tensor in _tensors(model) if tensor.requires_grad == trained}
     return {name: tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
 def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device) -> None:
-    """Give some tensors of a `hollow` model, or of one that was, their numbers. On a CPU they lie where `given` does,
-    in memory that may be read-only; on a GPU an address stays what it was."""
+    """Set the numbers of some tensors of a (formerly) `hollow` model. On a CPU they share the memory of `given`, which
+    may be read-only; on a GPU addresses are kept."""
     own = dict(_tensors(model))
     for name, array in given.items():
         mine = own[name]
@@ -54,7 +54,7 @@ def fill(model: nn.Module, given: Mapping[str, np.ndarray], device: torch.device
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each once, whether a saved folder has them or not."""
+    """Parameters and buffers, each once, persistent or not."""
     return chain(model.named_parameters(), model.named_buffers())
 
 

@@ -1,6 +1,6 @@
 """A worker: a Ray actor with a copy of the model and an engine of its own, perhaps on another machine.
 
-It never generates with other weights than the order names, and ends itself when its engine hangs.
+It generates only with the weights that an order names, and ends itself if its engine hangs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from grpo_cli.interfaces import Engine
 from grpo_cli.support.processor import flush_denormals
 from grpo_cli.types import EngineStats, Request, Rollout
 
-# Seconds that a start may take whatever `engine.timeout` says: libraries are imported, weights copied, graphs captured.
+# The least time limit of a start, in seconds: it imports libraries, copies weights and captures graphs.
 START = 300.0
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a worker is built from: a hollow model, a reference to its frozen numbers, and `build`, which makes an
-    engine of the model and also takes `told`, `meter` and `warn`. `timeout` is in seconds."""
+    """What a worker is built from: a hollow model, a reference to its frozen numbers, and `build`, which makes the
+    engine from the model, `told`, `meter` and `warn`. `timeout` is in seconds."""
 
     model: Any
     fixed: Any
@@ -46,8 +46,8 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Order:
-    """A portion: requests with their indices in the trainer's list. `weights` refers to the trained numbers of this
-    `version`; `lengths` are the predicted ones, if any; `autocast` is the compute dtype, None for the weights' own."""
+    """A portion: requests with their indices in the trainer's list. `weights` is a reference to the trained numbers of
+    `version`; `lengths` are predictions, if any; `autocast` is the compute dtype, None for the weights' own."""
 
     version: int
     weights: Any
@@ -69,8 +69,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs and with what: `processor` decides which kernels compute, `build` is a hash of grpo-cli's
-    own source."""
+    """Where a process runs, and its software: `processor` decides the kernels, `build` is a hash of grpo-cli's
+    source."""
 
     node: str
     host: str
@@ -85,11 +85,11 @@ class Place:
 
 
 class RolloutWorker:
-    """Serves one portion at a time. `start` comes first, and again after Ray has restarted the process: a restartable
-    actor's constructor cannot take references to Ray's object store."""
+    """Serves one portion at a time. `start` is called first, and again after Ray has restarted the process, since a
+    restartable actor's constructor cannot take references to Ray's object store."""
 
     def start(self, blueprint: Blueprint) -> Place:
-        """Take over everything a portion needs; may be called twice."""
+        """Load everything that a portion needs; may be called twice."""
         import ray
 
         self._blueprint, self._model = blueprint, blueprint.model
@@ -105,7 +105,7 @@ class RolloutWorker:
 
     def serve(self, order: Order) -> Iterator[tuple[int, Rollout] | Done]:
         """Rollouts with their requests' indices as they finish, then the account."""
-        torch.set_num_threads(self._blueprint.threads)  # this and the next hold for the thread that computes
+        torch.set_num_threads(self._blueprint.threads)  # this and the next line apply per thread
         flush_denormals()
         start = time.perf_counter()
         with self._watchdog.watching(START if self._engine is None else 0.0):
@@ -115,7 +115,7 @@ class RolloutWorker:
             if order.lengths is not None:
                 told = zip(order.requests, order.lengths, strict=True)
                 self._told.update({key_of(request): length for (_, request), length in told})
-            indices = {id(request): index for index, request in order.requests}  # two may be equal
+            indices = {id(request): index for index, request in order.requests}  # equal requests are possible
             with torch.autocast(self._device.type, order.autocast) if order.autocast else nullcontext():
                 for rollout in engine.generate([request for _, request in order.requests]):
                     yield indices[id(rollout.request)], rollout
@@ -124,7 +124,7 @@ class RolloutWorker:
         yield Done(engine.stats(), warnings, dict(engine.facts()), seconds, weights_seconds)
 
     def _take_up(self, order: Order) -> float:
-        """Copy the order's weights unless they are here already; returns the seconds that it took."""
+        """Copy the order's weights unless they are here already; returns the seconds taken."""
         if self._version == order.version:
             return 0.0
         import ray
@@ -137,7 +137,7 @@ class RolloutWorker:
         return time.perf_counter() - start
 
     def _ready(self) -> Engine:
-        """The engine, made once there are weights: it may look at them."""
+        """The engine, made once there are weights, which it may read."""
         if self._engine is None:
             self._engine = self._blueprint.build(
                 self._model, told=self._told, meter=self._watchdog, warn=self._warnings.append
@@ -146,9 +146,9 @@ class RolloutWorker:
 
 
 class _Watchdog:
-    """A meter that measures nothing, and ends the process when no span has been opened for `timeout` seconds. Ray does
-    not ask whether a process that lives makes progress; `faulthandler` also gets through to one stuck in C code, and
-    leaves its traceback in Ray's log."""
+    """A meter that measures nothing, and ends the process if no span opens for `timeout` seconds. Ray does not check
+    whether a live process makes progress; `faulthandler` works even if it is stuck in C code, and leaves a traceback in
+    Ray's log."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._again = timeout, 0.0  # when it is armed again
@@ -164,7 +164,7 @@ class _Watchdog:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        if time.monotonic() > self._again:  # not each time: it takes as long as a small decode step
+        if time.monotonic() > self._again:  # not every time: arming takes as long as a small decode step
             self._arm(self._timeout)
             self._again = time.monotonic() + self._timeout / 8
         yield
@@ -178,7 +178,7 @@ class _Watchdog:
 
 
 def place(node: str, device: torch.device) -> Place:
-    """Of this process, and what it would compute with."""
+    """The place of this process."""
     return Place(
         node=node,
         host=socket.gethostname(),
@@ -195,7 +195,7 @@ def place(node: str, device: torch.device) -> Place:
 
 @cache
 def _fingerprint() -> str:
-    """A hash of grpo-cli's own source: where it is equal, the same is computed."""
+    """A hash of grpo-cli's own source: equal sources compute the same."""
     package = Path(grpo_cli.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -1,8 +1,8 @@
 """Attention of one decode step: every row sees its prompt, stored once for all its rows, and then its own response.
 
-Scores are computed page by page where the keys lie, joined for one softmax, and taken apart again for the values. So a
-group's prompt keys are read once per step and not once per rollout, no row pays for the length of another, and nothing
-is copied but queries, scores and answers.
+Scores are computed page by page in place, joined for one softmax, and split again for the values. So a group's prompt
+keys are read once per step rather than once per rollout, no row pays for the length of another, and only queries,
+scores and results are copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_cli.engine.kv.tiles import Pieces
 
 
 class StepAttention:
-    """What all layers of one step share: the places to write, and what each row may look at."""
+    """Shared by all layers of a step: where to write, and what each row may attend to."""
 
     def __init__(self, rows: Rows, kv: KvArena, group: int, scale: float, watch: Watch) -> None:
         self._rows, self._kv, self._watch, self._group, self._scale = rows, kv, watch, group, scale
@@ -27,9 +27,9 @@ class StepAttention:
         head = torch.arange(heads, device=device)
         at = (rows.write_to[:, None] * heads + head) * tokens + rows.lengths.remainder(tokens)[:, None]
         self._write_at = at.flatten()
-        # Scores are of float32 also where keys are of less: a softmax of large scores feels their rounding.
+        # Scores are float32 even if keys are not: rounding large scores would change the softmax.
         self._exact = torch.float32 if dtype == torch.bfloat16 else dtype
-        assert isinstance(rows.own, Pieces) and isinstance(rows.prompt, Pieces), "pages are as products read them"
+        assert isinstance(rows.own, Pieces) and isinstance(rows.prompt, Pieces), "the layout is not by token"
         seen = (rows.lengths + 1).index_select(0, rows.own.rows[:, 0]) - rows.own.first
         own = (kv.row_keys, kv.row_values)
         self._sides = [_Side(rows.own, *own, rows.width, self._bias(seen, rows.width), self._shape())]
@@ -71,7 +71,7 @@ class StepAttention:
 
 
 class _Side:
-    """Prompts' pages or rows' own: their keys and values by layer, and how rows' questions come to them and back."""
+    """Prompts' pages or rows' own: their keys and values by layer, and the mapping between rows and pages."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Side:
         bias: Float[Tensor, "NH 1 n"],
         shape: tuple[int, int, int],
     ) -> None:
-        """`tokens`: of each page, those that are looked at."""
+        """`tokens`: how many are read of each page."""
         self._pieces, self._keys, self._values, self._bias, self._tokens = pieces, keys, values, bias, tokens
         self._heads, self._group, self._dim = shape
         (self._pages, self._columns), (self._rows, self._levels) = pieces.rows.shape, pieces.of_row.shape
@@ -90,7 +90,7 @@ class _Side:
         self.width = self._levels * tokens  # of a row's scores
 
     def scores(self, layer: int, asked: Float[Tensor, "R HGD"], scale: float) -> Float[Tensor, "R H G n"]:
-        """Of each row over the pages that are its, -inf where there is nothing."""
+        """Each row's scores over its pages, -inf where it has none."""
         questions = self._by_page(asked, self._asking)
         by_piece = self._by_piece(_product(self._bias, questions, self._of(self._keys, layer), scale))
         if self._pieces.in_order:
@@ -100,18 +100,18 @@ class _Side:
         return by_row.permute(0, 2, 3, 1, 4).reshape(self._rows, self._heads, self._group, self.width)
 
     def answers(self, layer: int, weights: Float[Tensor, "R H G n"], before: Tensor | None) -> Float[Tensor, "R HGD"]:
-        """Weighted values, page by page and then together, added to those `before`."""
+        """Weighted values, summed page by page, then over pages, and added to `before`."""
         by_level = weights.unflatten(-1, (self._levels, self._tokens)).permute(0, 3, 1, 2, 4)
         questions = self._by_page(by_level.reshape(self._rows * self._levels, -1), self._pieces.cell)
         out = self._by_piece(torch.bmm(questions, self._of(self._values, layer)))
         if not self._pieces.in_order:
-            # Sums of what is rounded to less are made in float32.
+            # Lower precision is summed in float32.
             by_row = self._picked(out, 0.0).to(self._bias.dtype)
             out = _summed(by_row.view(self._rows, self._levels, -1))
         return out if before is None else before + out
 
     def _picked(self, x: Float[Tensor, "NC n"], nothing: float) -> Float[Tensor, "RK n"]:
-        """Each row's pieces, and `nothing` where it has none."""
+        """Each row's pieces, with `nothing` where it has none."""
         if not self._pieces.whole:
             x = torch.cat([x, x.new_full((1, x.shape[1]), nothing)])
         return x.index_select(0, self._of_row)
@@ -120,7 +120,7 @@ class _Side:
         return views[layer][: self._pages].flatten(0, 1)[:, : self._tokens]
 
     def _by_page(self, x: Float[Tensor, "M HGn"], index: Int[Tensor, "NC"]) -> Float[Tensor, "NH CG n"]:
-        """What belongs to each piece (at `index`), laid out under the pages that are asked."""
+        """The rows of `x` for each piece (`index`), grouped by page."""
         if not self._pieces.in_order:
             x = x.index_select(0, index)
         size = x.shape[-1] // (self._heads * self._group)
@@ -128,7 +128,7 @@ class _Side:
         return x.transpose(1, 2).reshape(self._pages * self._heads, self._columns * self._group, size)
 
     def _by_piece(self, x: Float[Tensor, "NH CG n"]) -> Float[Tensor, "NC HGn"]:
-        """And back."""
+        """The inverse of `_by_page`."""
         x = x.view(self._pages, self._heads, self._columns, -1).transpose(1, 2)
         return x.reshape(self._pages * self._columns, -1)
 
@@ -146,7 +146,7 @@ def _product(
 
 
 def _summed(x: Float[Tensor, "R K n"]) -> Float[Tensor, "R n"]:
-    """Over K in pairs, and pairs of pairs: so that what has no more pages adds zeros only, and no bit depends on K."""
+    """Pairwise over K, so that missing pages only add zeros and no bit depends on K."""
     while (levels := x.shape[1]) > 1:
         even = x[:, : levels // 2 * 2 : 2] + x[:, 1::2]
         x = torch.cat([even, x[:, -1:]], dim=1) if levels % 2 else even

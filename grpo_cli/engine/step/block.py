@@ -1,7 +1,7 @@
 """One layer of a Llama-shaped model as two functions around its attention, over the layer's own modules.
 
-Norms, rotation and activation are computed as the modules compute them and rounded where they round, in fewer calls;
-on a CPU so that a row's bits do not depend on its company.
+Norms, rotation and activation compute what the modules compute, with the same rounding, in fewer calls; on a CPU in
+such a way that a row's bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_cli.engine.step.weights import AsTheyAre, Copies, Product, Products, i
 
 @dataclass(frozen=True)
 class Block:
-    """The modules of one layer, looked up once: a module looks its children up each time it is asked."""
+    """The modules of one layer, looked up once: attribute access on a module is slow."""
 
     input_norm: Any
     qkv: Products
@@ -50,7 +50,7 @@ class Block:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is of weights alone, so that what is compiled for one layer serves all."""
+        """Whether it consists of plain weights only, so that one compilation serves all layers."""
         products = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
         plain = all(map(is_plain, products)) and all(norm is None or type(norm) is Norm for norm in norms)
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Norm:
-    """What an RMS norm's module computes, rounded where it rounds, in fewer calls."""
+    """Computes what an RMS norm's module computes, with the same rounding, in fewer calls."""
 
     weight: Tensor
     epsilon: float
@@ -72,7 +72,7 @@ class Norm:
 
 
 def norm_of(module: Any) -> Any:
-    """The module, or for RMS norms what it computes."""
+    """The module, or a `Norm` for RMS norms."""
     if module is None or not type(module).__name__.endswith("RMSNorm"):
         return module
     return Norm(module.weight, module.variance_epsilon)
@@ -105,21 +105,21 @@ def _mlp(block: Block, x: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
 
 
 def _activation(module: Any) -> Any:
-    """The module, or for SiLU what gives an element the same bits wherever it stands.
+    """The module, or for SiLU a version that gives an element the same bits at any position.
 
-    PyTorch computes silu in vectors and the end of each thread's share one by one, with another exponential, so that
-    bits depend on how many rows there are. Exponentials alone are computed in one way throughout.
+    PyTorch's silu is vectorised except for the end of each thread's share, where it uses a different exponential, so
+    that bits depend on the number of rows. `exp` alone is computed the same way throughout.
     """
     return _silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
 
 
 def _silu(x: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
-    """x / (1 + exp(-x)). On a GPU each element is a thread of its own, and one call is less than four."""
+    """x / (1 + exp(-x)). A GPU treats all elements alike, and one call is cheaper than four."""
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.silu(x)
     return x / x.neg().exp_().add_(1.0)
 
 
 def _rotate(x: Float[Tensor, "N heads D"], cos: Float[Tensor, "N 1 D"], sin: Float[Tensor, "N 1 D"]) -> Tensor:
-    """Rotary position embedding, halves convention (that of the supported families); `sin` carries the sign."""
+    """Rotary position embedding, halves convention (as in all supported families); `sin` carries the sign."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

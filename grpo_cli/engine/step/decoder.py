@@ -1,9 +1,9 @@
 """One forward step over the Hugging Face module's own layers, with the cache as an argument.
 
 Embedding, norms, projections, MLP and head are the trainer's modules (LoRA and quantised layers included), or copies of
-them for one generation (`weights.py`), so there are no weights to keep in step. Only attention is done here: in prefill
-each prompt sees itself; in decode each row sees its prompt, whose keys are stored once for all its rows, and then its
-own response.
+them for one generation (`weights.py`), so there are no weights to synchronise. Only attention is done here: in prefill
+each prompt attends to itself; in decode each row attends to its prompt, whose keys are stored once for all its rows,
+and to its own response.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from grpo_cli.support.memory import storages, tensors_of
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and what comes next.
+    """Prompts after their forward pass: keys and values [layers, P, heads, width, dim], and next-token logits.
 
-    `received`, if asked for, is the attention that each key was paid by its prompt's queries (see `eviction.H2o`).
+    `received`, if requested, is the attention that each key received from its prompt's queries (see `methods/h2o.py`).
     """
 
     keys: Tensor
@@ -52,13 +52,13 @@ class Prefilled:
     received: Float[Tensor, "L P H W"] | None
 
 
-# Weights from which copies are packed: more than lie in a processor's caches, where they are read as fast as they are.
-# Each new number of rows costs a packed product a millisecond to prepare, which few weights would not earn again.
+# The number of weights from which copies are packed: more than fit a processor's caches, from which unpacked ones are
+# read just as fast. Preparing a packed product for a new number of rows takes a millisecond, too long for few weights.
 PACKED_FROM = 2**23
 
 
 class Decoder:
-    """Drives the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
+    """Runs the blocks of a supported causal language model, padded as `padding` says (by default hardly at all).
 
     With `packed`, rollouts on a CPU multiply by packed copies of a large model's weights."""
 
@@ -82,12 +82,12 @@ class Decoder:
         self.context: int = config.max_position_embeddings
         self.padding = padding or unpadded(self.group, self.dim)
         self._packed = packed
-        self._weights: AsTheyAre | Copies = AsTheyAre()  # what blocks and head were made with
+        self._weights: AsTheyAre | Copies = AsTheyAre()  # how blocks and head were made
         self._flash = False
         self._functions = self._to_compile = EAGER
 
     def _with(self, **changed: Any) -> Decoder:
-        """A copy with other attributes."""
+        """A copy with changed attributes."""
         other = copy(self)
         vars(other).update(changed)
         return other
@@ -101,16 +101,16 @@ class Decoder:
         return self._with(_packed=packed)
 
     def may_compile(self, warn: Callable[[str], None]) -> Decoder:
-        """The same, with compiled steps where layers are of plain weights; calls `warn` if compilation fails."""
+        """The same, with compiled steps if layers consist of plain weights; calls `warn` if compilation fails."""
         return self._with(_to_compile=Compiled(EAGER, warn).functions)
 
     def for_steps(self, watched: bool) -> Decoder:
-        """The same, as fast as decode steps can be on this device and in this precision. `watched`: an eviction policy
-        needs their attention weights."""
+        """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
+        their attention weights."""
         other = self._with(_flash=not self.slow_since(watched))
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
-            if not all(block.is_plain for block in blocks):  # modules
+            if not all(block.is_plain for block in blocks):  # some are modules
                 other._weights = Copies(self.layout().dtype, packed=False)
                 blocks = [Block.of(layer, other._weights) for layer in self._layers]
             if all(block.is_plain for block in blocks):
@@ -118,9 +118,9 @@ class Decoder:
         return other
 
     def slow_since(self, watched: bool) -> str:
-        """Why decode steps cannot attend by FlashAttention: nothing, where they can."""
+        """Why decode steps cannot use FlashAttention; empty if they can."""
         if watched:
-            return "an eviction policy looks at the attention that keys receive"
+            return "an eviction policy needs the attention weights"
         return reason_against(self.device, self.layout().dtype, self.dim)
 
     @property
@@ -128,42 +128,51 @@ class Decoder:
         """Whether rollouts multiply by packed copies."""
         if not self._packed or self.device.type != "cpu" or not can_pack():
             return False
-        return sum(layer.weight.numel() for layer in linear_layers(self._modules)) >= PACKED_FROM
+        return not self._is_small
+
+    @property
+    def _is_small(self) -> bool:
+        return sum(layer.weight.numel() for layer in linear_layers(self._modules)) < PACKED_FROM
 
     @property
     def keeps_adapters_apart(self) -> bool:
-        """Whether there are adapters on weights that cannot be copied, so not with them merged either: quantised."""
+        """Whether there are adapters on quantised weights, which cannot be copied and merged."""
         return any(
             "lora_A" in dict(module.named_children()) and type(module.base_layer) is not nn.Linear
             for module in self._modules.modules()
         )
 
     def in_its_precision(self) -> Decoder:
-        """The same, with weights in the precision that a step multiplies in: under autocast copies, as they are now.
+        """The same, with weights in the precision of a step's products: under autocast, copies of their current values.
 
-        Autocast would cast every weight again in every step, and keeps none under `inference_mode`. Where weights are
-        multiplied as they are, and not packed, nothing is copied; nor is what is quantised.
+        Autocast would cast every weight again in every step, as it caches none under `inference_mode`. Weights that are
+        already in that precision and not packed are not copied, but for those of a small model on a CPU, where a call
+        takes as long as its product; neither are quantised ones.
         """
-        dtype, packed = self.layout().dtype, self.packs
-        if not packed and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
+        dtype, packed, joined = self.layout().dtype, self.packs, self._is_small and self.device.type == "cpu"
+        if isinstance(self._weights, Copies):
             return self
-        copies = Copies(dtype, packed)
+        if not (packed or joined) and all(layer.weight.dtype == dtype for layer in linear_layers(self._modules)):
+            return self
+        copies = Copies(dtype, packed, joined)
         blocks = [Block.of(layer, copies) for layer in self._layers]
         return self._with(_weights=copies, _blocks_of_model=blocks, _head=copies.of(self._head))
 
     @property
     def copied_bytes(self) -> int:
-        """Of the copies of weights; packed ones are not counted."""
-        of_model = storages(self._modules.parameters())
-        return sum(size for storage, size in storages(tensors_of(self._held())).items() if storage not in of_model)
+        """Bytes of the copies of weights, without packed ones."""
+        return sum(storages(tensor for tensor in self.copies if not tensor.is_mkldnn).values())
 
-    def _held(self) -> list[Any]:
-        return [*self._blocks_of_model, self._head]
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies of weights."""
+        of_model = storages(self._modules.parameters())
+        held = tensors_of([*self._blocks_of_model, self._head])
+        return [tensor for tensor in held if tensor.is_mkldnn or tensor.untyped_storage()._cdata not in of_model]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights as they are now into the copies that were made of them, each where it is and a layer at a
-        time. Packed copies cannot be overwritten."""
+        """Update the copies of weights in place, a layer at a time. Packed copies cannot be overwritten."""
         assert not isinstance(self._weights, Copies) or not self._weights.packed, (
             "packed copies are made again, not overwritten"
         )
@@ -173,15 +182,15 @@ class Decoder:
             overwrite(self._head, self._weights.of(self._modules[-1]))
 
     def of_one_block(self) -> Decoder:
-        """The same, but of the first block only."""
+        """The same with only the first block."""
         return self._with(_layers=self._layers[:1], _blocks_of_model=self._blocks_of_model[:1])
 
     def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of a block, adapters included; what they are multiplied into, rows are."""
+        """The shapes of a block's weights, adapters included."""
         return tuple(tuple(weight.shape) for weight in self._layers[0].parameters())
 
     def layout(self) -> KvLayout:
-        """One token's keys and values; in the computation's precision, so autocast's when it is on."""
+        """One token's keys and values, in the precision of the computation (autocast's if it is on)."""
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
         least = least_page(self.group) if self._flash else 0
@@ -193,7 +202,7 @@ class Decoder:
 
     @property
     def promises_bits(self) -> bool:
-        """Whether a row's bits are to be the same in any company: float32 on a CPU, autocast or not."""
+        """Whether a row's bits should not depend on its batch: float32 on a CPU, autocast or not."""
         return self.device.type == "cpu" and self.layout().dtype == torch.float32
 
     @property
@@ -201,12 +210,12 @@ class Decoder:
         return self._embed.weight.dtype
 
     def logits(self, hidden: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
-        """In the computation's precision; who draws from them takes them to float32."""
+        """In the precision of the computation; sampling converts them to float32."""
         rows = hidden.shape[0]
         return self._head(self._pad_rows(hidden.to(self.layout().dtype)))[:rows]
 
     def prefill(self, prompts: Sequence[Sequence[int]], note_received: bool) -> Prefilled:
-        """Run prompts whose lengths round up to the same multiple of a tile (so that company changes no bits)."""
+        """Run prompts whose lengths round up to the same multiple of a tile, so that bits are those of any batch."""
         tile = self.padding.prompt_tile
         width = round_up(max(len(ids) for ids in prompts), tile)
         assert all(round_up(len(ids), tile) == width for ids in prompts), "one width per prefill"
@@ -236,7 +245,7 @@ class Decoder:
         )
 
     def step(self, rows: Rows, kv: KvArena, watch: Watch) -> Float[Tensor, "R H"]:
-        """Feed one token per row; writes each row's key and value at its length, returns the last hidden state."""
+        """Feed one token per row; writes each row's key and value at its length and returns the last hidden state."""
         functions, count = self._functions, rows.tokens.shape[0]
         if not self._flash:
             attention = StepAttention(rows, kv, self.group, self.scale, watch)
@@ -252,14 +261,14 @@ class Decoder:
         attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
         functions: Functions | None = None,
     ) -> Float[Tensor, "N H"]:
-        """The model's blocks over a flat run of tokens; `attend` gets q, k, v as [N, heads, dim], rotated, and gives
-        [N, heads * dim]: it never sees the rows of padding."""
+        """The model's blocks over a flat run of tokens; `attend` gets rotated q, k, v as [N, heads, dim], without
+        padding rows, and returns [N, heads * dim]."""
         functions = functions or EAGER
         count, dtype = tokens.shape[0], self.layout().dtype
         total = max(self.padding.padded_rows(count), functions.rows(count))
         hidden = _to(self._embed(tokens), total)
         cos, sin = self._rotary(hidden, positions[None])
-        # For `_rotate`: the sign of the rotated first half goes into the sine.
+        # For `_rotate`, which expects the sign of the first half in the sine.
         half = self.dim // 2
         cos = _to(cos[0], total)[:, None]
         sin = _to(torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1), total)[:, None]
@@ -270,12 +279,12 @@ class Decoder:
         return self._norm(hidden)[:count]
 
     def _pad_rows(self, x: Float[Tensor, "N ..."]) -> Tensor:
-        """Zero rows below, as many as `padding` asks for."""
+        """Append as many zero rows as `padding` requires."""
         return _to(x, self.padding.padded_rows(x.shape[0]))
 
 
 def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:
-    """With zero rows below, until there are so many."""
+    """Padded with zero rows to `rows`."""
     missing = rows - x.shape[0]
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
@@ -283,9 +292,8 @@ def _to(x: Float[Tensor, "N ..."] | Int[Tensor, "N ..."], rows: int) -> Tensor:
 def _received(
     q: Float[Tensor, "P HG W D"], k: Float[Tensor, "P H W D"], lengths: Sequence[int], scale: float
 ) -> Float[Tensor, "P H W"]:
-    """The attention paid to each key under a causal mask: summed over the prompt's queries, mean over a key's group.
-
-    One prompt at a time, so that only one prompt's weights exist at a time.
+    """The attention that each key receives under a causal mask: summed over the prompt's queries, mean over a key's
+    group. One prompt at a time, so that only one prompt's weights exist.
     """
     received = torch.zeros(k.shape[:3], device=k.device)
     for row, length in enumerate(lengths):

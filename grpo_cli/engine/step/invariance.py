@@ -1,16 +1,17 @@
-"""Whether a row of a decode step has the same bits in any company, and with how much padding; tried, not assumed.
+"""Tests whether the bits of a row of a decode step depend on its batch, and finds the padding with which they do not.
 
-A float32 product gives a row bits that depend on the kernel a library chooses, and it chooses by the numbers of rows,
-columns and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel's
-processors; others are regular only from some number of rows on, or in multiples of one. So before the first rollout the
-model's own first block and head are computed in many companies, and the least padding is taken with which one row's
-bits are the same in all of them. What is compared is what decoding does: no product is singled out.
+The bits of a row of a float32 product depend on the kernel, which the library chooses by the numbers of rows, columns
+and threads and by the processor. MKL documents a mode in which they do not matter (`processor.py`), on Intel
+processors; other libraries are consistent only from some number of rows on, or in multiples of one. So before the first
+rollout the model's own first block and head are computed in many batch compositions, and the least padding is chosen
+with which one row's bits are the same in all of them. The test runs what decoding runs, not single products.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,17 @@ from grpo_cli.engine.kv.tiles import PromptPages, own_pieces, prompt_pieces
 from grpo_cli.engine.step.attention import StepAttention
 from grpo_cli.engine.step.decoder import Decoder
 
-# Numbers of rows that are tried: all small ones, where kernels change, and some large ones, where work is shared out
-# otherwise. Of a block of so many weights that the largest would take seconds, fewer.
+# Numbers of rows to test: all small ones, where kernels change, and some large ones, where work is divided differently.
+# Fewer for a block with so many weights that the largest would take seconds.
 ROWS = (*range(1, 34), 63, 100, 257, 512)
 WORK, LEAST_OF_ROWS = 2**32, 128
-HEAD_ROWS = 32  # the head is as large as many blocks
+HEAD_ROWS = 32  # the head is as large as several blocks
 
 
 @dataclass(frozen=True)
 class Invariance:
-    """`holds`: with this padding a row's bits were the same in every company that was tried. `packed`: by packed copies
-    of the weights, which are not taken where only without them bits hold."""
+    """`holds`: with this padding a row's bits were the same in every batch tested. `packed`: with packed copies of the
+    weights, which are not used if bits hold only without them."""
 
     padding: Padding
     holds: bool
@@ -48,8 +49,8 @@ _FOUND: dict[tuple[Any, ...], Invariance] = {}
 
 
 def invariance_of(decoder: Decoder) -> Invariance:
-    """The padding for this model here: 0.05 s for the embedded model, 0.4 s at hidden size 576. Asked again for the
-    same shapes and threads it costs nothing. Only float32 on a CPU is tried; elsewhere nothing holds."""
+    """The padding for this model on this machine: takes 0.05 s for the embedded model, 0.4 s at hidden size 576, and is
+    cached by shapes and threads. Only float32 on a CPU is tested; elsewhere nothing is promised."""
     packed = decoder.packs
     if not decoder.promises_bits:
         return Invariance(unpadded(decoder.group, decoder.dim), False, packed)
@@ -72,7 +73,7 @@ def _found(decoder: Decoder) -> Invariance:
 def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
     plain = unpadded(decoder.group, decoder.dim)
     rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
-    tiles = next((f for f in (1, 2, 4) if _companies_agree(decoder, _with_tiles(plain, f))), None)
+    tiles = next((f for f in (1, 2, 4) if _batches_agree(decoder, _with_tiles(plain, f))), None)
     multiple, least = rows or (1, 8 * threads)
     found = _with_tiles(plain, tiles or 1)
     padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
@@ -80,11 +81,11 @@ def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
 
 
 def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
-    """(multiple, least) from the cheapest on. One row alone is a product of a matrix and a vector everywhere."""
+    """(multiple, least), the cheapest first. A single row would be a matrix-vector product everywhere."""
     yield 1, 2
     for multiple in (4, 8, 16):
         yield multiple, multiple
-    for multiple in (1, 8, 16, 32):  # so many for each thread, since products are shared out by rows
+    for multiple in (1, 8, 16, 32):  # per thread, since products are divided by rows
         yield multiple, max(multiple, 8) * threads
 
 
@@ -94,26 +95,44 @@ def _with_tiles(plain: Padding, factor: int) -> Padding:
     )
 
 
-def _rows_agree(decoder: Decoder) -> bool:
-    """Whether a block, the last norm and the head give the first rows the same bits, however many follow them."""
+def same_with_threads(decoder: Decoder, threads: int) -> bool:
+    """Whether a block gives all batches the bits with so many threads that it gives them with PyTorch's number."""
+    return _rows_agree(decoder, threads) and _batches_agree(decoder, decoder.padding, threads)
+
+
+@contextmanager
+def computing_with(threads: int | None) -> Iterator[None]:
+    """PyTorch's number of threads, for as long as this lasts; None: as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rows_agree(decoder: Decoder, threads: int | None = None) -> bool:
+    """Whether a block, the last norm and the head give the first rows the same bits, however many follow, and with so
+    many threads."""
     most = min(max(WORK // _block_weights(decoder), LEAST_OF_ROWS), ROWS[-1])
     counts = [*ROWS, *(decoder.padding.least + count for count in ROWS[:33])]
     sizes = sorted({size for count in counts if (size := decoder.padding.padded_rows(count)) <= most})
     tokens = torch.randint(decoder.vocabulary, (most,), generator=torch.Generator().manual_seed(0))
-    reference = _hidden(decoder, tokens)
-    if not all(torch.equal(_hidden(decoder, tokens[:size]), reference[:size]) for size in sizes):
-        return False
+    reference = hidden_of_block(decoder, tokens)
     few = reference[:HEAD_ROWS]
     logits = decoder.logits(few)
-    return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
+    with computing_with(threads):
+        if not all(torch.equal(hidden_of_block(decoder, tokens[:size]), reference[:size]) for size in sizes):
+            return False
+        return all(torch.equal(decoder.logits(few[:count]), logits[:count]) for count in (1, 2, 3, 9, 17))
 
 
 def _block_weights(decoder: Decoder) -> int:
     return sum(math.prod(shape) for shape in decoder.weight_shapes())
 
 
-def _hidden(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
-    """The block without attention between rows: each row's answer is made of its own query, key and value."""
+def hidden_of_block(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
+    """The block with attention replaced by a function of each row's own query, key and value."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q + (k + v).repeat_interleave(decoder.group, dim=1)).flatten(1)
@@ -122,8 +141,8 @@ def _hidden(decoder: Decoder, tokens: Tensor) -> Float[Tensor, "N H"]:
 
 
 @dataclass(frozen=True)
-class _Company:
-    """Where the row that is looked at stands: among how many rows, of how many prompts, with what widths in tiles."""
+class _Batch:
+    """A batch around the tested row: its position, the numbers of rows and prompts, and widths in tiles."""
 
     rows: int
     place: int
@@ -132,27 +151,30 @@ class _Company:
     prompt_tiles: int
 
 
-def _companies() -> Iterator[_Company]:
+def _batches() -> Iterator[_Batch]:
     tiles = (1, 2, 3, 5, 8)
     for turn, rows in enumerate((2, 3, 4, 5, 8, 9, 16, 17, 33, 64)):
         for prompts in sorted({1, 2, rows} if turn % 3 == 0 else {1, rows}):
-            yield _Company(rows, (3 * turn) % rows, prompts, tiles[(turn + prompts) % 5], tiles[(2 * turn) % 5])
+            yield _Batch(rows, (3 * turn) % rows, prompts, tiles[(turn + prompts) % 5], tiles[(2 * turn) % 5])
     for tile in tiles:
-        yield _Company(1, 0, 1, tile, 1)
-        yield _Company(1, 0, 1, 1, tile)
+        yield _Batch(1, 0, 1, tile, 1)
+        yield _Batch(1, 0, 1, 1, tile)
 
 
-def _companies_agree(decoder: Decoder, padding: Padding) -> bool:
-    """Whether a row's attention has the same bits alone and in every company, prompts in a prefill included."""
+def _batches_agree(decoder: Decoder, padding: Padding, threads: int | None = None) -> bool:
+    """Whether a row's attention has the same bits alone and in every batch, and so has a prompt in a prefill."""
     trial = _Trial(decoder, padding)
-    alone = trial.answer(_Company(1, 0, 1, 1, 1))
-    return trial.prefills_agree() and all(torch.equal(trial.answer(company), alone) for company in _companies())
+    alone = trial.attended(_Batch(1, 0, 1, 1, 1))
+    if not trial.prefills_agree(threads):
+        return False
+    with computing_with(threads):
+        return all(torch.equal(trial.attended(batch), alone) for batch in _batches())
 
 
 class _Trial:
-    """One row with a query, keys of its own and a prompt, to be answered in many companies."""
+    """One row with a query, keys of its own and a prompt, to be computed in many batches."""
 
-    OWN, PROMPT = 9, 11  # keys; fewer than a tile
+    OWN, PROMPT = 9, 11  # keys, fewer than a tile
 
     def __init__(self, decoder: Decoder, padding: Padding) -> None:
         self._decoder, self._padding = decoder, padding
@@ -168,20 +190,20 @@ class _Trial:
         self._own = drawn(2, heads, self.OWN, dim)
         self._prompt = drawn(2, heads, self.PROMPT, dim)
 
-    def answer(self, company: _Company) -> Float[Tensor, "HGD"]:
-        """With a page for each tile, so that a row of more has its answer in parts."""
-        rows, place, device = company.rows, company.place, torch.device("cpu")
-        padding, levels = self._padding, company.own_tiles
-        own, prompts = Region(rows, levels, padding.slot_tile), Region(company.prompts, 1, self._prompt_width(company))
+    def attended(self, batch: _Batch) -> Float[Tensor, "HGD"]:
+        """The tested row's attention, with a page per tile, so that a longer row is summed over pages."""
+        rows, place, device = batch.rows, batch.place, torch.device("cpu")
+        padding, levels = self._padding, batch.own_tiles
+        own, prompts = Region(rows, levels, padding.slot_tile), Region(batch.prompts, 1, self._prompt_width(batch))
         for row in range(rows):
             own.take(row, 1 if row == place else levels)
-        for entry in range(company.prompts):
+        for entry in range(batch.prompts):
             prompts.take(entry, 1)
         kv = KvArena(self._layout, own, prompts, 1 << 30, None, device)
         kv.make_room(0, 0)
-        entry = place % company.prompts
+        entry = place % batch.prompts
         self._fill(kv.row_keys[0], kv.row_values[0], int(own.pages[place, 0]), self._own)
-        lengths = np.full(company.prompts, min(prompts.tokens, 40))
+        lengths = np.full(batch.prompts, min(prompts.tokens, 40))
         lengths[entry] = self.PROMPT
         places = kv.prompt_place(prompts.pages)
         self._fill(kv.prompt_keys[0], kv.prompt_values[0], int(places[entry, 0]), self._prompt)
@@ -191,7 +213,7 @@ class _Trial:
         write_to = torch.from_numpy(own.pages[np.arange(rows), own.count - 1])
         looked_at = PromptPages(places, prompts.used, lengths, prompts.tokens)
         of_prompt = prompt_pieces(
-            np.arange(rows) % company.prompts, np.ones(rows, bool), looked_at, padding.columns, None, device
+            np.arange(rows) % batch.prompts, np.ones(rows, bool), looked_at, padding.columns, None, device
         )
         own_side = own_pieces(own.pages, own.tokens, device)
         step = Rows(nothing, nothing, held, write_to, own.tokens, own_side, of_prompt)
@@ -199,23 +221,24 @@ class _Trial:
         q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
         return attention(0, q, k, v)[place]
 
-    def _prompt_width(self, company: _Company) -> int:
-        return company.prompt_tiles * self._padding.prompt_tile
+    def _prompt_width(self, batch: _Batch) -> int:
+        return batch.prompt_tiles * self._padding.prompt_tile
 
     def _fill(self, keys: Tensor, values: Tensor, page: int, held: Float[Tensor, "2 H n D"]) -> None:
-        """Any keys and values in every page, and those of the row that is looked at in one."""
+        """Noise in every page, and the tested row's keys and values in one."""
         width, count = keys.shape[2], held.shape[2]
         keys.copy_(self._noise[0, :, :width])
         values.copy_(self._noise[1, :, :width])
         keys[page, :, :count], values[page, :, :count] = held
 
-    def prefills_agree(self) -> bool:
-        """Whether a prompt's prefill is the same alone and with others of its width."""
+    def prefills_agree(self, threads: int | None) -> bool:
+        """Whether a prompt's prefill has the same bits alone and with others of its width."""
         prompts = [[(7 * row + 3 * place) % self._decoder.vocabulary for place in range(20)] for row in range(6)]
         padded = self._decoder.padded(Padding(1, 8 * torch.get_num_threads()))
         together = padded.prefill(prompts, False)
-        for count in (1, 2, 3, 5):
-            some = padded.prefill(prompts[:count], False)
+        for count in (1, 2, 3, 5, 6):
+            with computing_with(threads):
+                some = padded.prefill(prompts[:count], False)
             if not (
                 torch.equal(some.keys, together.keys[:, :count]) and torch.equal(some.logits, together.logits[:count])
             ):
@@ -224,17 +247,17 @@ class _Trial:
 
 
 def _among(one: Tensor, rows: int, place: int) -> Tensor:
-    """The row at its place among random ones."""
+    """The row at index `place` among random ones."""
     others = torch.randn((rows, *one.shape), generator=torch.Generator().manual_seed(rows))
     others[place] = one
     return others
 
 
 def rounding_warning(found: Invariance, threads: int) -> str:
-    """What it means for a run that bits are not invariant."""
+    """What it means for a run that bits depend on the batch."""
     return (
         f"float32 products depend on the number of rows here ({threads} threads), even padded to "
         f"{found.padding.least} rows: a rollout is the same to rounding only, and not bit for bit, under another "
         "sampler, scheduler or number of slots (engine.invariant in summary.json). Resuming and repeating a run are "
-        "not touched by this"
+        "not affected"
     )

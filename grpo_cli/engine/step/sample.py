@@ -1,7 +1,7 @@
 """Logits to tokens, with the exact log-probability of each under the distribution that it was drawn from.
 
 A row's randomness is a table of uniforms from a counter-based generator keyed by the request's seed: entry t decides
-token t, whatever the row's neighbours are, and one batched operation draws for all rows.
+token t, whatever the row's neighbours, and one batched operation draws for all rows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from grpo_cli.model.transfer import send
 from grpo_cli.settings import Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Tokens whose probabilities are added up before the float64 sums begin: about the square root of a vocabulary.
+# Tokens whose probabilities are summed before the float64 sums begin: about the square root of a vocabulary.
 BLOCK = 256
-# Logits of less than float32 that a CPU takes to float32 at a time: what lies in a core's cache. With all of them at
-# once, each step's copy was fresh memory, and drawing took four times as long.
+# How many lower-precision logits a CPU converts to float32 at a time: as many as fit a core's cache. Converting all at
+# once allocated fresh memory in each step, and drawing took four times as long.
 _AT_ONCE = 1 << 19
 
 
 def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
     """Numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
 
-    SplitMix64 (Steele, Lea and Flood 2014): number t of a stream is a hash of `seed + t * golden ratio`, so all of all
-    rows are made at once, in any order. 53 bits of each are used.
+    SplitMix64 (Steele, Lea and Flood 2014): number t of a stream is a hash of `seed + t * golden ratio`, so the numbers
+    of all rows are computed at once. 53 bits of each are used.
     """
     state = np.array(seeds, dtype=np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -38,40 +38,40 @@ def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
 
 
 class SamplingTable:
-    """The sampling settings of each slot as tensors, and as much as the host must know to skip what no row asks for."""
+    """The sampling settings of each slot as tensors, and flags on the host to skip what no row needs."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device
-        # Temperature, top_p and top_k of each slot; of one never used, temperature is NaN.
+        # Temperature, top_p and top_k of each slot; temperature is NaN if the slot was never used.
         self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
         self.temperature, self.top_p = torch.ones(2, slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
-        self._tell()
+        self._send()
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """What of it `draw` has to do."""
+        """Which steps `draw` has to do."""
         return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
 
     def clear(self) -> None:
-        """Nobody has had any slot."""
+        """Reset every slot to unused."""
         self._words[:] = [[np.nan], [1.0], [0.0]]
-        self._tell()
+        self._send()
 
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
-        """Set the rows at `slots`; costs nothing when nothing changes."""
+        """Set the rows at `slots`; free if nothing changes."""
         self._set(slots, np.array([(one.temperature, one.top_p, one.top_k) for one in settings]).T)
 
-    def move(self, source: int, target: int) -> None:
-        self._set([target], self._words[:, [source]])
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._set(targets, self._words[:, sources])
 
     def _set(self, slots: Sequence[int], words: np.ndarray) -> None:
         if not np.array_equal(self._words[:, slots], words):
             self._words[:, slots] = words
-            self._tell()
+            self._send()
 
-    def _tell(self) -> None:
-        """All of it again, in one copy and to the same addresses."""
+    def _send(self) -> None:
+        """Send the whole table, in one copy and to the same addresses."""
         for own, new in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
             own.copy_(new)
         temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
@@ -120,10 +120,11 @@ class SamplingTable:
 
 
 def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
-    """The token in whose share of the unit interval, laid out token after token, the number lies.
+    """Inverse transform sampling: the token in whose part of the unit interval the number lies.
 
-    A token of probability zero cannot come out, and 2^-53 is the smallest probability that can. Blocks of tokens are
-    summed first, then the one block in which the number lies is: float64 over every token took several times as long.
+    A token of probability zero is never drawn, and 2^-53 is the smallest probability that can be. First blocks of
+    tokens are summed, then the tokens of the block in which the number lies: float64 sums over every token took several
+    times as long.
     """
     vocabulary = probabilities.shape[-1]
     size = min(BLOCK, vocabulary)
@@ -132,15 +133,15 @@ def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) 
     rest = probabilities[:, whole:].sum(-1, keepdim=True)
     sums = torch.cat([blocks, rest], dim=-1).double().cumsum_(-1)
     threshold = uniform * sums[:, -1:]
-    # `right=True`: the first block, or token, whose sum exceeds the threshold, never one of probability 0. A number
-    # that is none (of logits that are not finite) is beyond all.
+    # `right=True`: the first block, or token, whose sum exceeds the threshold, never one of probability 0. NaN (from
+    # logits that are not finite) sorts last.
     block = torch.searchsorted(sums, threshold, right=True).clamp_(max=sums.shape[-1] - 1)
     below = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_(min=0)), 0.0)
     places = block * size + torch.arange(size, device=block.device)
     own = probabilities.gather(-1, places.clamp(max=vocabulary - 1)).double()
     inside = own.masked_fill_(places >= vocabulary, 0.0).cumsum_(-1)
     share = (threshold - below) / (sums.gather(-1, block) - below)
-    # The block's two sums differ in rounding; where the share is rounded up to 1 it is the largest number below.
+    # The block's two sums differ in rounding; a share rounded up to 1 becomes the largest number below.
     threshold = share.clamp_(max=1 - 2**-53) * inside[:, -1:]
     token = block * size + torch.searchsorted(inside, threshold, right=True)
     return token.clamp_(max=vocabulary - 1)

@@ -1,8 +1,8 @@
-"""What a step multiplies by: the trainer's own linear layers, or copies of them that last as long as a generation.
+"""The linear layers of a step: the trainer's own, or copies of them that last for one generation.
 
-A copy is in the precision of the step; layers with one input are one product. On a CPU it is packed as oneDNN's kernels
-read it. Adapters go into float32 copies; in bfloat16 they stay apart: what they add is often less than bfloat16 tells
-apart in a sum with the weight. Their dropout is of updates only.
+A copy is in the precision of the step; layers that share an input become one product. On a CPU it is packed into
+oneDNN's layout. Adapters are merged into float32 copies; in bfloat16 they stay separate: what they add is often lost
+when it is rounded together with the weight. Their dropout is for updates only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from grpo_cli.support.memory import tensors_of
 
 Product = Callable[[Float[Tensor, "N I"]], Float[Tensor, "N O"]]
-# Of layers with one input: what each of them makes of it.
+# Of layers that share an input: the output of each.
 Products = Callable[[Float[Tensor, "N I"]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """x A^T B^T, to be scaled and added to what its layer gives."""
+    """x A^T B^T, to be scaled and added to its layer's output."""
 
     down: Float[Tensor, "r I"]
     up: Float[Tensor, "O r"]
@@ -36,7 +36,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Linear:
-    """x W^T + b. This and the next three say what they multiply by, so that one compilation serves all layers."""
+    """x W^T + b. This and the next three hold their weights as fields, so that one compilation serves all layers."""
 
     weight: Float[Tensor, "O I"]
     bias: Float[Tensor, "O"] | None = None
@@ -47,7 +47,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Beside:
-    """A product, and what adapters add to it."""
+    """A product plus the output of adapters."""
 
     product: Product
     read: Product
@@ -59,7 +59,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Split:
-    """One product, cut into those of several layers."""
+    """One product, split into those of several layers."""
 
     product: Product
     sizes: tuple[int, ...]
@@ -79,7 +79,7 @@ class Each:
 
 
 def is_plain(product: Any) -> bool:
-    """Whether it is of plain weights through and through, and of no module."""
+    """Whether it consists of plain weights only, without modules."""
     parts = {Beside: ("product", "read", "write"), Split: ("product",), Linear: ()}
     if isinstance(product, Each):
         return all(map(is_plain, product.layers))
@@ -99,13 +99,16 @@ class AsTheyAre:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies in `dtype`; unless `packed`, only of what is not in it already."""
+    """Copies in `dtype`; unless `packed` or `joined`, only of weights that are not in it already.
+
+    `joined`: for fewer products, not for the sake of their layout."""
 
     dtype: torch.dtype
     packed: bool
+    joined: bool = False
 
     def of(self, layer: Any) -> Product:
-        """A layer that cannot be copied (a quantised one, or with adapters of another kind) is taken as it is."""
+        """A layer that cannot be copied (quantised, or with other than low-rank adapters) is used as it is."""
         adapters = adapters_of(layer)
         base = getattr(layer, "base_layer", layer)
         if adapters is None or type(base) is not nn.Linear:
@@ -118,7 +121,7 @@ class Copies:
         return plain
 
     def together(self, *layers: Any) -> Products:
-        """One product of all, where all are copied."""
+        """One product for all layers, if all are copied."""
         found = [adapters_of(layer) for layer in layers]
         bases = [getattr(layer, "base_layer", layer) for layer in layers]
         adapters = [own for own in found if own is not None]
@@ -131,7 +134,7 @@ class Copies:
         return self.dtype == torch.float32
 
     def _copies(self, base: nn.Linear) -> bool:
-        return self.packed or base.weight.dtype != self.dtype
+        return self.packed or self.joined or base.weight.dtype != self.dtype
 
     def _product(self, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
         weights = [base.weight.detach().to(self.dtype) for base in bases]
@@ -147,13 +150,13 @@ class Copies:
     def _multiply(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         if not self.packed:
             return Linear(weight, bias)
-        if isinstance(weight, FakeTensor):  # which cannot be packed, and takes the same bytes
+        if isinstance(weight, FakeTensor):  # which cannot be packed, and packed would take the same bytes
             return Copies(self.dtype, False)._multiply(weight.clone(), bias)
         packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight), torch.ops.mkldnn._linear_pointwise
         return lambda x: multiply(x, packed, bias, "none", [], None)
 
     def _beside(self, product: Product, bases: Sequence[nn.Linear], adapters: Sequence[Sequence[Adapter]]) -> Product:
-        """With what adapters add: all that read the input as one product, all that write the outputs as another."""
+        """With adapters: all down projections as one product, all up projections as another."""
         downs = _joined([adapter.down.detach().to(self.dtype) for own in adapters for adapter in own])
         sizes = [base.out_features for base in bases]
         ups = downs.new_zeros(sum(sizes), len(downs))
@@ -166,7 +169,7 @@ class Copies:
 
 
 def adapters_of(layer: Any) -> list[Adapter] | None:
-    """Those that are switched on, none of a plain layer; None where they are not plain low-rank ones."""
+    """The active adapters of a layer, empty for a plain one; None if they are not plain low-rank adapters."""
     down = getattr(layer, "lora_A", None)
     if down is None:
         return []
@@ -181,14 +184,14 @@ def adapters_of(layer: Any) -> list[Adapter] | None:
 
 
 def overwrite(old: Any, new: Any) -> None:
-    """Put the numbers of `new`, which was made as `old` was, in the place of those of `old`."""
+    """Copy the numbers of `new` into `old`, which has the same structure."""
     for mine, its in zip(tensors_of(old), tensors_of(new), strict=True):
         if mine is not its:
             mine.copy_(its)
 
 
 def linear_layers(module: nn.Module) -> Iterator[nn.Linear]:
-    """Plain ones, which can be copied; adapters' among them."""
+    """The plain ones, which can be copied, adapters' included."""
     return (one for one in module.modules() if type(one) is nn.Linear)
 
 

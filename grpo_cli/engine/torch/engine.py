@@ -1,22 +1,24 @@
-"""The torch rollout engine. It holds no weights of its own, and nothing between two calls of `generate` but what its
+"""The torch rollout engine. It has no weights of its own, and between two calls of `generate` keeps only what its
 predictor has learned; the work is in `generation.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 
 from grpo_cli.engine.batching import Capped, Sampler
+from grpo_cli.engine.costs import together
 from grpo_cli.engine.gpu.graph import CudaGraphs
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 from grpo_cli.engine.kv.eviction import Budget, Dense, watches
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.step.decoder import Decoder
-from grpo_cli.engine.step.invariance import Invariance, invariance_of, rounding_warning
+from grpo_cli.engine.step.invariance import Invariance, computing_with, invariance_of, rounding_warning
+from grpo_cli.engine.step.threads import threads_for
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
@@ -27,20 +29,21 @@ from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, is_out_of_memory
 from grpo_cli.support.meter import NullMeter
+from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
 @facts(is_policy=True, answers_in_place=True)
 class TorchEngine:
-    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend on its request alone, where
-    `invariance.py` finds that they can, which `facts` reports.
+    """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
+    `invariance.py` finds that possible, which `facts` reports.
 
-    `decode` turns tokens into text; it is asked only for requests with stop strings.
+    `decode` turns tokens into text; it is used only for requests with stop strings.
     """
 
     reads_stop_strings = True
     _said_no_room = False  # for the length predictor's prefix
-    _said_slow = ""  # why steps do not attend by FlashAttention
+    _said_slow = ""  # why steps do not use FlashAttention
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TorchEngine:
         cuda_graph: bool,
         packed_weights: bool,
         compile: bool | None,
+        threads: Count | Literal["auto"],
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
@@ -68,11 +72,13 @@ class TorchEngine:
         if self._decoder.keeps_adapters_apart:
             warn(
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
-                "layers takes two more small products in every step; with model.quantize=none they take none in float32"
+                "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
             )
         self._capture = CudaGraphs() if cuda_graph else None
         self._kept = KeptWorkspace()
-        self._packed_weights = packed_weights
+        self._packed_weights, self._asked_threads = packed_weights, threads
+        self._threads: int | None = None
+        self._most_slots = sampler.slots
         self._eos = tuple(eos_token_ids)
         self._sampler = Capped(sampler, rollouts_per_step)
         self._scheduler = scheduler
@@ -90,36 +96,41 @@ class TorchEngine:
         enough: Callable[[Rollout], bool] | None = None,
         replies: Replies | None = None,
     ) -> Iterator[Rollout]:
-        """One rollout per request, in order of finishing. Once `enough` says yes of one that has ended, the others come
-        partial; those that end in the same step have ended too. With `replies` a rollout is an episode, and at the end
+        """One rollout per request, in order of finishing. Once `enough` returns True for a finished one, the others are
+        returned partial, except those that end in the same step. With `replies` a rollout is an episode, and at the end
         of each turn its environment is asked.
 
-        Out of memory, with on_oom=halve, it serves what is left with half the slots, now and in every later call.
+        If it runs out of memory, with on_oom=halve, it serves the rest, and every later call, with half the slots.
         """
         self._stats = EngineStats()
         self._check(requests)
         self._pad()
+        self._choose_threads(len(requests))
         left, parts = list(requests), list[EngineStats]()
-        while left:
-            ended: set[int] = set()
-            short = False
-            try:
-                for index, rollout in self._serve(left, enough, replies):
-                    ended.add(index)
-                    yield rollout
-            except (MemoryError, RuntimeError) as error:
-                if not (is_out_of_memory(error) and self._sampler.halves):
-                    raise
-                short = True
-            if short:  # not above: until the handler ends its traceback holds the generation, with keys and values
-                self._halve()
-            parts.append(self._stats)
-            left = [request for index, request in enumerate(left) if index not in ended]
+        with computing_with(self._threads):
+            while left:
+                ended: set[int] = set()
+                short = False
+                try:
+                    for index, rollout in self._serve(left, enough, replies):
+                        ended.add(index)
+                        yield rollout
+                except (MemoryError, RuntimeError) as error:
+                    if not (is_out_of_memory(error) and self._sampler.halves):
+                        raise
+                    short = True
+                if (
+                    short
+                ):  # not above: inside the handler the traceback still holds the generation, with keys and values
+                    self._halve()
+                parts.append(self._stats)
+                left = [request for index, request in enumerate(left) if index not in ended]
+                assert short or not left, "every request has a rollout"
         if len(parts) > 1:
             self._stats = _sum(parts)
 
     def _pad(self) -> None:
-        """As the model, the precision and the threads of this moment need it; says so once where bits are not held."""
+        """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
         found = invariance_of(self._decoder.may_pack(self._packed_weights))
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
@@ -128,14 +139,21 @@ class TorchEngine:
         slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:
             self._said_slow = slow
-            self._warn(f"decode steps do not attend by FlashAttention, and so slower: {slow}")
+            self._warn(f"decode steps do not use FlashAttention, and are slower: {slow}")
+
+    def _choose_threads(self, requests: int) -> None:
+        """Once; the first call's requests say how many rows a step will have: half of what begins, as rows end."""
+        if self._threads is None and self._decoder.device.type == "cpu":
+            rows = max(1, min(requests, self._most_slots or requests) // 2)
+            self._threads = threads_for(self._decoder, rows) if self._asked_threads == "auto" else self._asked_threads
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine. None before the first `generate`: nothing was tried."""
+        """The engine's part of `summary.json`. None before the first `generate`: nothing was tested yet."""
         found = self._invariance
         return {
             "invariant": None if found is None else found.holds,
             "threads": torch.get_num_threads() if self._decoder.device.type == "cpu" else None,
+            "decode_threads": self._threads,
             "padding": None if found is None else asdict(found.padding),
             "packed_weights": None if found is None else found.packed,
         }
@@ -145,22 +163,22 @@ class TorchEngine:
         now = self._sampler.halve()
         give_back_cached(self._decoder.device)
         self._warn(
-            f"out of memory with {had} slots; the rollouts that are left are made with {now}, as are all from now on "
-            f"(sampler.on_oom=halve). To begin with so many: sampler=infinite sampler.slots={now}"
+            f"out of memory with {had} slots; the remaining rollouts and all later ones are made with {now} "
+            f"(sampler.on_oom=halve). To start with that many: sampler=infinite sampler.slots={now}"
         )
 
     def _serve(
         self, requests: Seq[Request], enough: Callable[[Rollout], bool] | None, replies: Replies | None
     ) -> Iterator[tuple[int, Rollout]]:
-        """Rollouts with the place of their request, their lengths predicted where the scheduler needs them. `stats`
-        says what it cost, however it ends."""
+        """Rollouts with the indices of their requests, with predicted lengths if the scheduler needs them. Sets `stats`
+        however it ends."""
         self._stats = EngineStats()
         generation = self._generation(requests, replies)
         prefix, probing = generation.sizes.prefix, generation.sizes.room.probes
         try:
             if probing:
-                # Everyone makes prefix + 1 tokens (the state that has read `prefix` of them yields one more), then
-                # waits with its keys kept: the cost is those keys and a less than full last round; both are counted.
+                # Every rollout makes prefix + 1 tokens (the state after `prefix` of them yields one more), then waits
+                # with its keys kept. The cost, those keys and a partly idle last round, is counted.
                 for sequence, rollout in generation.serve(Fifo(), park_at=prefix + 1):
                     _halt_if(enough, generation, rollout)
                     yield sequence.index, rollout
@@ -189,8 +207,8 @@ class TorchEngine:
         return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills, replies)
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
-        """The last one where graphs are of it and it serves, else a new one."""
-        # A prefix is only worth waiting for when the scheduler orders by length.
+        """The previous one if it has graphs and fits, else a new one."""
+        # A prefix is only useful if the scheduler orders by length.
         prefix = self._predictor.prefix_tokens if self._scheduler.needs_lengths else 0
 
         def sizes_of(decoder: Decoder) -> Sizes:
@@ -207,7 +225,7 @@ class TorchEngine:
         self._warn(
             f"sampler.kv_budget has no room for {sizes.kv.requests} rollouts of {sizes.kv.prompts} prompts that wait "
             f"after {sizes.prefix} tokens each (predictor.prefix_tokens), so the scheduler orders them without "
-            f"predicted lengths: give it {enough} bytes, or predictor=mean, which needs no such room"
+            f"predicted lengths: set it to {enough} bytes, or use predictor=mean, which needs no such room"
         )
 
     def _predict(self, sequences: Seq[Sequence]) -> None:
@@ -229,8 +247,8 @@ class TorchEngine:
             if known is not prompt and known.token_ids != prompt.token_ids:
                 raise UserError(
                     f"two prompts have the id {prompt.id!r}, one of {len(known.token_ids)} tokens and one of "
-                    f"{len(prompt.token_ids)} others, but a prompt is run once and kept under its id: let the task "
-                    "give each an id of its own"
+                    f"{len(prompt.token_ids)} others, but a prompt is computed once and stored under its id: make the "
+                    "task's ids unique"
                 )
             if request.resumed and not isinstance(self._sparsity, Dense):
                 raise UserError(
@@ -243,48 +261,48 @@ class TorchEngine:
                 raise UserError(
                     f"prompt {request.prompt.id} has {len(request.prompt.token_ids)} tokens and "
                     f"sampling.max_new_tokens={request.sampling.max_new_tokens}, together {needed}, but the model's "
-                    f"context is {self._decoder.context}: lower sampling.max_new_tokens or leave such prompts out"
+                    f"context is {self._decoder.context}: lower sampling.max_new_tokens or drop such prompts"
                 )
 
     def stats(self) -> EngineStats:
-        """What the last `generate` cost; complete once its iterator is exhausted."""
+        """The cost of the last `generate`; complete once its iterator is exhausted."""
         return self._stats
 
     def update_weights(self) -> None:
-        """The modules are the trainer's: there is nothing to do."""
+        """Nothing to do: the modules are the trainer's."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that a resumed run goes on bit for bit."""
+        """For a checkpoint, so that a resumed run continues bit for bit."""
         return {"predictor": self._predictor.state(), "most_slots": self._sampler.most}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave. With sampler.on_oom=fail, slots are as asked for, halved before or not."""
+        """Restore `state_dict`. With sampler.on_oom=fail earlier halvings are ignored."""
         self._predictor.load_state(state["predictor"])
         most = state.get("most_slots")  # older checkpoints do not have it
         if most is not None and self._sampler.may_halve:
             self._sampler.most = most
             self._warn(
-                f"the run was out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
-                "they were then (sampler.on_oom=fail does without the limit)"
+                f"the run ran out of memory before this checkpoint: rollouts are made with at most {most} slots, as "
+                "they were then (sampler.on_oom=fail removes the limit)"
             )
 
 
 def _check_graph(model: Any, device: torch.device) -> None:
     reason = ""
     if getattr(model, "is_loaded_in_8bit", False):
-        reason = "model.quantize=8bit looks for outliers"
+        reason = "model.quantize=8bit searches for outliers"
     elif (kind := getattr(model.model.rotary_emb, "rope_type", "default")) in ("dynamic", "longrope"):
-        reason = f"rope_type {kind} looks for the longest row"
+        reason = f"rope_type {kind} depends on the longest row"
     if reason:
         raise UserError(
             f"engine.cuda_graph=true replays a recorded step, and {reason} in every step: leave engine.cuda_graph out"
         )
     if device.type != "cuda":
-        raise UserError(f"engine.cuda_graph=true needs a GPU, and the model is on {device}: leave it out")
+        raise UserError(f"engine.cuda_graph=true needs a GPU, but the model is on {device}: leave it out")
 
 
 def _halt_if(enough: Callable[[Rollout], bool] | None, generation: Generation, rollout: Rollout) -> None:
-    """Asked of rollouts that have ended, and no more once the answer was yes."""
+    """Asks about finished rollouts until the first True."""
     if enough is not None and not generation.halted and enough(rollout):
         generation.halt()
 
@@ -295,15 +313,6 @@ def _hidden(sequences: Seq[Sequence]) -> torch.Tensor | None:
 
 
 def _sum(parts: Seq[EngineStats]) -> EngineStats:
-    """What several attempts cost together; slots are those of the last one."""
-    capacity = [part.decode_steps * part.slots for part in parts]
-    busy = sum(part.slot_utilisation * slot_steps for part, slot_steps in zip(parts, capacity, strict=True))
-    return EngineStats(
-        decode_steps=sum(part.decode_steps for part in parts),
-        generated_tokens=sum(part.generated_tokens for part in parts),
-        prefill_tokens=sum(part.prefill_tokens for part in parts),
-        slots=parts[-1].slots,
-        slot_utilisation=busy / sum(capacity) if sum(capacity) else 1.0,
-        kv_peak_bytes=max(part.kv_peak_bytes for part in parts),
-        details={**parts[-1].details, "engine/oom_halvings": float(len(parts) - 1)},
-    )
+    """The total cost of several attempts; slots and details are those of the last one."""
+    details = {**parts[-1].details, "engine/oom_halvings": float(len(parts) - 1)}
+    return replace(together(parts), slots=parts[-1].slots, details=details)

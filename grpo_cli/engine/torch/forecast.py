@@ -1,4 +1,4 @@
-"""How long rollouts are expected to become, and what those that run will hold at their fullest moment."""
+"""Expected lengths of rollouts, and the peak memory of the running ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from grpo_cli.engine.torch.sequence import Sequence
 
 
 class Forecast:
-    """From what has ended in this `generate`, and from what a predictor says of each.
+    """Forecasts lengths from the rollouts that ended in this `generate`, and from a predictor's.
 
-    A rollout that ended says less than it seems, since short ones end first: so the mean is of all tokens made, also by
-    those that go on, per rollout that ended; to begin with, as if one of half the most tokens had. `full`: memory has
-    run out, and no rollout has ended since.
+    The mean length of finished rollouts is biased, since short ones finish first. So the mean is of all tokens made,
+    including unfinished rollouts', per finished rollout; it starts as if one of half the limit had finished. `full`:
+    memory ran out, and no rollout has ended since.
     """
 
     def __init__(self, prefix: int, most: int) -> None:
-        """`prefix`: how many tokens everyone has made before lengths are predicted; `most`: the most of any."""
+        """`prefix`: the tokens that every rollout has made before lengths are predicted; `most`: the limit."""
         self.full = False
         self._prefix, self._most = prefix, most
         self._ended, self._tokens = 1, most / 2
@@ -27,8 +27,8 @@ class Forecast:
         self.full = False
 
     def length(self, sequence: Sequence, made: int, in_flight: int) -> int:
-        """Tokens in the end of one that has made so many, where all that run have made `in_flight`. Who has outlived
-        what was expected is expected to go on for half as long again.
+        """The expected final length of a sequence that has made `made` tokens, when all running ones have made
+        `in_flight`. One that exceeds its expected length is expected to continue for half the mean.
 
         >>> from grpo_cli.settings import Sampling
         >>> from grpo_cli.types import Prompt, Request
@@ -45,19 +45,19 @@ class Forecast:
 
 
 class RunningRows:
-    """Rows that run, or are about to, and the tokens that there are for all of them at their fullest moment."""
+    """Rows that run or are about to, and the room in tokens for their peak."""
 
     def __init__(self, made: list[int], lengths: list[int], room: int, page: int) -> None:
         self._made, self._lengths, self._room, self._page = made, lengths, room, page
 
     @property
     def fits(self) -> bool:
-        """Half of everybody's last page is empty on average."""
+        """Whether the peak fits; on average half of each row's last page is empty."""
         wanted = fullest(np.array(self._made, dtype=np.int64), np.array(self._lengths, dtype=np.int64))
         return wanted + len(self._made) * self._page // 2 <= self._room
 
     def admits(self, made: int, length: int, prompt: int) -> bool:
-        """Whether one more fits, with so many tokens of a prompt beside; then it belongs to them."""
+        """Add one more row, with `prompt` tokens for its prompt, if it fits; returns whether it did."""
         more = RunningRows([*self._made, made], [*self._lengths, length], self._room - prompt, self._page)
         if more.fits:
             self._made, self._lengths, self._room = more._made, more._lengths, more._room
@@ -65,7 +65,7 @@ class RunningRows:
 
 
 def fullest(made: np.ndarray, lengths: np.ndarray) -> int:
-    """Most tokens that are held at a time by rows that have made so many and end at their lengths, a token a step.
+    """The most tokens held at a time by rows that have made `made` and end at `lengths`, one token per step.
 
     >>> fullest(np.array([0, 2]), np.array([4, 4]))  # in two steps 2 and 4, in four 4 and nothing
     6

@@ -1,14 +1,14 @@
-"""One call of `generate`: its slots, its prompts in flight, and the three beats that serve waiting sequences.
+"""One call of `generate`: its slots, its prompts in flight, and the loop that serves waiting sequences.
 
-admit     whom the scheduler chooses enters a free slot; its prompt is prefilled unless that was done before
+admit     a sequence chosen by the scheduler enters a free slot; its prompt is prefilled unless it already was
 run       one batched forward pass, one drawn token per running row
-settle    sequences that ended become rollouts, their slots and (after a prompt's last sample) its entry fall free
+settle    finished sequences become rollouts; their slots and (after a prompt's last sample) its entry are freed
 
 In an episode of several turns a sequence stays in its slot while its environment answers, and reads the answer token by
-token in the steps that run anyway. Where the answer takes time, the slot is another's meanwhile.
+token in the steps that run anyway. If the answer takes time, another sequence uses the slot meanwhile.
 
-A GPU is given the next step before the host looks at what the last one drew, so that it never waits for the host. A row
-that has ended meanwhile computes one token more, which is dropped.
+On a GPU the next step is launched before the host reads the tokens of the last one, so that the GPU never waits for the
+host. A row that has ended meanwhile computes one extra token, which is dropped.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from grpo_cli.interfaces import Meter, Replies
 from grpo_cli.model.transfer import send
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
-# Tokens, padding included, that one prefill may hold: bounds its activations, whatever the number of prompts.
+# The most tokens of one prefill, padding included: bounds its activations, whatever the number of prompts.
 PREFILL_TOKENS = 16_384
-# By device: how many steps are launched before one is looked at.
+# By device: how many steps are launched ahead of the one that is read.
 BEHIND = {"cuda": 1}
 
 
 class Generation:
-    """What exists while one list of requests is served. Requests whose prompts have one id share one prefill.
+    """The state while one list of requests is served. Requests whose prompts have the same id share a prefill.
 
-    It runs in a `workspace` that was made for them. With `refills`, waiting sequences take the slots of those that
-    ended. `details` are named numbers to go with the cost.
+    It runs in a `workspace` made for them. With `refills`, waiting sequences take the slots of those that ended.
+    `details` are named numbers that are reported with the cost.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Generation:
         """Serve everything that waits, in the scheduler's order, and yield what ends.
 
         With `park_at`, a sequence that has made so many tokens without ending gives its slot back, keeps its keys and
-        its last hidden state, and is what waits afterwards. After `halt`, all that has not ended is yielded partial.
+        its last hidden state, and waits for the next `serve`. After `halt`, all unfinished ones are yielded partial.
         """
         if park_at is None:
             self.kv.set_aside = self.kv.parked
@@ -109,17 +109,17 @@ class Generation:
             yield from self._left_over()
 
     def halt(self) -> None:
-        """Whoever listens to `serve` has enough: it ends with what has been drawn until now."""
+        """Make `serve` stop with what has been drawn until now."""
         self.halted = True
 
     def _left_over(self) -> Iterator[tuple[Sequence, Rollout]]:
-        """All that has not ended, with the tokens that it has: running, parked, waiting, or given back."""
+        """All unfinished sequences with their tokens so far: running, parked, waiting, or given back."""
         for sequence in self._sequences:
             if not self._transcripts.has_ended(sequence.index):
                 yield sequence, self._given_up(sequence, Finish.PARTIAL)
 
     def _rows_that_fit(self, sequences: Seq[Sequence]) -> int:
-        """About how many of them will run at a time."""
+        """Roughly how many of them will run at a time."""
         if not self._bounded or not sequences:
             return self.slots.count
         room = self.kv.most_tokens - self.sizes.prompt_page
@@ -129,7 +129,7 @@ class Generation:
         return max(1, min(self.slots.count, int(room / expected)))
 
     def _admit(self, queue: WaitingQueue) -> bool:
-        """Whether a sequence has entered, and drawn a first token."""
+        """Admit sequences; returns whether one has entered and drawn a first token."""
         free = self.slots.free()
         if self._answered and free:
             back, self._answered = self._answered[: len(free)], self._answered[len(free) :]
@@ -149,7 +149,7 @@ class Generation:
         return self._enter(list(slots), list(sequences))
 
     def _running_rows(self) -> RunningRows:
-        """Those that run, by what is expected of them."""
+        """The running rows with their forecasts."""
         running = [(s, self.slots.generated(slot)) for slot, s in enumerate(self.slots.sequences) if s is not None]
         made = [tokens for _, tokens in running]
         lengths = [self._forecast.length(sequence, tokens, sum(made)) for sequence, tokens in running]
@@ -158,8 +158,8 @@ class Generation:
         return RunningRows(made, lengths, room, self.kv.rows.tokens)
 
     def _may_begin(self, rows_now: RunningRows | None) -> Callable[[Sequence], bool]:
-        """Whether there is room for a sequence, where all that were asked about before and may, begin: now, and later
-        too, as far as can be expected (`rows_now`; None where nothing bounds them, or rows do not grow)."""
+        """A predicate: whether there is room for a sequence in addition to all that it has accepted before, now and, by
+        forecast (`rows_now`; None if memory is unbounded, or rows do not grow), later too."""
         opening = set[str]()
         rows = prompts = 0
         in_flight = int(self.slots.made(self.slots.taken()).sum())
@@ -185,7 +185,7 @@ class Generation:
         return may_begin
 
     def _forget_idle_prompts(self, wanted: Set[str] = frozenset()) -> bool:
-        """Give up the keys of prompts without a running row, but for those that are wanted; False if there are none."""
+        """Drop the keys of prompts without a running row that are not wanted; False if there are none."""
         busy = {s.request.prompt.id for s in self.slots.sequences if s is not None} | wanted
         idle = [name for name in self.prompts.names if name not in busy]
         for name in idle:
@@ -195,7 +195,7 @@ class Generation:
     @torch.inference_mode()
     def _enter(self, slots: list[int], sequences: list[Sequence]) -> bool:
         """Claim the slots; a fresh sequence draws its first token from the prompt's logits, without a decode step.
-        Whether there is any."""
+        Returns whether there is one."""
         new = {s.request.prompt.id: s.request.prompt for s in sequences if s.request.prompt.id not in self.prompts}
         pages = 0 if self._fixed else sum(self.kv.rows.pages_for(sequence.held + 1) for sequence in sequences)
         had_room = self.kv.make_room(pages, sum(self.kv.prompts.pages_for(len(p.token_ids)) for p in new.values()))
@@ -215,7 +215,7 @@ class Generation:
         return bool(fresh)
 
     def _prefill(self, sequences: Seq[Sequence], new: Mapping[str, Prompt]) -> None:
-        """Run the prompts that have not been run yet, those of one padded width together."""
+        """Prefill the new prompts, those of one padded width together."""
         widths: dict[int, list[str]] = {}
         for name, prompt in new.items():
             widths.setdefault(round_up(len(prompt.token_ids), self.decoder.padding.prompt_tile), []).append(name)
@@ -238,9 +238,9 @@ class Generation:
 
     @torch.inference_mode()
     def _run(self, queue: WaitingQueue, park_at: int | None) -> list[Sequence]:
-        """One token for every running row; returns who is known to have ended."""
+        """One token for every running row; returns the sequences now known to have ended."""
         if not self._let_grow(queue):
-            return self._look(0)  # there may be room then
+            return self._look(0)  # which may free room
         running = self.slots.close_holes()
         self.slots.make_room(running, self.prompts)
         if self._replies is not None:
@@ -258,19 +258,19 @@ class Generation:
         return done
 
     def _feed(self, running: int) -> None:
-        """Rows whose environment has answered read that, and not what they have drawn."""
+        """Rows whose environment has answered read the answer instead of what they have drawn."""
         sequences = np.array([-1 if s is None else s.index for s in self.slots.sequences[:running]])
         given, tokens = self._transcripts.feed(sequences, self.slots.made(range(running)))
         if given.any():
             self.slots.feed(np.flatnonzero(given), tokens)
 
     def _leave_full_slots(self) -> None:
-        """Whoever has drawn all its tokens needs no slot until they are looked at."""
+        """Release the slots of rows that have drawn all their tokens, before these are read."""
         for slot in self.slots.at_their_limit() if self._behind else ():
             self.slots.release(slot)
 
     def _look(self, behind: int) -> list[Sequence]:
-        """Write down what has been drawn, but for the last so many steps; returns who ended with that."""
+        """Record the drawn tokens, except those of the last `behind` steps; returns the sequences that ended."""
         ready, self._drawn = self._drawn[: len(self._drawn) - behind], self._drawn[len(self._drawn) - behind :]
         found = list[int]()
         for drawn in ready:
@@ -283,8 +283,8 @@ class Generation:
         return [self._sequences[index] for index in found]
 
     def _let_grow(self, queue: WaitingQueue) -> bool:
-        """A page more for every row that is about to need one. Where there is none left, the youngest starts over later
-        and makes the same tokens again, which are counted; but not while a row may have ended: then False."""
+        """One more page for every row that is about to need one. If none is left, the youngest row is restarted later
+        and makes the same tokens again, which are counted; but not while another row may have ended: then False."""
         if self._fixed:
             return True
         while not self.kv.make_room(len(lacking := self.slots.lacking()), 0):
@@ -303,20 +303,20 @@ class Generation:
         assert len(taken) > 1, "there is room for one sequence"
         slot = taken[int(np.argmin(self.slots.made(taken)[::-1])) * -1 - 1]
         sequence = self.slots.sequences[slot]
-        assert sequence is not None, "a row that runs has a sequence"
+        assert sequence is not None, "a running row has a sequence"
         self._begin_anew(sequence)
         self._forecast.full = True
         queue.give_back(sequence)
 
     def _begin_anew(self, sequence: Sequence) -> None:
-        """Later: it gives its slot up, and has nothing then."""
+        """Restart it later: it gives up its slot and its tokens."""
         self._restarts += 1
         self._restarted_tokens += self.slots.generated(sequence.slot)
         self.slots.release(sequence.slot)
 
     @property
     def _bounded(self) -> bool:
-        """Whether there are so many bytes for keys and values, and no more."""
+        """Whether the bytes for keys and values are limited."""
         return self.sizes.room.budget is not None
 
     def _park(self, slots: Seq[int], hidden: Tensor) -> None:
@@ -341,7 +341,7 @@ class Generation:
                 self._asked[self._replies.ask(self._rollout(sequence, self._finish(sequence)))] = sequence
 
     def _hear(self, queue: WaitingQueue) -> Iterator[tuple[Sequence, Rollout]]:
-        """Whose environment has answered goes on or is over; who still waits gives its slot to others."""
+        """Continue or end the sequences whose environments have answered; the others give up their slots."""
         if self._replies is None or not self._asked:
             return
         in_slots = sum(sequence.slot >= 0 for sequence in self._asked.values())
@@ -349,7 +349,7 @@ class Generation:
         for number, reply in self._replies.answers(wait=idle):
             sequence = self._asked.pop(number, None)
             if sequence is None:
-                continue  # it was asked before memory ran out, and began anew
+                continue  # it has been restarted since it was asked
             has_room = reply is not None and self._transcripts.has_room(sequence.index, len(reply))
             if reply is None or not has_room:
                 yield sequence, self._ended(sequence, Finish.LENGTH if reply else self._finish(sequence))
@@ -363,8 +363,8 @@ class Generation:
         self._set_aside([sequence for sequence in self._asked.values() if sequence.slot >= 0])
 
     def _set_aside(self, sequences: Seq[Sequence]) -> None:
-        """They give up their slots and keep their keys. Where memory is bounded they begin anew instead, once they have
-        been answered, and make the same tokens."""
+        """They give up their slots and keep their keys. If memory is bounded they are instead restarted once they have
+        been answered, and make the same tokens again."""
         if self._bounded:
             for sequence in sequences:
                 self._begin_anew(sequence)
@@ -384,7 +384,7 @@ class Generation:
         return rollout
 
     def _given_up(self, sequence: Sequence, finish: Finish) -> Rollout:
-        """What a sequence has become that needs neither its slot nor its prompt any more."""
+        """The rollout of a sequence, which gives up its slot and prompt."""
         self._transcripts.read_all(sequence.index)
         if sequence.slot >= 0:
             self.slots.release(sequence.slot)
@@ -418,7 +418,7 @@ class Generation:
         ]
 
     def stats(self) -> EngineStats:
-        """What serving has cost so far."""
+        """The cost of serving so far."""
         bounded = self._bounded
         slots = self._most_rows if bounded else self.slots.count
         capacity = self._steps * slots
@@ -442,7 +442,7 @@ class Generation:
         )
 
     def _sparsity_details(self) -> dict[str, float]:
-        """What the keeper says of itself, and the share saved of the bytes that as many dense slots would take."""
+        """The keeper's details, and the share of bytes saved compared with dense slots."""
         details = dict(self.slots.keeper.details())
         if details:
             beside = self.sizes.kv.prompts * self.sizes.kv.prompt_bytes

@@ -1,7 +1,7 @@
-"""The moments at which a generation holds most, each run once on made-up tokens, to measure what is allocated.
+"""Runs the moments at which a generation holds most, once each on made-up tokens, to measure what is allocated.
 
-A decode step and its batch of prompts, and not a whole rollout: what is allocated between two of them is known from
-shapes.
+Single decode steps and one batch of prompts, not a whole rollout: what is allocated in between follows from shapes. And
+three blocks, since all blocks of the models that can be served are alike.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +19,22 @@ from grpo_cli.engine.kv.cache import grown
 from grpo_cli.engine.kv.padding import TILE, round_up
 from grpo_cli.engine.kv.rows import Rows
 from grpo_cli.engine.kv.tiles import sides
+from grpo_cli.engine.step.decoder import Decoder
+from grpo_cli.engine.step.weights import adapters_of
 from grpo_cli.engine.torch.generation import PREFILL_TOKENS, Generation
 
 
 def fullest_moments(
     generation: Generation, lengths: Sequence[int], grown_to: Callable[[Sequence[Tensor]], None]
 ) -> Iterator[str]:
-    """Run each and name it, `prefill` or `decode`, when it is over; `lengths` are those of the rollouts. `grown_to` is
-    given the arena's blocks when they are new.
+    """Run each moment and yield its name afterwards; `lengths` are those of the rollouts. `grown_to` gets the arena's
+    blocks when they are reallocated.
 
-    One `prefill`, the largest batch of prompts that run together with the first token of all that then begin; then
-    the decode steps of `course`.
+    One `prefill`, of the largest batch of prompts that run together and the first tokens that follow; then a `decode`
+    for each step of `course`.
     """
-    kv = generation.kv
-    entries = _prefill(generation, grown_to)
+    kv, decoder = generation.kv, of_few_blocks(generation.decoder)
+    entries = _prefill(generation, decoder, grown_to)
     yield "prefill"
     names = [sequence.request.prompt.id for sequence in generation.waiting]
     pages = {s.request.prompt.id: kv.prompts.pages_for(len(s.request.prompt.token_ids)) for s in generation.waiting}
@@ -43,19 +46,47 @@ def fullest_moments(
         kv.reserve(found.tokens)
         grown_to(kv.blocks)
     for ages in found.moments:
-        _decode(generation, ages, entries)
+        _decode(generation, decoder, ages, entries)
         yield "decode"
     kv.peak = max(found.peak * kv.layout.bytes_per_token, kv.nbytes)
 
 
 def parked_bytes(generation: Generation, lengths: Sequence[int]) -> int:
-    """KV cache of those that wait after their prefix: all that go on after the token that its last key comes with."""
+    """KV bytes of sequences that wait after their prefix: all that are longer than it."""
     sizes = generation.sizes
     return sizes.room.probes * sum(length > sizes.prefix + 1 for length in lengths) * sizes.kv.parked_bytes
 
 
-def _prefill(generation: Generation, grown_to: Callable[[Sequence[Tensor]], None]) -> int:
-    """Returns how many prompts are held from now on: all that the first rollouts need, in one batch or several."""
+def of_few_blocks(decoder: Decoder) -> Decoder:
+    """The same with three blocks, the middle one of which stands for all between the first and the last: it attends as
+    often as they do, with keys and values of its own each time, since a prefill keeps those. Adapters that are used as
+    they are leave more behind, as autocast keeps their casts: then all blocks run."""
+    blocks = decoder._blocks_of_model
+    adapted = [module for module in decoder._layers[0].modules() if hasattr(module, "lora_A")]
+    if len(blocks) <= 3 or decoder.keeps_adapters_apart or any(adapters_of(module) is None for module in adapted):
+        return decoder
+    few = decoder._with(_blocks_of_model=blocks[:3])
+
+    def run(tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor], functions: Any = None) -> Tensor:
+        def often(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if index == 1 and functions is None:
+                for _ in blocks[3:]:
+                    attend(index, q, _like(k), _like(v))
+            return attend(index, q, k, v)
+
+        return few.blocks(tokens, positions, often, functions)
+
+    return few._with(blocks=run)
+
+
+def _like(x: Tensor) -> Tensor:
+    """A tensor of this shape in as much memory as this one's."""
+    memory = x.new_empty(x.untyped_storage().nbytes() // x.itemsize)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _prefill(generation: Generation, decoder: Decoder, grown_to: Callable[[Sequence[Tensor]], None]) -> int:
+    """Returns how many prompts are held from now on: all that the first rollouts need."""
     pool, slots, kv = generation.prompts, generation.slots, generation.kv
     prompts = {s.request.prompt.id: len(s.request.prompt.token_ids) for s in generation.waiting[: slots.count]}
     names, rows = list(prompts), min(slots.count, len(generation.waiting))
@@ -72,20 +103,17 @@ def _prefill(generation: Generation, grown_to: Callable[[Sequence[Tensor]], None
         width = round_up(prompts[name], TILE)
         widths[width] = min(widths.get(width, 0) + 1, max(1, PREFILL_TOKENS // width))
     width = max(widths, key=lambda width: width * widths[width])
-    done = generation.decoder.prefill([[0] * width] * widths[width], False)
-    some = [name for name in names if round_up(prompts[name], TILE) == width][: widths[width]]
-    pool.put(some, done.keys, done.values, done.logits, [prompts[name] for name in some])
-    for name in names:
-        if name not in some:
-            pool.hold(name, prompts[name], done.logits.new_zeros(done.logits.shape[1]))
-    del done
+    logits = decoder.prefill([[0] * width] * widths[width], False).logits
+    for name in names:  # to write a layer's keys into its pages takes less than the pass did
+        pool.hold(name, prompts[name], logits.new_zeros(logits.shape[1]))
+    del logits
     first = torch.zeros(slots.count, dtype=torch.long)
-    slots.draw(first, pool.logits([pool.entry(some[0])]).expand(slots.count, -1), first.double())
+    slots.draw(first, pool.logits([pool.entry(names[0])]).expand(slots.count, -1), first.double())
     return len(names)
 
 
-def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
-    """One step of rows that hold so many keys of their own with the one that it brings."""
+def _decode(generation: Generation, decoder: Decoder, ages: np.ndarray, entries: int) -> None:
+    """One step of rows that hold `ages` keys of their own, including the new one."""
     kv, slots, rows = generation.kv, generation.slots, len(ages)
     pages = [kv.rows.pages_for(int(age)) for age in ages]
     for slot, count in enumerate(pages):
@@ -94,11 +122,11 @@ def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
     own_side, prompt_side = sides(kv.layout.by_token)
     own = own_side(kv.rows.pages[:rows, : max(pages)], kv.rows.tokens, device)
     of_prompts = np.arange(rows) % entries
-    multiple = generation.decoder.padding.columns
+    multiple = decoder.padding.columns
     prompt = prompt_side(of_prompts, np.ones(rows, bool), generation.prompts.places(), multiple, None, device)
     width = kv.rows.tokens if max(pages) > 1 else min(kv.rows.tokens, round_up(int(max(ages)), TILE))
-    hidden = generation.decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
-    slots.draw(first, generation.decoder.logits(hidden), first.double())
+    hidden = decoder.step(Rows(first, first, first, first, width, own, prompt), kv, slots.keeper)
+    slots.draw(first, decoder.logits(hidden), first.double())
     for slot in range(rows):
         kv.rows.drop(slot)
     kv.close()
@@ -106,8 +134,8 @@ def _decode(generation: Generation, ages: np.ndarray, entries: int) -> None:
 
 @dataclass(frozen=True)
 class Course:
-    """How memory goes while rollouts are made: the keys that each row holds at the first step and at the fullest ones,
-    the tokens that the arena comes to, and the most including the second copy while it grows."""
+    """Memory over a generation: the keys that each row holds at the first step and at the fullest one, the final tokens
+    of the arena, and their peak including the second copy while it grows."""
 
     moments: tuple[np.ndarray, ...]
     tokens: int
@@ -125,8 +153,8 @@ def course(
     blocks: int,
     all_prompts: bool = False,
 ) -> Course:
-    """Of rollouts of these lengths, one after the other, in at most `most` tokens of keys and values. A rollout is of
-    the prompt of its name, which is held from the first one's start (or the very start) to the last one's end.
+    """The course of rollouts of these lengths, started in order, within `most` tokens of keys and values. A rollout's
+    prompt, by name, is held from its first rollout's start (or the very start) to its last one's end.
 
     >>> words = dict(slots=4, refills=False, page=16, most=999, blocks=4)
     >>> found = course([10, 20, 30, 300], "aabb", {"a": 16, "b": 32}, **words)
@@ -158,17 +186,18 @@ def course(
             opened.add(names[running[-1]])
             ages = np.append(ages, 0)
         grow()
-        ages = ages + 1
-        grow()
+        ends = np.array([lengths[index] - 1 for index in running])
+        # After the first step, all of them at once until a row ends or needs a page: nothing changes in between.
+        steps = int(np.minimum(page - ages % page, ends - ages).min()) if moments else 1
+        ages = ages + max(1, steps)
+        for _ in range(min(max(1, steps), 2)):  # twice, if there is not room for all: both copies are then full
+            grow()
         if not moments or fullest <= wanted() <= most:
             moments = [*(moments[:1] or [ages]), *([ages] if moments else [])]
             fullest = wanted()
-        stays = ages < np.array([lengths[index] - 1 for index in running])
+        stays = ages < ends
         for index, going_on in zip(running, stays.tolist(), strict=True):
             left[names[index]] -= not going_on
         opened -= {name for name in opened if not left[name]}
-        running, ages = (
-            [index for index, going_on in zip(running, stays.tolist(), strict=True) if going_on],
-            ages[stays],
-        )
+        running, ages = [index for index, on in zip(running, stays.tolist(), strict=True) if on], ages[stays]
     return Course(tuple(moments), tokens, peak)

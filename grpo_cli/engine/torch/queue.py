@@ -1,4 +1,4 @@
-"""The sequences that wait for a slot, and which enters next: the scheduler's choice, once there is room for it."""
+"""The sequences that wait for a slot; the scheduler chooses which enters next, once there is room for it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from grpo_cli.engine.torch.sequence import Sequence
 
 
 class WaitingQueue:
-    """The sequences that wait. To the scheduler one that it has chosen is gone, as it would be if it ran.
+    """The sequences that wait. The scheduler no longer sees one that it has chosen, as if it ran.
 
-    Where memory is bounded, a choice may have to wait for room: it stays here, before all that are chosen later, and
-    the scheduler is asked for others that can begin now. So its plans are always followed, in time.
+    If memory is bounded, a chosen sequence may have to wait for room: it stays here, ahead of all that are chosen
+    later, and the scheduler is asked for others that can begin now. So its plans are always carried out eventually.
     """
 
     def __init__(self, sequences: Seq[Sequence], scheduler: Scheduler, slots: int) -> None:
         self._scheduler = scheduler
         self._sequences = {sequence.index: sequence for sequence in sequences}
-        self._views = {sequence.index: _view(sequence) for sequence in sequences}  # of those that are not chosen yet
-        self._chosen: list[Sequence] = []  # that wait for room
+        self._views = {sequence.index: _view(sequence) for sequence in sequences}  # of those not chosen yet
+        self._chosen: list[Sequence] = []  # waiting for room
         scheduler.start(tuple(self._views.values()), slots)
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class WaitingQueue:
     def leave(
         self, running: Seq[Running], free: Seq[int], may_begin: Callable[[Sequence], bool]
     ) -> list[tuple[int, Sequence]]:
-        """Who enters which of the free slots now. `may_begin` is asked of each in turn, and each that may does."""
+        """Which sequences enter which of the free slots now: each chosen one for which `may_begin` is true."""
         free, entering = list(free), list[tuple[int, Sequence]]()
         chosen, self._chosen = self._chosen, []
         for sequence in chosen:
@@ -52,15 +52,15 @@ class WaitingQueue:
                 else:
                     self._chosen.append(sequence)
                     asking = True
-        assert entering or running, "a waiting sequence is not kept from room by others that wait"
+        assert entering or running, "something enters when nothing runs"
         return entering
 
     def give_back(self, sequence: Sequence) -> None:
-        """One that had to leave before its end: it comes before all others."""
+        """A sequence that had to leave before its end: it comes before all others."""
         self._chosen.insert(0, sequence)
 
     def _check(self, plan: Plan, free: Seq[int], idle: bool) -> None:
-        """A plan is checked before anything moves."""
+        """Check a plan before acting on it."""
         indices, slots = [index for index, _ in plan.admit], [slot for _, slot in plan.admit]
         assert len(set(indices)) == len(indices) and all(index in self._views for index in indices), (
             "a plan admits waiting sequences, once each"

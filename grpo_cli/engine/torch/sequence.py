@@ -1,4 +1,4 @@
-"""The engine's own record of one request: the one that changes in place, from waiting to running to a rollout."""
+"""The engine's mutable record of one request, from waiting to running to a rollout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from grpo_cli.types import Request
 
 @dataclass(frozen=True)
 class Parked:
-    """What is left of a sequence that gave its slot back before its end, to go on later without a token's loss."""
+    """A sequence that gave its slot back before its end, to continue later without losing a token."""
 
     keys: Tensor  # [layers, heads, tokens, dim]
     values: Tensor
     made: int  # tokens
     last: int  # the latest of them
-    sees_prompt: bool  # whether it still attends to its prompt in the pool
+    sees_prompt: bool  # whether it still reads its prompt in the pool
     notes: tuple[Tensor, ...]  # the keeper's
 
     @property
@@ -27,8 +27,8 @@ class Parked:
 
 @dataclass
 class Sequence:
-    """`index` is the place in the list of requests; `entry` the prompt's place in the pool while it is held, `slot` its
-    own while it has one (-1: none)."""
+    """`index` is that of its request; `entry` its prompt's in the pool while it is held, `slot` its slot while it has
+    one (-1: none)."""
 
     index: int
     request: Request
@@ -40,10 +40,10 @@ class Sequence:
 
     @property
     def held(self) -> int:
-        """Keys of its own that it comes with."""
+        """Keys of its own that it enters a slot with."""
         return 0 if self.parked is None else self.parked.keys.shape[2]
 
     @property
     def made(self) -> int:
-        """Tokens that it comes with."""
+        """Tokens that it enters a slot with."""
         return 0 if self.parked is None else self.parked.made

@@ -1,4 +1,4 @@
-"""What a generation allocates, worked out beforehand from its requests, the model and the parts that bound it."""
+"""What a generation allocates, computed from its requests, the model and the sampler's limits."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from grpo_cli.engine.kv.padding import round_up
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.types import Request
 
-# While it grows, a block exists twice: of a budget that is in so few, more than a sixteenth could not be used.
+# While it grows, one block exists twice: with fewer blocks, more than a sixteenth of a budget could not be used.
 FEW_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`slots` in keys, `kv` in bytes, and of what `kv` asks for, what there is `room` for.
+    """`slots` in keys, `kv` in bytes, and the `room` that there is for what `kv` asks for.
 
-    With `prefix`, everyone is to make so many tokens before the rest is ordered, and waits with the keys of those:
-    `room.probes` says whether it comes to that.
+    With `prefix`, every rollout should make so many tokens before the rest is ordered, and wait with their keys:
+    `room.probes` says whether there is room for that.
     """
 
     max_new_tokens: int  # most of any request
@@ -44,7 +44,7 @@ class Sizes:
         prefix: int,
         one_page: bool,
     ) -> Sizes:
-        """`one_page`: each slot is to be a single page, as where rows are cut down in place."""
+        """`one_page`: each slot is a single page, as it always is with eviction."""
         padding, layout = decoder.padding, decoder.layout()
         prompts = {request.prompt.id: len(request.prompt.token_ids) for request in requests}
         longest_prompt = max(prompts.values())
@@ -55,7 +55,7 @@ class Sizes:
         row_page = round_up(keys, padding.slot_tile) if one_page else layout.page(padding.slot_tile, keys)
         prompt_page = layout.page(padding.prompt_tile, longest_prompt)
         capacity, prompt_width = round_up(keys, row_page), round_up(longest_prompt, prompt_page)
-        # One token more is drawn than is fed; the latest key is written with the token that follows it.
+        # One more token is drawn than is fed; a token's key is written in the next step.
         parked = sparsity.capacity(prefix + 1, longest_prompt + prefix + 1) if prefix else 0
         in_tokens = (prompt_width, row_page, capacity, parked)
         kv = KvShape(len(requests), len(prompts), *(layout.bytes_per_token * tokens for tokens in in_tokens))
@@ -66,13 +66,13 @@ class Sizes:
 
     @property
     def rows_grow(self) -> bool:
-        """Whether a row takes further pages as it goes on. Where it has its only one from the start, as under eviction,
-        a row that finds room has it to the end."""
+        """Whether a row takes further pages as it grows. With a single page, as under eviction, a row that has entered
+        has room to the end."""
         return self.row_page < self.slots.capacity
 
     def arena(self, fixed: bool) -> KvArena:
-        """Where keys and values lie, with nothing in it yet; with `fixed` all that there may be is there, at one place
-        and with a page for every slot."""
+        """An empty arena for keys and values; with `fixed` everything is allocated at once, with a page for every
+        slot."""
         shape, bytes_per_token = self.slots, self.slots.layout.bytes_per_token
         rows = Region(shape.slots, shape.capacity // self.row_page, self.row_page)
         prompts = Region(self.kv.prompts, shape.prompt_width // self.prompt_page, self.prompt_page)
@@ -84,16 +84,16 @@ class Sizes:
             prompts.fix(prompts.pages.size)
             kv.reserve(kv.wanted(0, 0))
         elif self.room.budget is not None and (self.room.budget < 2 * self.kv.least or len(kv.blocks) < FEW_BLOCKS):
-            kv.reserve(kv.most_tokens)  # grown later, it could not have the last part
+            kv.reserve(kv.most_tokens)  # by growing it could not use all of the budget
         return kv
 
     @property
     def fixed_bytes(self) -> int:
-        """Of keys and values, where each slot and each prompt has its room for good."""
+        """Bytes of keys and values if each slot and each prompt has a fixed page."""
         shape = self.slots
         return shape.layout.bytes_per_token * (shape.slots * shape.capacity + self.kv.prompts * shape.prompt_width)
 
     @property
     def dense_bytes(self) -> int:
-        """What as many slots would take without eviction, each at its longest."""
+        """Bytes of as many slots without eviction, each at its longest."""
         return self.slots.layout.bytes_per_token * self.slots.slots * self.dense_capacity

@@ -1,10 +1,10 @@
-"""The state of every slot in arrays, one entry a slot, so that a decode step touches no request one by one.
+"""The state of every slot in arrays, one entry per slot, so that a decode step does not loop over requests.
 
-The host counts by itself what a step changes, so no step has to look at the device to go on. Running rows are always
-the first ones, without holes: what falls free is refilled or closed by moving the last row in.
+The host tracks what a step changes, so no step has to read from the device to continue. Running rows are always the
+first ones, without holes: a freed one is refilled or closed by moving the last row in.
 
     a prompt of 3 tokens, 5 generated     p p p | g g g g g      the last token's key is written by the next step,
-    held, while nothing was evicted               k k k k        so a slot holds a key less than it has made tokens
+    held, while nothing was evicted               k k k k        so a slot holds one key less than generated tokens
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
 from grpo_cli.model.transfer import Fetched, send
 
-Index = slice | Int[Tensor, "R"]  # slots, as the device gets them
+Index = slice | Int[Tensor, "R"]  # slots, on the device
 
 
 class Slots:
     """Slots of a shape, with room for `max_new_tokens` tokens each; their keys and values lie in `kv`.
 
-    With `fixed`, each has one page for good, and turns are over all of them, in shapes that seldom change (`graph.py`).
+    With `fixed`, each has one page permanently, and steps run over all of them, in shapes that rarely change
+    (`graph.py`).
     """
 
     def __init__(
@@ -49,28 +50,28 @@ class Slots:
         count, device = shape.slots, shape.device
         self.kv, self.keeper, self.capacity, self._fixed = kv, keeper, shape.capacity, fixed
         self._padding = padding
-        self._last = torch.zeros(count, dtype=torch.long, device=device)  # token, which is fed next
+        self._last = torch.zeros(count, dtype=torch.long, device=device)  # the token that is fed next
         self._uniforms = np.zeros((count, max_new_tokens))
         self._numbers = np.zeros((5, count), dtype=np.int64)
-        # Tokens of the prompt; tokens generated, the one that is drawn now included; keys held; prompt keys that are
-        # seen in the pool (0 after an eviction of some); most tokens to generate.
+        # Tokens of the prompt; tokens generated, including the one being drawn; keys held; prompt keys read in the pool
+        # (0 once some were evicted); most tokens to generate.
         self._prompt_len, self._num_generated, self._num_held, self._num_prompt_seen, self._max_new = self._numbers
         self._sampling = SamplingTable(count, device)
         self._entries = np.zeros(count, dtype=np.int64)  # of the prompt that each slot reads
-        self._own: tuple[object, Pieces | Runs] | None = None  # as they were laid out last, and for what
+        self._own: tuple[object, Pieces | Runs] | None = None  # the last layout and its key
         self._of_prompts: tuple[object, Pieces | Runs] | None = None
         self.sequences: list[Sequence | None] = [None] * count
         self.running = 0  # how many slots are taken
 
     def clear(self) -> None:
-        """Nobody has a slot; pages are the arena's to clear."""
+        """Empty all slots; the arena clears the pages."""
         self.sequences, self.running = [None] * self.count, 0
         self._sampling.clear()
         self.keeper.clear()
 
     @property
     def asked(self) -> tuple[bool, ...]:
-        """What drawing depends on, beyond its arguments."""
+        """What drawing depends on besides its arguments."""
         return self._sampling.asked
 
     @property
@@ -84,16 +85,16 @@ class Slots:
         return int(self._num_generated[slot])
 
     def that_made(self, tokens: int) -> list[int]:
-        """The running slots that have made so many tokens."""
+        """The running slots that have made exactly `tokens`."""
         return np.flatnonzero(self._num_generated[: self.running] == tokens).tolist()
 
     def at_their_limit(self) -> list[int]:
-        """The taken slots that draw no token any more."""
+        """The taken slots that have drawn all their tokens."""
         return [slot for slot in self.taken() if self._num_generated[slot] == self._max_new[slot]]
 
     def claim(self, slots: Seq[int], sequences: Seq[Sequence]) -> None:
-        """Give each sequence its slot; nothing of the slot's last tenant is left. A fresh one draws its first token
-        next, from its prompt's logits."""
+        """Give each sequence its slot, overwriting all state of earlier ones. A fresh one draws its first token next,
+        from its prompt's logits."""
         requests = [sequence.request for sequence in sequences]
         self._numbers[:, slots] = np.array([_numbers(sequence) for sequence in sequences]).T
         self._uniforms[slots] = uniforms([r.seed for r in requests], self._uniforms.shape[1])
@@ -112,7 +113,7 @@ class Slots:
                 sequence.parked = None
 
     def advance(self, running: int) -> None:
-        """The first `running` slots have each been fed a token, whose key they hold now, and draw the next one."""
+        """The first `running` slots have each been fed a token, whose key they now hold, and draw the next one."""
         self._num_generated[:running] += 1
         self._num_held[:running] += 1
 
@@ -123,20 +124,20 @@ class Slots:
         return self._drawn(rows, self.draw(index, logits, uniform), ())
 
     def go_on(self, running: int, tokens: Int[Tensor, "R"], logprobs: Float[Tensor, "R"]) -> StepTokens:
-        """What a turn has drawn for the first slots, which have advanced."""
+        """What a step has drawn for the first slots, which have advanced."""
         kept = self.keeper.prompt_kept(running)
         return self._drawn(np.arange(running), (tokens[:running], logprobs[:running]), kept)
 
     def draw(
         self, rows: Index, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]
     ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-        """The next token of each of `rows`, which it is fed next, and its log-probability."""
+        """Draw each row's next token, to be fed in the next step, and its log-probability."""
         tokens, logprobs = self._sampling.draw(logits, uniform, rows)
         self._last[rows] = tokens
         return tokens, logprobs
 
     def feed(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """These slots read a token next that they have not drawn."""
+        """Make these slots read given tokens next instead of those that they drew."""
         index, given = send(self._last.device, slots, tokens)
         self._last[index] = given
 
@@ -146,7 +147,7 @@ class Slots:
         return StepTokens(sequences, made, held, seen > 0, Fetched(*drawn, *prompt_kept))
 
     def make_room(self, running: int, prompts: PromptPool) -> None:
-        """Cut down those of the first `running` slots that have no room for one more key, and count what they hold."""
+        """Cut down those of the first `running` slots that lack room for one more key, and count what they hold."""
         for due in self.keeper.due(self._tally(running)):
             requests = [s.index for slot in due.rows.tolist() if (s := self.sequences[slot]) is not None]
             entries = self._entries[due.rows].tolist()
@@ -161,24 +162,26 @@ class Slots:
         return Tally(*(column[:running].copy() for column in columns))
 
     def held(self, slots: Seq[int]) -> int:
-        """Keys of their own in all of them."""
+        """The number of own keys in all of them."""
         return int(self._num_held[list(slots)].sum())
 
     def made(self, slots: Seq[int]) -> np.ndarray:
-        """Tokens that each has made."""
+        """The tokens that each has made."""
         return self._num_generated[list(slots)]
 
     def lacking(self) -> list[int]:
-        """The running slots that have no page for one more key."""
-        rows = self.kv.rows
-        return [slot for slot in self.taken() if rows.lacks(slot, min(int(self._num_held[slot]) + 1, self.capacity))]
+        """The running slots that lack a page for one more key."""
+        rows, taken = self.kv.rows, np.array(self.taken(), dtype=np.int64)
+        needed = np.minimum(self._num_held[taken] + 1, self.capacity)
+        found: list[int] = taken[needed > rows.count[taken] * rows.tokens].tolist()
+        return found
 
     def taken(self) -> list[int]:
         return [slot for slot, sequence in enumerate(self.sequences) if sequence is not None]
 
     def rows(self, running: int, prompts: PromptPool) -> tuple[Rows, Float[Tensor, "R"]]:
-        """What the decoder reads for a step over the first `running` slots, or all of them where shapes are fixed, and
-        the numbers by which their next tokens are drawn."""
+        """What the decoder reads for a step over the first `running` slots (or all of them if shapes are fixed), and
+        the uniforms for drawing their next tokens."""
         count = min(self.count, bucket(running)) if self._fixed else running
         own, of_prompts = self._pieces(running, count, prompts)
         held, page = self._num_held[:running], self.kv.rows.tokens
@@ -191,7 +194,7 @@ class Slots:
         if self._fixed:
             width = min(_power_of_two(width), page)
         first, made = np.arange(count), self._num_generated[:count]
-        # A slot that stopped when it was full has no room left; what it writes and draws is not read.
+        # A full slot that has stopped has no room left; what it writes and draws is not read.
         lengths = np.minimum(self._num_held[:count], self.capacity - 1)
         to_send = [self._prompt_len[:count] + made - 1, lengths]
         to_send.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
@@ -210,7 +213,7 @@ class Slots:
         return rows, uniform
 
     def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Runs, Pieces | Runs]:
-        """How rows and pages find each other, laid out again only when that has changed."""
+        """The layouts of own and prompt pages, recomputed only when they have changed."""
         kv, device = self.kv, self._last.device
         own_side, prompt_side = sides(kv.layout.by_token)
         now: object = (kv.rows.version, count)
@@ -227,7 +230,7 @@ class Slots:
         return self._own[1], self._of_prompts[1]
 
     def park(self, slots: Seq[int], last: Seq[int]) -> list[Parked]:
-        """Everything needed to go on with these slots' sequences in others; `last` are the latest tokens of each."""
+        """Everything needed to continue these slots' sequences in others; `last` are their latest tokens."""
         return [
             Parked(
                 *self.kv.read(slot, int(self._num_held[slot])),
@@ -253,33 +256,34 @@ class Slots:
             self.kv.rows.drop(slot)
 
     def close_holes(self) -> int:
-        """Move running rows down until they are the first ones, and pages likewise; returns how many rows there are."""
+        """Move running rows down so that they are the first ones, and pages likewise; returns how many there are."""
         running = self.running
         holes = [slot for slot in range(running) if self.sequences[slot] is None]
         movers = [slot for slot in range(running, self.count) if self.sequences[slot] is not None]
-        for hole, mover in zip(holes, movers, strict=True):
-            self._move(mover, hole)
+        if holes:
+            self._move(movers, holes)
         self.kv.close()
         return running
 
-    def _move(self, source: int, target: int) -> None:
-        if self._fixed:
-            self.kv.copy(source, target)
-        else:
-            self.kv.rows.rename(source, target)
-        self.keeper.move(source, target)
-        self._numbers[:, target] = self._numbers[:, source]
-        self._entries[target] = self._entries[source]
-        self._last[target] = self._last[source]
-        self._uniforms[target] = self._uniforms[source]
-        self._sampling.move(source, target)
-        sequence = self.sequences[source]
-        assert sequence is not None, "who moves has a sequence"
-        self.sequences[target], self.sequences[source], sequence.slot = sequence, None, target
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            if self._fixed:
+                self.kv.copy(source, target)
+            else:
+                self.kv.rows.rename(source, target)
+            self.keeper.move(source, target)
+            sequence = self.sequences[source]
+            assert sequence is not None, "a running row has a sequence"
+            self.sequences[target], self.sequences[source], sequence.slot = sequence, None, target
+        for table in (self._numbers.T, self._entries, self._uniforms):
+            table[targets] = table[sources]
+        there, here = send(self._last.device, np.array(targets), np.array(sources))
+        self._last[there] = self._last[here]
+        self._sampling.move(sources, targets)
 
 
 def _numbers(sequence: Sequence) -> tuple[int, ...]:
-    """A new tenant's numbers, in the order of `Slots`'s."""
+    """A sequence's entries in `Slots._numbers`."""
     prompt, parked = len(sequence.request.prompt.token_ids), sequence.parked
     limit = sequence.request.sampling.max_new_tokens
     if parked is None:
@@ -288,5 +292,5 @@ def _numbers(sequence: Sequence) -> tuple[int, ...]:
 
 
 def _power_of_two(count: int) -> int:
-    """The least that is not below `count`."""
+    """The least power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

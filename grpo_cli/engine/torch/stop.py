@@ -1,8 +1,8 @@
 """Strings after which a rollout ends, in addition to the model's own tokens for it: `sampling.stop`.
 
-The engine knows tokens only, so it is lent a function that turns them into text, and asks it of the last few tokens of
-each running row after every step. The token that completes a string is the rollout's last: its tokens, their number and
-their log-probabilities are those that were sampled, and a longer run would have had the same ones up to there.
+The engine knows only tokens, so it is given a function that decodes them, and applies it to the last few tokens of each
+running row after every step. The token that completes a string is the rollout's last: its tokens and log-probabilities
+are those that were sampled, and an unstopped rollout would begin with the same ones.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class NeverStop:
-    """No request has a stop string: nothing is looked at."""
+    """No request has a stop string: nothing is decoded."""
 
     def hits(self, transcripts: Transcripts, sequences: Sequence[int], requests: Sequence[Request]) -> list[int]:
         return []
 
 
 class StopStrings:
-    """Looks for each request's own strings: a short text is decoded per row and step, of tokens that are here."""
+    """Looks for each request's own strings, decoding a short text per row and step."""
 
     def __init__(self, longest: int, decode: Decode) -> None:
-        # A token is at least a byte, so these many hold the longest string; a decoder may drop the first one's space.
+        # A token is at least a byte, so these hold the longest string; a decoder may drop the first one's space.
         self._tokens = longest + 1
         self._decode = decode
 
     def hits(self, transcripts: Transcripts, sequences: Sequence[int], requests: Sequence[Request]) -> list[int]:
-        """Those of `sequences`, each of which has a new token, whose text now ends their rollout."""
+        """Those of `sequences`, each with a new token, whose text now contains a stop string."""
         found = []
         for sequence in sequences:
             request = requests[sequence]
@@ -42,9 +42,9 @@ class StopStrings:
 
 
 def stop_of(stops: Iterable[Sequence[str]], decode: Decode | None) -> StopStrings | NeverStop:
-    """What looks for these requests' strings; nothing does if there are none."""
+    """The checker for these requests' stop strings."""
     longest = max((len(string.encode()) for strings in stops for string in strings), default=0)
     if not longest:
         return NeverStop()
-    assert decode is not None, "an engine that is given stop strings is given the means to read"
+    assert decode is not None, "stop strings need a decoder"
     return StopStrings(longest, decode)

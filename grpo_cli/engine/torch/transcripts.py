@@ -1,7 +1,7 @@
-"""What is known of every sequence: its tokens, what they were drawn with, and how many keys it has held.
+"""What the host knows of every sequence: its tokens, their log-probabilities, and how many keys it has held.
 
-A GPU is a step ahead of what is known here (`generation.py`). A sequence that turns out to have ended is computed once
-more meanwhile, and what that gives is dropped.
+A GPU is one step ahead of it (`generation.py`). A sequence that turns out to have ended has been computed once more by
+then, and that token is dropped.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from grpo_cli.types import ENVIRONMENT, Request, Span
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens that a step has drawn, on their way; entry i of each array is of its row i, as it was then.
+    """The tokens that a step has drawn, in transfer; entry i of each array is for its row i at that time.
 
-    What is fetched are tokens, log-probabilities and, where prompt keys can be evicted, how many a slot has left.
+    `fetched` holds tokens, log-probabilities and, if prompt keys can be evicted, how many a slot still has.
     """
 
     sequences: np.ndarray
-    made: np.ndarray  # tokens, with this one
+    made: np.ndarray  # tokens, including this one
     held: np.ndarray  # keys in the slot
     sees_prompt: np.ndarray  # in the pool, so that none of its keys lies in the slot
     fetched: Fetched
 
 
 class Turns:
-    """Which places of each sequence are an environment's, and where its turn began. `before`: how many tokens of the
-    first turn were made before; `most`: how many a turn may have."""
+    """Which positions of each sequence are an environment's, and where its current turn began. `before`: how many
+    tokens of the first turn were made by earlier requests; `most`: the limit of a turn."""
 
     def __init__(self, places: int, before: Seq[int], most: Seq[int | None]) -> None:
         self._given = np.zeros((len(before), places), dtype=bool)
@@ -43,11 +43,11 @@ class Turns:
         return self._given[sequences, places]
 
     def over(self, sequences: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """Whose turn has all the tokens that it may."""
+        """Whether the turn has reached its token limit."""
         return made - self._starts[sequences] >= self._most[sequences]
 
     def answered(self, sequences: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """Whether what comes next is known to be the environment's."""
+        """Whether the next token is already given by the environment."""
         inside = made < self._given.shape[1]
         return inside & self._given[sequences, made * inside]
 
@@ -55,11 +55,11 @@ class Turns:
         self._given[sequence, start:end], self._starts[sequence] = True, end
 
     def start(self, sequence: int) -> int:
-        """The place of its turn's first token, below 0 where that was made before."""
+        """The position of its turn's first token, negative if an earlier request made it."""
         return int(self._starts[sequence])
 
     def end(self, sequence: int, place: int) -> int:
-        """The first place from this one on that is not the environment's."""
+        """The first position from this one on that is not the environment's."""
         rest = self._given[sequence, place:]
         return place + len(rest) if rest.all() else place + int(rest.argmin())
 
@@ -72,7 +72,7 @@ class Turns:
 
 
 class Transcripts:
-    """Of sequences that may make so many tokens each (`limits`), and so many in a row (`Turns`, if there are any)."""
+    """Transcripts of sequences with a limit of tokens each (`limits`) and per turn (`turns`, if there are any)."""
 
     def __init__(self, limits: Seq[int], eos_token_ids: Seq[int], turns: Turns | None = None) -> None:
         self._limits, self._eos = np.array(limits), np.array(eos_token_ids, dtype=np.int64)
@@ -83,8 +83,8 @@ class Transcripts:
         self.turns = turns
 
     def note(self, drawn: StepTokens) -> tuple[int, list[int], list[int]]:
-        """Write down what has arrived. Returns of how many sequences it is news, those that have drawn a token, and
-        those of them that end with it, or end a turn."""
+        """Record a step's tokens. Returns how many sequences were still running, which of them have drawn a token, and
+        which of those end with it, or end a turn."""
         tokens, logprobs, *prompt_kept = drawn.fetched.read()
         new = ~self._over[drawn.sequences]
         who, made = drawn.sequences[new], drawn.made[new]
@@ -92,35 +92,35 @@ class Transcripts:
         of_prompt = np.where(drawn.sees_prompt, 0, prompt_kept[0]) if prompt_kept else 0
         self._kept[who] = np.maximum(self._kept[who], (drawn.held - of_prompt)[new])
         count = len(who)
-        if self.turns is not None:  # what the environment answered stands there already
+        if self.turns is not None:  # the environment's answer is recorded already
             new[new] = own = ~self.turns.given(who, made - 1)
             who, made = who[own], made[own]
         tokens = tokens[new]
         self._tokens[who, made - 1], self._logprobs[who, made - 1] = tokens, logprobs[new]
         ended = (tokens[:, None] == self._eos).any(1) | (made >= self._limits[who])
         if self.turns is not None:
-            # One that has begun anew ends its earlier turns again, and has been answered.
+            # A restarted one ends its earlier turns again, and already has their answers.
             ended = (ended | self.turns.over(who, made)) & ~self.turns.answered(who, made)
         self._over[who[ended]] = True
         return count, who.tolist(), who[ended].tolist()
 
     def end(self, sequences: Seq[int]) -> None:
-        """They end with the token that was noted last."""
+        """They end with the token recorded last."""
         self._over[list(sequences)] = True
 
     def has_ended(self, sequence: int) -> bool:
         return bool(self._over[sequence])
 
     def is_full(self, sequence: int) -> bool:
-        """Whether it has made all the tokens that it may."""
+        """Whether it has reached its limit of tokens."""
         return bool(self._made[sequence] >= self._limits[sequence])
 
     def has_room(self, sequence: int, tokens: int) -> bool:
-        """Whether it can make a token after so many others."""
+        """Whether it can make another token after `tokens` more."""
         return bool(self._made[sequence] + tokens < self._limits[sequence])
 
     def go_on(self, sequence: int, reply: Seq[int]) -> None:
-        """Its turn is over, and has been answered by these tokens."""
+        """Its turn is over and was answered with these tokens."""
         assert self.turns is not None, "it has turns"
         made = int(self._made[sequence])
         after = made + len(reply)
@@ -129,13 +129,12 @@ class Transcripts:
         self._over[sequence] = False
 
     def read_all(self, sequence: int) -> None:
-        """What it has been answered belongs to it, read or not."""
+        """The last answer belongs to it, whether it has been read or not."""
         if self.turns is not None:
             self._made[sequence] = self.turns.end(sequence, int(self._made[sequence]))
 
     def feed(self, sequences: np.ndarray, made: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these sequences (-1: none) that have made so many tokens are to read a token of their environment
-        next, as a mask, and the token."""
+        """Which of these sequences (-1: none) read a token of their environment next, as a mask, and the tokens."""
         if self.turns is None:
             return np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
         given = self.turns.given(sequences, made - 1) & (sequences >= 0)
@@ -146,7 +145,7 @@ class Transcripts:
         return int(self._tokens[sequence, self._made[sequence] - 1])
 
     def tail(self, request: Request, sequence: int, count: int) -> list[int]:
-        """The last tokens of its turn, as many as it has of so many; some may have been made before its request."""
+        """The last `count` tokens of its turn, or as many as there are; some may be from before its request."""
         made = int(self._made[sequence])
         start = max(made - count, -request.in_turn if self.turns is None else self.turns.start(sequence))
         before = request.prompt.token_ids[start:] if start < 0 else ()
@@ -158,11 +157,11 @@ class Transcripts:
         return tuple(self._tokens[sequence, :made].tolist()), tuple(self._logprobs[sequence, :made].tolist())
 
     def spans(self, sequence: int) -> tuple[Span, ...]:
-        """Which of its tokens are the environment's; nothing where none is."""
+        """Which of its tokens are the environment's; empty if none is."""
         if self.turns is None:
             return ()
         return self.turns.spans(sequence, int(self._made[sequence]))
 
     def kept(self, sequence: int) -> int:
-        """Most response keys that it has held, in the layer and head that held most."""
+        """The most response keys that it has held in any layer and head."""
         return int(self._kept[sequence])

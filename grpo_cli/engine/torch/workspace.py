@@ -1,7 +1,7 @@
-"""Where a generation runs: copies of weights, keys and values, slots, and what runs a turn of all rows.
+"""The workspace of a generation: copies of weights, keys and values, slots, and the function that runs a step.
 
-Without graphs it lasts as long as the generation. A CUDA graph holds addresses, so with graphs it stays for the next
-generation that fits into it, which finds everything at its place: what was captured is replayed from its first step on.
+Without graphs it lasts as long as the generation. A CUDA graph records addresses, so with graphs the workspace is kept
+for the next generation that fits into it, which can replay captured steps from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_cli.types import Request
 
 @dataclass(frozen=True)
 class Workspace:
-    """For requests that were known when it was made, or such as have `sizes` that it `serves`."""
+    """For the requests that it was made for, or others of `sizes` that it `serves`."""
 
     decoder: Decoder
     sizes: Sizes
@@ -45,7 +45,7 @@ class Workspace:
         capture: Capture | None,
         prefix: int = 0,
     ) -> Workspace:
-        """With `capture`, turns are of fixed shape and captured by it (see `graph.py`). `prefix` is that of `Sizes`."""
+        """With `capture`, steps have fixed shapes and are captured (see `graph.py`). `prefix` is that of `Sizes`."""
         decoder, fixed = decoder.in_its_precision().for_steps(watched=watches(sparsity)), capture is not None
         sizes = Sizes.of(decoder, sampler, sparsity, requests, prefix, one_page=fixed)
         kv, keeper = sizes.arena(fixed), keeper_of(sparsity, sizes.slots)
@@ -61,17 +61,17 @@ class Workspace:
         return cls(decoder, sizes, kv, slots, captured, fixed)
 
     def serves(self, other: Sizes) -> bool:
-        """Whether what was allocated has the room and the shapes that a generation of other sizes is to have."""
+        """Whether it has the room and the shapes for a generation of other sizes."""
         mine, its = self.sizes, other
         if its.slots.prompt_width > mine.slots.prompt_width or its.kv.prompts > mine.kv.prompts:
             return False
-        # A budget holds for what is allocated, and is shared out by these.
+        # A budget limits what is allocated, and is divided according to the sizes.
         bounded = its.room.budget is not None and its.kv != mine.kv
         slots = replace(its.slots, prompt_width=mine.slots.prompt_width)
         return slots == mine.slots and its.max_new_tokens <= mine.max_new_tokens and not bounded
 
     def emptied(self, sizes: Sizes) -> Workspace:
-        """For a generation of these sizes: nothing of the last one is left, and weights are as they are now."""
+        """Reset for a generation of these sizes, with the current weights."""
         self.kv.clear()
         self.slots.clear()
         self.decoder.refresh()
@@ -81,7 +81,7 @@ class Workspace:
 
 
 class KeptWorkspace:
-    """At most one workspace, not in use."""
+    """Holds at most one unused workspace."""
 
     def __init__(self) -> None:
         self._workspace: Workspace | None = None
@@ -90,7 +90,7 @@ class KeptWorkspace:
         self._workspace = workspace
 
     def take(self, padded: Decoder, sizes_of: Callable[[Decoder], Sizes]) -> Workspace | None:
-        """It, if it serves the sizes found by `sizes_of`; otherwise it is given up, before another one is made."""
+        """The workspace, if it serves the sizes from `sizes_of`; otherwise it is freed before another one is made."""
         workspace, self._workspace = self._workspace, None
         if workspace is None or workspace.decoder.padding != padded.padding:
             return None

@@ -1,4 +1,4 @@
-"""Which requests run and which wait, for an engine that batches and caches by itself: here slots are only numbers."""
+"""Which requests run and which wait, for an engine that batches and caches itself: slots are only numbers here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The vLLM rollout engine: vLLM in this process, under the same protocol, schedulers and samplers as the torch engine.
 
-It holds a copy of the weights, made when rollouts are next asked for after an update and never written to disk. vLLM
-batches and caches; which request enters when is decided here, by the scheduler's plan, one request per free slot. So
-`full` and `infinite` are continuous batching in `slots` rows (vLLM's `max_num_seqs`), `micro` is rounds.
+It has a copy of the weights, made for the first rollouts after an update and never written to disk. vLLM batches and
+caches; which request enters when is decided here, by the scheduler's plan, one request per free slot. So `full` and
+`infinite` are continuous batching in `slots` rows (vLLM's `max_num_seqs`), `micro` is rounds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import EngineStats, Finish, Request, Rollout
 
-# Free bytes of a GPU that vLLM is not promised: it checks again after allocating something itself.
+# Free bytes of a GPU withheld from vLLM, which checks again after its first allocations.
 MARGIN = 2**29
 
 
 @facts(is_policy=False)
 class VllmEngine:
-    """Rollouts by vLLM. Seeds are per request, but neighbours change roundings, so tokens may depend on them."""
+    """Rollouts by vLLM. Seeds are per request, but rounding, and so tokens, may depend on the batch."""
 
     reads_stop_strings = False
 
@@ -114,7 +114,7 @@ class VllmEngine:
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
         """One rollout per request, in order of finishing. With `enough` vLLM reports every token as it is drawn, which
-        costs some time; once the answer is yes, unfinished requests are aborted and come back partial."""
+        costs some time; once it returns True, unfinished requests are aborted and returned partial."""
         self._stats = EngineStats()
         if not requests:
             return
@@ -167,7 +167,7 @@ class VllmEngine:
                 self._llm.llm_engine.abort_request([str(index) for index in work.running])
 
     def _enter(self, index: int, request: Request, told: bool) -> None:
-        """`told`: whether vLLM reports every token as it is drawn, instead of all at the end."""
+        """`told`: whether vLLM reports every token as it is drawn instead of all at the end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -191,7 +191,7 @@ class VllmEngine:
             self._llm.llm_engine.add_request(str(index), prompt, params)
 
     def _step(self, work: Work) -> list[Any]:
-        """One forward pass of vLLM; with `eager` its sampling helpers are not compiled either."""
+        """One forward pass of vLLM; `eager` also keeps its sampling helpers from being compiled."""
         stance = "force_eager" if self._eager else "default"
         with (
             self._answering(f"failed after {work.steps} steps with {len(work.running)} rollouts under way"),
@@ -205,8 +205,8 @@ class VllmEngine:
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
-        """Around every call into vLLM: outside the learner's autocast, under which vLLM would start, and adapters would
-        be merged, in another precision than asked for; and whatever vLLM raises becomes a UserError of one line."""
+        """Wraps every call into vLLM: disables the learner's autocast, under which vLLM would start, and adapters be
+        merged, in the wrong precision; and turns whatever vLLM raises into a one-line UserError."""
         if self._dead:
             raise UserError(self._dead)
         try:
@@ -247,7 +247,7 @@ class VllmEngine:
         return min(context, self._max_model_len or context)
 
     def _wake(self, requests: Sequence[Request]) -> float:
-        """Take memory and the policy's weights; returns the seconds that the weights took."""
+        """Take memory and copy the policy's weights; returns the seconds of the copy."""
         if self._llm is None:
             self._build(requests)
         if self._asleep:
@@ -272,13 +272,13 @@ class VllmEngine:
         self._stale = False
 
     def _rest(self, work: Work) -> None:
-        """Abort what was not finished, and give memory back."""
+        """Abort what is unfinished, and free memory."""
         if self._dead:
             return
         self._abort(work)
         with self._answering("does not come to rest"):
             if self._sleeps:
-                self._llm.sleep(level=2)  # weights too: they are copied from the policy again
+                self._llm.sleep(level=2)  # weights too: they are copied again from the policy
                 self._asleep, self._stale = True, True
 
     def _build(self, requests: Sequence[Request]) -> None:
@@ -315,7 +315,7 @@ class VllmEngine:
         self._shutdown = weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)
 
     def _share(self) -> float:
-        """The share of the whole GPU that vLLM may take: it refuses to start where that much is not free."""
+        """The share of the whole GPU that vLLM may take: it refuses to start if that much is not free."""
         give_back_cached(self._device)
         others, free, total = held_by_others(self._device)
         most = (free - MARGIN) / total
@@ -333,12 +333,12 @@ class VllmEngine:
     def close(self) -> None:
         """Shut vLLM down; the next rollouts wait for a new start."""
         if self._llm is not None:
-            self._shutdown()  # and is forgotten: it would hold vLLM's memory for as long as this engine lives
+            self._shutdown()  # runs once; the finalizer would hold vLLM's memory as long as this engine lives
             self._llm, self._stale, self._asleep = None, True, False
 
     @property
     def _block(self) -> int:
-        """Tokens in a block of the cache: the fewest that vLLM's kernels take."""
+        """Tokens of a cache block: the fewest that vLLM's kernels support."""
         return 16 if self._device.type == "cuda" else 32
 
     def _started(self, folder: Path, kwargs: Mapping[str, Any]) -> Any:
@@ -363,27 +363,26 @@ class VllmEngine:
         )
 
     def _held(self) -> float:
-        """Bytes in use now: of the whole GPU (vLLM's memory is not the allocator's), or resident of this process."""
+        """Bytes in use: of the whole GPU (vLLM's memory is not the allocator's), or resident in this process."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             return float(total - free)
         return float(psutil.Process().memory_info().rss)
 
     def stats(self) -> EngineStats:
-        """What the last `generate` cost; complete once its iterator is exhausted."""
+        """The cost of the last `generate`; complete once its iterator is exhausted."""
         return self._stats
 
     def facts(self) -> Mapping[str, Any]:
-        """What `summary.json` says of the engine: vLLM's kernels depend on what else is in a batch. `model_runner` is
-        vLLM's, None before it has started."""
+        """For `summary.json`: vLLM's kernels depend on the batch. `model_runner` is vLLM's, None before it starts."""
         return {"invariant": False, "model_runner": self._runner}
 
     def update_weights(self) -> None:
-        """The policy has moved: the next `generate` copies it first, when the update's own memory is free again."""
+        """The next `generate` copies the weights first, when the update's memory is free again."""
         self._stale = True
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint must keep so that a resumed run goes on."""
+        """For a checkpoint."""
         return {"predictor": self._predictor.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -398,7 +397,7 @@ _holder: list[weakref.ref[VllmEngine]] = []
 
 
 def _only(engine: VllmEngine) -> None:
-    """Close the engine that has vLLM now, if there is one: its state is the process's, and the end of one is of all."""
+    """Close the engine that uses vLLM now, if any: vLLM's state is per process."""
     for other in _holder:
         if (holder := other()) is not None:
             holder.close()

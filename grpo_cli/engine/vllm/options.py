@@ -1,4 +1,4 @@
-"""Which arguments of vLLM's own constructor a person may set (`engine.options`)."""
+"""Which arguments of vLLM's constructor a user may set (`engine.options`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OURS = (
     "model dtype seed max_num_seqs kv_cache_memory_bytes gpu_memory_utilization enforce_eager enable_prefix_caching "
     "enable_sleep_mode load_format skip_tokenizer_init max_model_len block_size"
 ).split()
-# What would make the sampler another distribution than the policy, or its log-probabilities those of another.
+# Options with which the sampler, or its log-probabilities, would not be the policy's distribution.
 _BIASING = (
     "logprobs_mode logits_processors generation_config override_generation_config kv_cache_dtype quantization "
     "speculative_config watermark_config hf_overrides"

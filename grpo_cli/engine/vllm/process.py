@@ -16,15 +16,15 @@ import torch
 
 from grpo_cli.support.errors import UserError
 
-# The releases that the tests have run on; scripts/install_vllm.sh reads this line.
+# The tested releases; scripts/install_vllm.sh reads this line.
 TESTED_VERSIONS = ">=0.32,<0.33"
 
 # Set before vLLM is imported. Only the first overrides a value that is already set.
-_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over as tensors of this process
+_INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors of this process
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads are the same ones
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it shares the learner's threads
 }
 
 
@@ -39,8 +39,8 @@ def require_vllm() -> None:
 
 @contextmanager
 def guest() -> Iterator[None]:
-    """Around vLLM's import and start: sets its environment, and then restores what it changes for the whole process,
-    which is random states, threads and `set_num_threads`."""
+    """Wraps vLLM's import and start: sets its environment, and restores the process-wide state that it changes: random
+    states, threads and `set_num_threads`."""
     os.environ.update(_INSISTED)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -49,7 +49,7 @@ def guest() -> Iterator[None]:
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its imports, about its own code
+            warnings.simplefilter("ignore")  # from its imports
             yield
     finally:
         torch.set_num_threads = set_threads

@@ -1,8 +1,8 @@
-"""A model as vLLM sees it: the config it is built from, and the policy's weights in the shapes of that config.
+"""A model as vLLM sees it: its config, and the policy's weights in the shapes of that config.
 
-vLLM's CPU kernels support a few head sizes only. A model of another size is served as a Llama with the next larger one:
-the heads' new columns are zero and not rotated, and queries carry the factor that keeps the scale of the attention. The
-function is the same, to rounding; the cache is larger by the ratio of the sizes.
+vLLM's CPU kernels support only a few head sizes. A model of another size is served as a Llama with the next larger one:
+the heads' new columns are zero and not rotated, and queries are scaled to keep the scale of the attention. The function
+is the same up to rounding; the cache is larger by the ratio of the sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Served:
 
     @classmethod
     def of(cls, model: Any, head_sizes: Sequence[int] | None) -> Served:
-        """For a model, and the head sizes that vLLM supports (None: any). Raises UserError where none fits."""
+        """For a model and the head sizes that vLLM supports (None: any). UserError if none fits."""
         inner = unwrapped(model)
         attention = inner.model.layers[0].self_attn
         dim: int = attention.head_dim
@@ -37,7 +37,7 @@ class Served:
                 "engine=vllm cannot serve a quantised base: its weights are packed, and vLLM would be another sampler "
                 "than the policy; load the model unquantised, or use engine=torch"
             )
-        # Never tied: where kernels repack the head, vLLM's reloading would leave it with the weights of the start.
+        # Never tied: if kernels repack the head, vLLM's reloading would not update it.
         config = inner.config.to_dict() | {"architectures": [type(inner).__name__], "tie_word_embeddings": False}
         if head_sizes is None or dim in head_sizes:
             return cls(config, dim, dim)
@@ -61,7 +61,7 @@ class Served:
         return cls(config | as_llama, dim, larger[0])
 
     def check_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
-        """UserError for head sizes on which vLLM's rotary kernel for CPUs would end the process."""
+        """UserError for head sizes with which vLLM's rotary kernel for CPUs would crash the process."""
         if device.type == "cpu" and dtype.itemsize == 2 and self.head_dim % 16:
             raise UserError(
                 f"engine=vllm on a CPU cannot compute heads of {self.head_dim} numbers in {str(dtype)[6:]}, only of "

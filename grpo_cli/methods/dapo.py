@@ -1,0 +1,89 @@
+"""DAPO's dynamic sampling: rounds of problems until a step has enough groups with a learning signal (arXiv 2503.14476).
+
+The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`
+(`tasks/formats.py`).
+
+Measured: scripts/reproduce/dapo.md (no gain in accuracy seen at equal tokens; what is dropped is paid for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
+from typing import Annotated, Any
+
+from grpo_cli.collect.stored import from_plain, to_plain
+from grpo_cli.history import digest_of, of_kind
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import GroupRequest, Round, ScoredGroup
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if own.get("hold") is True and own.get("surplus") == 0:
+        yield (
+            f"{others.named('collector')} has nothing to hold where a round asks for no more than is lacking: give "
+            "collector.surplus of more than 0, or collector.hold=false"
+        )
+
+
+@facts(goes_with=_goes_with)
+class Dynamic:
+    """Rounds until `train.prompts` groups are mixed: their rewards differ, and still do where replies that were cut off
+    are left out (`Collection.teaches`). The others are dropped.
+
+    A round asks for `1 + surplus` times the problems that are lacking, n rollouts of each (ours: the release asks for
+    as many in each round, three times a step's). After `most_rounds` of them, or once the run has generated
+    `train.max_generated` tokens, the step trains on the mixed groups that there are; with none at all it is a plain
+    step without a gradient. Mixed groups beyond `train.prompts` are dropped, too, or with `hold` (ours) go first in
+    the next step, as they were drawn and judged: their tokens are as old as `off/lag_mean` says.
+    """
+
+    def __init__(
+        self,
+        *,
+        surplus: Annotated[float, Range(0, 1000, "it is how many times what is lacking is asked for besides")],
+        most_rounds: Annotated[int, Range(1, 1000, "a step has to end")],
+        hold: bool,
+    ) -> None:
+        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
+        self._most_rounds, self._hold = most_rounds, hold
+        self._held: tuple[ScoredGroup, ...] = ()
+
+    def __call__(self, collection: Collection) -> Rounds:
+        prompts, held = collection.prompts, self._held
+        joining, elsewhere = held[:prompts], {group.prompt.id for group in held}
+        mixed, equal = list(held), list[ScoredGroup]()
+        if len(held) >= prompts:
+            yield Round(held=joining)
+        for number in range(self._most_rounds):
+            lacking = prompts - len(mixed)
+            if lacking <= 0 or (number and collection.at_limit):
+                break
+            picked = collection.pick(ceil(self._share * lacking), elsewhere)
+            requests = tuple(GroupRequest(prompt, collection.n) for prompt in picked)
+            groups = yield Round(requests, held=joining if number == 0 else ())
+            new = {prompt.id for prompt in picked}
+            for group in collection.score([group for group in groups if group.prompt.id in new]):
+                (mixed if collection.teaches(group) else equal).append(group)
+        taken, over = (mixed or equal)[:prompts], mixed[prompts:]
+        self._held = tuple(over) if self._hold else ()
+        dropped = [*(equal if mixed else equal[prompts:]), *([] if self._hold else over)]
+        collection.note("dropped_groups", len(dropped))
+        collection.note("tokens_dropped", sum(one.num_drawn for group in dropped for one in group.rollouts))
+        collection.note("held_groups", len(self._held))
+        return [group.prompt.id for group in taken]
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {}
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "dynamic", "held": [to_plain(group) for group in self._held]}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", "dynamic")["held"])

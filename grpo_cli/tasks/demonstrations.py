@@ -1,0 +1,117 @@
+"""Worked replies to imitate before reinforcement: solutions in a task's own rows, or conversations from a file.
+
+A demonstration is a rollout that was not sampled: the replies are given, and all else (the prompt, what others say
+between two replies) is only read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from grpo_cli.settings import Sampling
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.prompting import Tokenizer
+from grpo_cli.tasks.rows import records, value_of, where
+from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Prompt, Request, Rollout, Span
+
+Parts = Sequence[tuple[bool, Sequence[int]]]  # whether others say it, and its tokens
+
+
+def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
+    """A rollout made of these parts, with its replies marked as given."""
+    tokens = tuple(token for _, said in parts for token in said)
+    spans = tuple(Span(ENVIRONMENT if others else GIVEN, len(said)) for others, said in parts)
+    request = Request(prompt, 0, 0, Sampling.plain(len(tokens)))
+    return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
+
+
+def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None]) -> list[Rollout]:
+    """Training problems with the text of a field of their rows as the reply. UserError if no row has any."""
+    row_of: Callable[[Prompt], Mapping[str, Any]] | None = getattr(task, "row_of", None)
+    prompts = task.prompts("train")
+    found = []
+    for prompt in prompts if row_of is not None else ():
+        assert row_of is not None
+        try:
+            text = value_of(row_of(prompt), field)
+        except KeyError:
+            continue
+        if isinstance(text, str) and text.strip():
+            said = _lead(prompt, tokenizer) + text.strip()
+            reply = [*tokenizer.encode(said, add_special_tokens=False, split_special_tokens=True), eos]
+            found.append(demonstration(prompt, [(False, reply)]))
+    if not found:
+        raise UserError(
+            f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: name "
+            "another with train.warmup_field=..., or give a file of conversations with train.warmup_path=..."
+        )
+    if len(found) < len(prompts):
+        warn(f"train.warmup=sft: {len(found)} of {len(prompts)} problems have a solution in the field {field}")
+    return found
+
+
+def _lead(prompt: Prompt, tokenizer: Any) -> str:
+    """A space after a plain prompt that ends in a word or a colon, as the model would continue it."""
+    last = prompt.token_ids[-1]
+    text = tokenizer.decode([last])
+    return "" if last in tokenizer.all_special_ids or text[-1:].isspace() or text.endswith(">") else " "
+
+
+def conversations(source: str, tokenizer: Tokenizer, words: Mapping[str, Any], eos: int) -> list[Rollout]:
+    """Rows with `messages`, as chat models are tuned on, all replies of each. `words` are for the chat template.
+    UserError for anything else, and for a template that changes a reply once it is answered."""
+    if not tokenizer.chat_template:
+        raise UserError("train.warmup_path needs a chat template: use a chat model, or the task's own solutions")
+    found = []
+    for number, row in records(source, "train.warmup_path"):
+        place = where(source, number)
+        messages = row.get("messages") if isinstance(row, Mapping) else None
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise UserError(f"{place} must have messages, a list of {{role, content}} in which both are text")
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not replies or replies[0] == 0:
+            raise UserError(f"{place} needs a reply, a message of the role assistant that comes after another one")
+        try:
+            first, *parts = _parts(messages[: replies[-1] + 1], replies, tokenizer, words, eos)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
+        found.append(demonstration(Prompt(f"warmup-{number:06d}", tuple(first[1]), ""), parts))
+    if not found:
+        raise UserError(f"train.warmup_path={source} is empty: it needs a JSON object with messages on each line")
+    return found
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _parts(
+    messages: Sequence[Mapping[str, str]],
+    replies: Sequence[int],
+    tokenizer: Tokenizer,
+    words: Mapping[str, Any],
+    eos: int,
+) -> Iterator[tuple[bool, list[int]]]:
+    """What others say and the replies, in turn; the first is the prompt."""
+    before = ""
+    for i in replies:
+        text = _rendered(messages[:i], tokenizer, words)
+        if not text.startswith(before):
+            raise UserError(
+                "the chat template changes a reply once it is answered; split the conversation, one reply each"
+            )
+        said = tokenizer.encode(text[len(before) :], add_special_tokens=False)
+        yield True, said[1:] if before and said[:1] == [eos] else said
+        reply = messages[i]["content"]
+        yield False, [*tokenizer.encode(reply, add_special_tokens=False, split_special_tokens=True), eos]
+        before = text + reply
+
+
+def _rendered(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer, words: Mapping[str, Any]) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **words)
+    except Exception as error:  # of a template, which raises what its expressions raise
+        raise UserError(f"the tokenizer's chat template refused it: {error}") from error
+    return text

@@ -1,0 +1,285 @@
+"""Minutes of training until a real model answers half, and four fifths, of its samples on held-out problems rightly:
+TRL's GRPOTrainer, plain GRPO here, our recipe, and the recipe with one ingredient less at a time.
+
+    scripts/bench/time_to_accuracy.sh --model models/smollm2 --json scripts/baselines/bench_time_to_accuracy.json
+    scripts/bench/time_to_accuracy.sh --stages rates --hours 3     # which is python scripts/bench/time_to_accuracy.py
+
+Every run has the whole machine for itself. The clock counts training only, without evaluation and start-up. First each
+arm's learning rate is chosen from the same few, by a seed that is not counted (`rates`): the one that is soonest at
+four fifths, or else the most accurate in the end. Then come the seeds that count (`seeds`), in turns over the arms, and
+what each ingredient gives (`without`). A run that is in the JSON is not made again, so that --hours may spread the
+whole over several days; what is missing is printed. An accuracy is reached at the first evaluation that finds it, of
+128 problems with two samples each at temperature 1, about once a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, Check, as_json, document, engine_of, parsed, parser, settings_of
+
+from grpo_cli.evaluate import evaluate
+from grpo_cli.support.intervals import student_95
+from grpo_cli.support.memory import peak_bytes
+from grpo_cli.support.processor import flush_denormals
+
+WANTED = (0.5, 0.8)
+RATES = (1e-5, 2e-5, 4e-5)
+APART = 100  # the seed by which rates are chosen
+EXAM = {"eval.problems": 128, "eval.k": 2}
+BASE = ("model=smollm2_135m", "task=word_problems", "model.autocast=bfloat16", "train.prompts=4", "train.steps=100000")
+LEAN = ("logger=jsonl", "record.rollouts=0", "train.checkpoint_every=100000", "train.keep_checkpoints=1")
+RECIPE = {
+    "shared prefix": ("train.shared_prefix=true", "train.shared_prefix=false"),
+    "m of n": ("n=32 m=8 downsample=maxvar", "n=16 m=16"),
+    "slots": ("sampler=infinite sampler.slots=64", "sampler=full"),
+    "precision": ("model.autocast=bfloat16", "model.autocast=none"),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`words` of `grpo train`; or `n` completions of each prompt by TRL. Evaluated every so many steps."""
+
+    words: tuple[str, ...] = ()
+    trl: int = 0
+    every: int = 5
+
+
+def recipe(without: str = "") -> Arm:
+    words = (side[part == without] for part, side in RECIPE.items())
+    return Arm((*BASE, *(word for side in words for word in side.split())))
+
+
+ARMS: Mapping[str, Arm] = {
+    "TRL, n=16": Arm(trl=16),
+    "TRL, n=64": Arm(trl=64, every=2),
+    "plain GRPO": Arm((*BASE, "n=16", "train.shared_prefix=false")),
+    "recipe": recipe(),
+    **{f"without {part}": recipe(part) for part in RECIPE},
+}
+Run = dict[str, Any]  # `curve`: pairs of minutes and accuracy; `peak_bytes`
+
+
+@dataclass(frozen=True)
+class Cell:
+    stage: str
+    arm: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}, {self.rate:g}, seed {self.seed}"
+
+
+def train_ours(cell: Cell, args: argparse.Namespace, folder: Path) -> Run:
+    """`grpo train`, stopped once it is good enough, or has had its time."""
+    arm = ARMS[cell.arm]
+    words = [*arm.words, *LEAN, f"optim.lr={cell.rate}", f"seed={cell.seed}", f"model.path={args.model.resolve()}"]
+    words += [f"{key}={value}" for key, value in EXAM.items()] + [f"eval.every={arm.every}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+    command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, f"hydra.run.dir={folder}/run"]
+    with (folder / "log").open("w") as log:
+        started = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
+        metrics = folder / "run" / "metrics.jsonl"
+        try:
+            while started.poll() is None and not _is_over(_curve(metrics), args):
+                time.sleep(2)
+        finally:
+            started.send_signal(signal.SIGINT)
+            started.wait()
+    curve = _curve(metrics)
+    if not curve:
+        raise RuntimeError((folder / "log").read_text()[-2000:])
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return {"curve": curve, "peak_bytes": summary["peak_memory_bytes"]}
+
+
+def _curve(metrics: Path) -> list[tuple[float, float]]:
+    rows = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+    # the first evaluation comes before any training
+    return [(row.get("clock/train_seconds", 0.0) / 60, row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
+
+
+def _is_over(curve: Sequence[tuple[float, float]], args: argparse.Namespace) -> bool:
+    return bool(curve) and (curve[-1][1] >= max(WANTED) or curve[-1][0] >= args.minutes)
+
+
+def train_trl(cell: Cell, args: argparse.Namespace) -> Run:
+    """TRL's trainer in this process, evaluated by the same exam."""
+    import trl
+    from datasets import Dataset
+    from step import StopWatch, problems_of, reward_of
+    from transformers import TrainerCallback
+
+    from grpo_cli.model.load import eos_token_ids, load_model, load_tokenizer
+
+    arm = ARMS[cell.arm]
+    exam = [f"{key}={value}" for key, value in EXAM.items()]
+    settings = settings_of(*BASE, *exam, f"seed={cell.seed}", f"model.path={args.model.resolve()}")
+    torch.manual_seed(cell.seed)
+    model, tokenizer = load_model(settings.model, torch.device("cpu")), load_tokenizer(settings.model)
+    task, problems = problems_of(settings, tokenizer, 4 * 1000)
+    eos = eos_token_ids(model, tokenizer, settings.model.eos_tokens)
+    engine = engine_of(model, eos, "sampler=infinite", "sampler.slots=64", f"seed={cell.seed}")
+    held_out = [task.prompts("eval")[i] for i in range(settings.eval.problems)]
+    curve: list[tuple[float, float]] = []
+    clock = StopWatch()
+
+    def examine() -> None:
+        model.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            found = evaluate(engine, task, held_out, settings.sampling.at(1.0), settings.eval.k, settings.seed)
+        model.train()
+        curve.append((sum(step["seconds"] for step in clock.steps) / 60, found.metrics["eval/pass@1"]))
+        print(f"{cell.name}: {curve[-1][0]:.1f} min, {curve[-1][1]:.3f}", flush=True)
+
+    class Exams(TrainerCallback):
+        def on_step_end(self, given: Any, state: Any, control: Any, **_: Any) -> Any:
+            if state.global_step % arm.every == 0:
+                examine()
+                control.should_training_stop = _is_over(curve, args)
+            return control
+
+    words: dict[str, Any] = dict(use_cpu=True, bf16=True, dataloader_pin_memory=False, report_to="none", seed=cell.seed)
+    words |= dict(save_strategy="no", logging_strategy="no", disable_tqdm=True, per_device_train_batch_size=4 * arm.trl)
+    words |= dict(num_generations=arm.trl, temperature=1.0, max_completion_length=settings.sampling.max_new_tokens)
+    words |= dict(max_steps=1000, beta=0.0, learning_rate=cell.rate, lr_scheduler_type="constant_with_warmup")
+    words |= dict(warmup_steps=5, gradient_checkpointing=False)
+    with tempfile.TemporaryDirectory() as folder:
+        trained = dict(train_dataset=Dataset.from_list(problems.rows), processing_class=tokenizer)
+        settled = trl.GRPOConfig(**words, output_dir=folder)
+        reward = reward_of(settings, task, problems, [])
+        trl.GRPOTrainer(model, reward, args=settled, callbacks=[clock, Exams()], **trained).train()
+    return {"curve": curve, "peak_bytes": peak_bytes("cpu")}
+
+
+def reached(run: Run, wanted: float) -> float | None:
+    """Minutes until the accuracy was first found."""
+    return next((minutes for minutes, accuracy in run["curve"] if accuracy >= wanted), None)
+
+
+def best_rate(runs: Mapping[str, Run], arm: str) -> float | None:
+    """The rate of an arm once all have been tried."""
+    found = {rate: runs.get(Cell("rates", arm, rate, APART).name) for rate in RATES}
+    if not all(found.values()):
+        return None
+
+    def order(rate: float) -> tuple[float, float]:
+        run = found[rate]
+        assert run is not None
+        soonest = reached(run, max(WANTED))
+        return (float("inf") if soonest is None else soonest, -run["curve"][-1][1])
+
+    return min(RATES, key=order)
+
+
+def cells(runs: Mapping[str, Run], args: argparse.Namespace) -> Iterator[Cell]:
+    """All that is to be run, as far as rates are known. What lacks an ingredient has the recipe's."""
+    main = [arm for arm in args.arms if not arm.startswith("without")]
+    if "rates" in args.stages:
+        yield from (Cell("rates", arm, rate, APART) for rate in RATES for arm in main)
+    for seed in args.seeds:
+        for arm in args.arms:
+            stage = "without" if arm.startswith("without") else "seeds"
+            rate = args.rate or best_rate(runs, "recipe" if stage == "without" else arm)
+            if stage in args.stages and rate is not None:
+                yield Cell(stage, arm, rate, seed)
+
+
+def next_cell(runs: Mapping[str, Run], args: argparse.Namespace) -> Cell | None:
+    return next((cell for cell in cells(runs, args) if cell.name not in runs), None)
+
+
+def interval(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return ", ".join(f"{value:.2f}" for value in values)
+    half = student_95(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.2f} ± {half:.2f}"
+
+
+def told(runs: Mapping[str, Run], args: argparse.Namespace) -> list[Check]:
+    """Minutes of each arm, and how many times as soon the recipe was, seed by seed."""
+    by_arm: dict[str, dict[int, Run]] = {
+        arm: {seed: runs[name] for seed in args.seeds for name in runs if _is(name, arm, seed)} for arm in args.arms
+    }
+    for arm, found in by_arm.items():
+        for wanted in WANTED:
+            minutes = [reached(run, wanted) for run in found.values()]
+            if minutes:
+                there = [m for m in minutes if m is not None]
+                print(f"{arm}: {wanted:.0%} in {len(there)} of {len(minutes)} runs, after {interval(there)} minutes")
+        if found:
+            print(f"{arm}: peak {max(run['peak_bytes'] for run in found.values()) / 2**30:.2f} GiB")
+    checks = []
+    for arm in [arm for arm in args.arms if arm.startswith("TRL")]:
+        for seed in by_arm[arm].keys() & by_arm.get("recipe", {}).keys():
+            theirs, ours = (reached(by_arm[of][seed], max(WANTED)) for of in (arm, "recipe"))
+            if ours is not None:
+                least = args.minutes if theirs is None else theirs  # at least, where it did not get there
+                checks.append(Check(f"seed {seed}: times as soon at 80 % as {arm}", least / ours, least=4.0))
+    return checks
+
+
+def _is(name: str, arm: str, seed: int) -> bool:
+    return name.startswith(f"{arm}, ") and name.endswith(f", seed {seed}")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    made = parser(__doc__, threads=os.cpu_count())
+    made.add_argument("--model", type=Path, default=ROOT / "models" / "smollm2")
+    made.add_argument("--minutes", type=float, default=30.0, help="of training that a run has at most")
+    made.add_argument("--hours", type=float, default=float("inf"), help="after which no further run is begun")
+    made.add_argument("--stages", nargs="+", default=["rates", "seeds", "without"])
+    made.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    made.add_argument("--rate", type=float, help="learning rate of all, in place of the chosen ones")
+    made.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    args = parsed(made, words, minutes=0.01, arms=["recipe"], seeds=[0], rate=2e-5, stages=["seeds"])
+    if args.child:
+        torch.set_num_threads(args.threads)
+        flush_denormals()
+        *cell, out = args.child
+        run = train_trl(Cell(cell[0], cell[1], float(cell[2]), int(cell[3])), args)
+        Path(out).write_text(json.dumps(run))
+        return 0
+    held = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    runs: dict[str, Run] = held.get("runs", {})
+    ends = time.monotonic() + 3600 * args.hours
+    while (cell := next_cell(runs, args)) is not None and time.monotonic() < ends:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            if ARMS[cell.arm].trl:
+                own = [cell.stage, cell.arm, str(cell.rate), str(cell.seed), str(folder / "run.json")]
+                given = ["--threads", args.threads, "--minutes", args.minutes, "--model", args.model]
+                subprocess.run([sys.executable, __file__, *map(str, given), "--child", *own], check=True)
+                runs[cell.name] = json.loads((folder / "run.json").read_text())
+            else:
+                runs[cell.name] = train_ours(cell, args, folder)
+        print(f"{cell.name}: {runs[cell.name]['curve'][-1]}", flush=True)
+        if args.json:
+            args.json.write_text(as_json(document(args, "trl") | {"runs": runs}) + "\n")
+    if cell is not None:
+        print(f"not run yet, and what follows from it: {cell.name}")
+    checks = told(runs, args)
+    for check in checks:
+        print(check)
+    return int(not all(check.holds for check in checks))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

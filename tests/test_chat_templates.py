@@ -1,0 +1,307 @@
+"""Prompts by chat templates: the tokens of `transformers`' own call, variables of the template, and whole chats."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_hf import make_folder, make_tokenizer
+from typer.testing import CliRunner
+from words import task_of
+
+from grpo_cli.cli.main import app
+from grpo_cli.config.choices import shipped
+from grpo_cli.config.compose import settings_of
+from grpo_cli.runs.record import read_record, write_record
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.jsonl import Jsonl
+from grpo_cli.tasks.prompting import template_variables
+from grpo_cli.tracking.introduction import introduction
+
+# As the published ones of the presets behave, in few words.
+HEADERS = (  # Llama 3
+    "{% if not date is defined %}{% set date = 'today' %}{% endif %}<|im_start|>{{ date }}"
+    "{% for m in messages %}{% set content = m.content %}"
+    "<|im_start|>{{ m.role }}\n\n{{ content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+THINKS = (  # Qwen3
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% generation %}{{ m.content.split('</think>')[-1].strip('\n') }}{% endgeneration %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+EMPTY = "<think>\n\n</think>\n\n"
+PRESETS = {
+    "qwen2_5_0_5b": "qwen2_5",
+    "qwen2_5_1_5b": "qwen2_5",
+    "qwen2_5_3b": "qwen2_5",
+    "qwen2_5_7b": "qwen2_5",
+    "qwen3_0_6b": "qwen3",
+    "qwen3_1_7b": "qwen3",
+    "qwen3_4b": "qwen3",
+    "llama3_1_8b": "llama3_1",
+    "llama3_2_1b": "llama3_2",
+    "llama3_2_3b": "llama3_2",
+}
+CHAT = [
+    {"role": "system", "content": "Think."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"},
+    {"role": "user", "content": "and 2+2?"},
+]
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def asks(path: Path, *questions: Any, **more: Any) -> str:
+    return write(path, *({"question": question, "answer": "1", **more} for question in questions))
+
+
+def made(path: str, template: str | bool = THINKS, defaults: Any = None, **settings: Any) -> Jsonl:
+    return task_of("jsonl", make_tokenizer(chat_template=template), path=path, chat_defaults=defaults, **settings)
+
+
+def prompts(task: Jsonl) -> list[str]:
+    both = [*task.prompts("train"), *task.prompts("eval")]
+    return [task._prompting.tokenizer.decode(list(p.token_ids)) for p in sorted(both, key=lambda p: p.id.split("-")[1])]
+
+
+def published(name: str) -> str:
+    spec = find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("the published chat templates lie in the package trl (the extra bench), which is not installed")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def same_as_theirs(tmp_path: Path, template: str | bool, words: dict[str, Any], **settings: Any) -> None:
+    questions = ["What is 1?", [*CHAT[1:2]], CHAT, CHAT[:2]]
+    task = made(asks(tmp_path / "p.jsonl", *questions), template, chat_template_kwargs=words, **settings)
+    tokenizer = task._prompting.tokenizer
+    for prompt in (*task.prompts("train"), *task.prompts("eval")):
+        question = questions[int(prompt.id.split("-")[1]) - 1]
+        chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
+        theirs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **words)
+        assert list(prompt.token_ids) == theirs
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [(True, {}), (HEADERS, {}), (HEADERS, {"date": "1 May"}), (THINKS, {}), (THINKS, {"enable_thinking": False})],
+)
+def test_tokens_are_those_of_transformers_own_call(tmp_path: Path, template: str | bool, words: dict[str, Any]) -> None:
+    same_as_theirs(tmp_path, template, words)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_tokens_of_a_presets_published_template_are_those_of_transformers_own_call(preset: str, tmp_path: Path) -> None:
+    defaults = shipped("model", preset)["chat_template_kwargs"] or {}
+    template = published(PRESETS[preset])
+    assert defaults.keys() <= {*template_variables(make_tokenizer(chat_template=template))}
+    for words in (defaults, {}, {word: not value for word, value in defaults.items()}):
+        same_as_theirs(tmp_path, template, words)
+
+
+def test_the_models_word_counts_where_the_template_reads_it_and_the_task_says_nothing(tmp_path: Path) -> None:
+    path, of_model = asks(tmp_path / "p.jsonl", "a", "b"), {"enable_thinking": False}
+    assert all(text.endswith(EMPTY) for text in prompts(made(path, defaults=of_model)))
+    told = {"enable_thinking": True}
+    assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, chat_template_kwargs=told)))
+    for settings in ({"template": True}, {"use_chat_template": False}):  # reads no such word; is not used
+        assert not any(EMPTY in text for text in prompts(made(path, defaults=of_model, **settings)))
+
+
+def test_qwen3_does_not_think_unless_it_is_asked_to_and_says_so(tmp_path: Path) -> None:
+    path = asks(tmp_path / "p.jsonl", "a", "b")
+    tokenizer = make_tokenizer(chat_template=THINKS)
+
+    def said(*words: str) -> str:
+        settings = settings_of("task=jsonl", f"task.path={path}", *words)
+        return "\n".join(introduction(settings, 1, 1, torch.device("cpu"), tokenizer))
+
+    for model in ("qwen3_0_6b", "qwen3_1_7b", "qwen3_4b"):
+        assert "enable_thinking=false" in said(f"model={model}")
+    assert "enable_thinking" not in said("model=qwen3_0_6b", "+task.chat_template_kwargs={enable_thinking:true}")
+    assert "enable_thinking" not in said("model=qwen2_5_0_5b") + said(
+        "model=qwen3_0_6b", "task.use_chat_template=false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "words", "named"),
+    [
+        (THINKS, {"enable_thinkin": False}, "does not read enable_thinkin; it reads enable_thinking; did you mean"),
+        (True, {"enable_thinking": False}, "no variable of its own"),
+        (HEADERS, {"dat": "x"}, "it reads date"),
+        (THINKS, {"messages": []}, "does not read messages"),
+        (THINKS, {"tokenize": False}, "does not read tokenize"),
+        (False, {"enable_thinking": False}, "=.*leave it out"),
+    ],
+)
+def test_a_word_that_the_template_does_not_read_is_refused_with_those_it_reads(
+    tmp_path: Path, template: str | bool, words: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=f"task.chat_template_kwargs.*{named}"):
+        made(asks(tmp_path / "p.jsonl", "a", "b"), template, chat_template_kwargs=words)
+
+
+def test_templates_by_name_and_a_template_that_is_wrong(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=THINKS)
+    tokenizer.chat_template = {"default": THINKS, "tool_use": HEADERS}
+    assert template_variables(tokenizer) == ["date", "enable_thinking"]
+    with pytest.raises(UserError, match="chat template"):
+        made(asks(tmp_path / "p.jsonl", "a", "b"), "{% if %}", chat_template_kwargs={"enable_thinking": False})
+
+
+def test_the_empty_place_for_reasoning_that_a_template_drops_is_named_and_kept_by_the_setting(tmp_path: Path) -> None:
+    """With enable_thinking=false a turn is drawn behind an empty block, and earlier turns have none."""
+    path, words = asks(tmp_path / "p.jsonl", "a", "b"), {"turns": 2, "feedback": "No."}
+    with pytest.raises(UserError, match=r"</think>.*becomes.*task.keep_reasoning=true"):
+        made(path, chat_template_kwargs={"enable_thinking": False}, **words)
+    task = made(path, chat_template_kwargs={"enable_thinking": False}, keep_reasoning=True, **words)
+    prompt, turn = task.prompts("train")[0], task._prompting.tokenizer.encode("2<|im_end|>", add_special_tokens=False)
+    read = [*prompt.token_ids, *turn, *task.between([turn], ["No."])]
+    begun = f"<|im_start|>assistant\n{EMPTY}"
+    assert task._prompting.tokenizer.decode(read).endswith(
+        f"{begun}2<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n{begun}"
+    )
+
+
+def test_a_chat_of_one_question_is_that_question(tmp_path: Path) -> None:
+    """The same prompts, ids and split, so that a data set in either form is one data set."""
+    texts = [f"q{i}" for i in range(20)]
+    plain = made(asks(tmp_path / "a.jsonl", *texts))
+    chats = made(asks(tmp_path / "b.jsonl", *([{"role": "user", "content": text}] for text in texts)))
+    for split in ("train", "eval"):
+        assert list(plain.prompts(split)) == list(chats.prompts(split))
+
+
+def test_a_chat_comes_back_word_for_word_and_one_question_does_not_split_chats(tmp_path: Path) -> None:
+    others = [[{"role": "system", "content": f"Be {i}."}, CHAT[1]] for i in range(10)]
+    task = made(asks(tmp_path / "p.jsonl", CHAT, *others), True)
+    first = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHAT)
+    assert prompts(task)[0] == f"{first}<|im_start|>assistant\n"
+    assert len(task.prompts("eval")) == 1 and len({*prompts(task)}) == 11
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+
+
+@pytest.mark.parametrize(
+    ("question", "settings", "named"),
+    [
+        (CHAT, {"system_prompt": "x"}, "line 1: .*task.system_prompt=null"),
+        (CHAT, {"few_shot": 1}, "task.few_shot=0"),
+        (CHAT, {"few_shot": 1, "few_shot_path": "s.jsonl"}, "task.few_shot=0"),
+        (CHAT, {"template": False}, "a chat template"),
+        (CHAT, {"use_chat_template": False}, "a chat template"),
+        (CHAT, {"template": NO_SYSTEM}, "line 1: .*no system"),
+        (CHAT[:3], {}, "line 1: field 'question' ends with an assistant message.*end it with"),
+        ([], {}, "an empty list"),
+        (["hello"], {}, "each with a role and a content"),
+        ([{"role": "user"}], {}, "each with a role and a content"),
+        ([{"role": "user", "content": ["x"]}], {}, "each with a role and a content"),
+        ([{"role": "user", "content": "\ud800"}], {}, "half of a surrogate pair"),
+        ({"role": "user"}, {}, "or a list of messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_put_is_refused_at_once(
+    tmp_path: Path, question: Any, settings: dict[str, Any], named: str
+) -> None:
+    if "few_shot_path" in settings:
+        settings = {**settings, "few_shot_path": asks(tmp_path / "s.jsonl", "shown")}
+    with pytest.raises(UserError, match=named):
+        made(asks(tmp_path / "p.jsonl", question, "b", "c"), **settings)
+
+
+def test_a_field_of_a_field_is_read_unless_there_is_one_of_that_very_name(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_model": {"truth": i}} for i in range(3)]
+    path = write(tmp_path / "p.jsonl", *rows, {**rows[0], "reward_model.truth": 9})
+    task = made(path, question_field="prompt", answer_field="reward_model.truth", few_shot=0)
+    both = [*task.prompts("train"), *task.prompts("eval")]
+    assert [p.answer for p in sorted(both, key=lambda p: p.id.split("-")[1])] == ["0", "1", "2", "9"]
+    with pytest.raises(
+        UserError, match=r"no field 'reward_model.tru'.*found are: prompt, reward_model, reward_model.truth"
+    ):
+        made(path, question_field="prompt", answer_field="reward_model.tru")
+    with pytest.raises(UserError, match=r"no field 'prompt.x'"):
+        made(path, question_field="prompt.x", answer_field="reward_model.truth")
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    table = pytest.importorskip("pyarrow", reason="Parquet files are read with pyarrow, which is not installed")
+    from pyarrow import parquet as files
+
+    files.write_table(table.Table.from_pylist(rows), path, row_group_size=7)
+    return str(path)
+
+
+def test_a_table_gives_the_same_prompts_as_parquet_and_as_jsonl(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"q{i} é"}], "reward_model": {"ground_truth": i / 8, "style": "rule"}}
+        for i in range(40)
+    ]
+    words = {"question_field": "prompt", "answer_field": "reward_model.ground_truth"}
+    lines, table = write(tmp_path / "r.jsonl", *rows), parquet(tmp_path / "r.parquet", rows)
+    both = [made(path, few_shot=0, **words) for path in (lines, table)]
+    for split in ("train", "eval"):
+        assert list(both[0].prompts(split)) == list(both[1].prompts(split))
+    prompt = both[1].prompts("train")[0]
+    assert both[1].row_of(prompt) == rows[int(prompt.id.split("-")[1]) - 1]
+
+
+def test_a_parquet_file_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = parquet(tmp_path / "r.parquet", [{"q": "a", "answer": "1"}, {"q": "b", "answer": None}])
+    with pytest.raises(UserError, match="r.parquet, row 1 has no field 'question'.*found are: q, answer"):
+        made(table)
+    with pytest.raises(UserError, match="r.parquet, row 2: field 'answer'"):
+        made(table, question_field="q")
+    (tmp_path / "broken.parquet").write_bytes(Path(table).read_bytes()[:-9])
+    for name, reason in (("broken", "cannot be read"), ("absent", "No such file")):
+        with pytest.raises(UserError, match=f"task.path=.*{name}.parquet.*{reason}|{reason}.*Parquet"):
+            made(str(tmp_path / f"{name}.parquet"))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"grpo-cli\[hub\]"):
+        made(table)
+
+
+def test_a_run_from_before_the_setting_goes_on_and_is_evaluated_with_the_prompts_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = asks(tmp_path / "p.jsonl", *(f"q{i}" for i in range(8)))
+    folder = make_folder(tmp_path / "model", "qwen3", chat_template=THINKS)
+    run = ["model=qwen3_0_6b", f"model.path={folder}", "model.eos_tokens=[]", "task=jsonl", f"task.path={path}"]
+    run += ["n=2", "train.prompts=2", "sampling.max_new_tokens=4", "eval.every=0", "eval.problems=2", "optim.lr=1e-6"]
+    run += ["record.rollouts=-1", "model.autocast=none"]
+
+    def grpo(*words: str) -> str:
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    def shown(folder: str, name: str) -> list[bool]:
+        rows = [json.loads(line) for line in (tmp_path / folder / name).read_text().splitlines()]
+        return [EMPTY in row["prompt"] for row in rows]
+
+    assert "enable_thinking=false" in grpo("train", *run, "train.steps=1", "hydra.run.dir=new")
+    assert all(shown("new", "rollouts.jsonl"))
+    grpo("eval", "checkpoint=new", "hydra.run.dir=new_eval")
+    assert all(shown("new_eval", "samples.jsonl"))
+    record = read_record(tmp_path / "new")
+    assert record is not None
+    config = json.loads(json.dumps(record.config))
+    del config["model"]["chat_template_kwargs"], config["task"]["chat_template_kwargs"]
+    write_record(tmp_path / "new", type(record)(record.command, record.overrides, record.choices, config, {}))
+    grpo("eval", "checkpoint=new", "hydra.run.dir=old_eval")
+    assert not any(shown("old_eval", "samples.jsonl"))
+    assert "enable_thinking" not in grpo("train", "resume=new", "train.steps=2")
+    assert shown("new", "rollouts.jsonl") == [True] * 4 + [False] * 4

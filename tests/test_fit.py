@@ -1,0 +1,105 @@
+"""`fit`: what is chosen fits, costs least, leaves what is typed alone, and stays with a resumed run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import WORDS, rows
+from typer.testing import CliRunner
+
+from grpo_cli.cli import main as cli
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
+from grpo_cli.profile import fit
+from grpo_cli.support.errors import UserError
+
+RUN = (*WORDS, "n=16")
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def plan(room: int, *words: str, typed: frozenset[str] = frozenset()) -> fit.Fitted:
+    return fit.planned(prepare(settings_of(*RUN, *words, "fit=auto")), CPU, room, typed, other=0)
+
+
+def grpo(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, ["train", *words], prog_name="grpo")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_nothing_is_chosen_where_there_is_room_and_less_room_is_never_given_more() -> None:
+    whole = plan(2**40)
+    assert whole.choices == () and whole.peak == whole.before
+    peaks = [whole.peak]
+    for share in (0.9, 0.7, 0.5):
+        room = int(share * whole.peak)
+        found = plan(room)
+        assert found.choices and found.peak <= room and found.before == pytest.approx(whole.peak, rel=1e-3)
+        peaks.append(found.peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_what_is_typed_is_not_chosen_even_if_nothing_fits_so() -> None:
+    whole = plan(2**40)
+    room = int(0.7 * whole.peak)
+    (key, *_) = plan(room).values
+    with_it_typed = plan(room, typed=frozenset({key}))
+    assert key not in with_it_typed.values and with_it_typed.peak <= room
+    everything = frozenset({fit.TOKENS, fit.CHUNK, fit.RECOMPUTE, fit.SLOTS})
+    with pytest.raises(UserError) as refused:
+        plan(room, typed=everything)
+    assert fit.TOKENS in str(refused.value) and "leave them out" in str(refused.value)
+
+
+def test_a_refusal_says_the_least_that_would_do_and_that_does() -> None:
+    with pytest.raises(UserError) as refused:
+        plan(MIB)
+    least = int(str(refused.value).split("give fit=")[1].split("MiB")[0]) * MIB
+    room = min(int(fit.MARGIN * least), least - fit.BESIDE)
+    assert plan(room).peak <= room
+    with pytest.raises(UserError):
+        plan(room - 2 * MIB)
+
+
+@pytest.mark.parametrize(("asked", "way_out"), [("0", "auto"), ("0GB", "auto"), ("1PB", "auto"), ("much", "2GB")])
+def test_bad_sizes_are_refused(asked: str, way_out: str) -> None:
+    settings = replace(settings_of(*RUN), fit=asked)
+    with pytest.raises(UserError) as refused:
+        fit.room_of(settings, CPU, 0, lambda line: None)
+    assert f"fit={asked}" in str(refused.value) and way_out in str(refused.value)
+
+
+def test_a_control_group_with_less_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "free_bytes", lambda device: 100 * MIB)
+    monkeypatch.setattr(fit, "resident_bytes", lambda: 300 * MIB)
+    said: list[str] = []
+    assert fit.room_of(replace(settings_of(*RUN), fit="1GB"), CPU, 0, said.append) == 400 * MIB - fit.BESIDE
+    assert "fit=1GB" in said[0] and "400.0 MiB" in said[0]
+    assert fit.room_of(replace(settings_of(*RUN), fit="auto"), CPU, 0, said.append) == int(fit.SHARE * 400 * MIB)
+
+
+def test_a_resumed_run_goes_on_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fit, "process_alone", lambda device: 0)
+    monkeypatch.setattr(fit, "room_of", lambda *given: int(0.7 * whole.peak))
+    whole = plan(2**40)
+    chosen = plan(int(0.7 * whole.peak)).values
+    begun = grpo(*RUN, "train.steps=2", "fit=auto", "hydra.run.dir=fitted")
+    record = json.loads(Path("fitted/run.json").read_text())
+    for key, value in chosen.items():
+        group, name = key.split(".")
+        assert record["config"][group][name] == value and f"{key}={value}".lower() in begun.stderr.lower()
+        assert not any(word.startswith(key) for word in record["overrides"])
+    monkeypatch.setattr(fit, "planned", lambda *given: pytest.fail("a resumed run was planned again"))
+    grpo("resume=fitted", "train.steps=4")
+    assert not list(Path("fitted").glob("resumed_*.json")) or "micro_batch" not in begun.stdout
+    typed = [f"{key}={str(value).lower()}" for key, value in chosen.items()]
+    sampler = ["sampler=infinite"] if fit.SLOTS in chosen else []
+    grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
+    assert rows(Path("fitted")) == rows(Path("whole"))

@@ -1,0 +1,300 @@
+"""`engine=generate`: models of families that nothing else here knows, by transformers' own `generate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from families import CONFIGS, foreign_folder, foreign_model
+from made import micro
+from safetensors.torch import load_file
+from small import EOS, contents, make_engine, one_and_the_rest, small_model, some_requests
+from talk import Talk
+from test_turns import played, said
+from torch import Tensor
+from transformers import GenerationConfig
+
+from grpo_cli.collect.resuming import begun, joined, rest_of
+from grpo_cli.config.check import check
+from grpo_cli.config.compose import settings_of
+from grpo_cli.engine.generate.engine import GenerateEngine
+from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.order.predict import NoPredictor
+from grpo_cli.engine.order.schedule import Fifo, Lpt
+from grpo_cli.experiment import build
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.model.load import load_model
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import WallMeter
+from grpo_cli.types import Finish, Rollout
+
+FAMILIES = [family for family in CONFIGS if family != "bert"]
+CPU = torch.device("cpu")
+
+
+def generating(model: Any, said: list[str] | None = None, **parts: Any) -> GenerateEngine:
+    defaults = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense(), sampler=made.full(), pad_token_id=0)
+    warn = (lambda line: None) if said is None else said.append
+    return GenerateEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts), warn=warn)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Tokens and ends are equal, log-probabilities to rounding."""
+    one, other = contents(found), contents(expected)
+    assert {name: said[::2] for name, said in one.items()} == {name: said[::2] for name, said in other.items()}
+    return all(said[1] == pytest.approx(other[name][1], abs=1e-5) for name, said in one.items())
+
+
+@torch.no_grad()
+def of_a_full_pass(model: Any, rollout: Rollout) -> Tensor:
+    prompt, made = list(rollout.request.prompt.token_ids), torch.tensor(rollout.token_ids)
+    logits = model(torch.tensor([prompt + made.tolist()])).logits[0, len(prompt) - 1 : -1]
+    return (logits / rollout.request.sampling.temperature).log_softmax(-1).gather(1, made[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_a_full_pass(family: str) -> None:
+    """Of prompts of several lengths, and whatever the model's own generation config would do to its logits."""
+    model = foreign_model(family)
+    model.generation_config = GenerationConfig(
+        repetition_penalty=3.0, suppress_tokens=[*range(5, 60)], top_k=3, do_sample=True
+    )
+    requests = [*some_requests(3, 3, temperature=0.7, tokens=20), *some_requests(2, 2, seed=1, tokens=12)]
+    rollouts = list(generating(model).generate(requests))
+    assert len({len(one.request.prompt.token_ids) for one in rollouts}) >= 3
+    assert any(set(one.token_ids) & set(range(5, 60)) for one in rollouts)
+    for one in rollouts:
+        torch.testing.assert_close(torch.tensor(one.sampler_logprobs), of_a_full_pass(model, one), rtol=0, atol=1e-5)
+    assert model.generation_config.top_k == 3, "what a checkpoint saves is as it was"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learner_sees_the_whole_model_and_no_padding(family: str) -> None:
+    """Log-probabilities and gradients of right-padded rows, in train mode, against the plain model row by row."""
+    model = foreign_model(family)
+    ids = torch.randint(2, 258, (3, 14), generator=torch.Generator().manual_seed(1))
+    lengths, mask = (14, 9, 6), torch.zeros(3, 14, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, 3:length] = True
+    signs = torch.linspace(-1, 1, 14)
+    found = token_logprobs(model, ids, mask, 0.8, chunk=5)
+    (found * signs).sum().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    for row, length in enumerate(lengths):
+        logs = (model(ids[row : row + 1, :length]).logits[0] / 0.8).log_softmax(-1)
+        expected = logs[2 : length - 1].gather(1, ids[row, 3:length, None])[:, 0]
+        torch.testing.assert_close(found[row, 3:length], expected, rtol=0, atol=1e-5)
+        (expected * signs[3:length]).sum().backward()
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_model_that_torch_serves_says_the_same_by_both() -> None:
+    model, requests = small_model(), some_requests(3, 4)
+    assert same(generating(model).generate(requests), make_engine(model).generate(requests))
+    truncated = [replace(one, sampling=replace(one.sampling, top_p=0.7, top_k=9)) for one in requests]
+    assert same(generating(model).generate(truncated), make_engine(model).generate(truncated))
+    greedy = some_requests(3, 1, temperature=0.0)
+    assert same(generating(model).generate(greedy), make_engine(model).generate(greedy))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "recurrent_gemma"])
+def test_rounds_change_no_token(family: str) -> None:
+    model, requests = foreign_model(family), some_requests(3, 4, tokens=16)
+    expected = list(generating(model).generate(requests))
+    longest_first = generating(model, sampler=micro(slots=5), scheduler=Lpt(), predictor=made.mean_length())
+    for engine in (generating(model, sampler=micro(slots=1)), longest_first):
+        assert same(engine.generate(requests), expected)
+        stats = engine.stats()
+        assert stats.generated_tokens == sum(map(len, expected))
+    assert stats.slots == 5 and 0 < stats.slot_utilisation <= 1 and stats.kv_peak_bytes > 0
+
+
+def test_each_step_opens_a_span_by_which_a_worker_shows_that_it_goes_on() -> None:
+    opened = list[tuple[str, ...]]()
+    engine = generating(small_model(), eos_token_ids=(-1,), meter=WallMeter(on_phase=opened.append))
+    list(engine.generate(some_requests(1, 1, tokens=10)))
+    assert opened.count(("decode", "decode")) == 10
+
+
+def test_a_cache_is_counted_as_large_as_it_is() -> None:
+    """Two layers of 2 heads of 8 numbers, keys and values, of every position but the last drawn."""
+    model, (request, *_) = small_model(), some_requests(1, 1, tokens=10)
+    engine = generating(model, eos_token_ids=(-1,))
+    list(engine.generate([request]))
+    assert engine.stats().kv_peak_bytes == 2 * 2 * 2 * 8 * 4 * (len(request.prompt.token_ids) + 9)
+
+
+def test_stop_strings_end_a_reply_as_they_do_elsewhere() -> None:
+    model, decode = small_model(), lambda ids: "".join(chr(97 + one) for one in ids)
+    requests = some_requests(3, 4, stop=("f", "kk"))
+    found = list(generating(model, decode=decode).generate(requests))
+    assert same(found, make_engine(model, decode=decode).generate(requests))
+    assert Finish.STOP in {one.finish for one in found}
+
+
+def test_what_is_stopped_goes_on_where_it_was() -> None:
+    model, requests = foreign_model("phi"), some_requests(2, 4, tokens=24)
+    engine = generating(model, sampler=micro(slots=5))
+    done, left = list[Rollout](), [begun(request) for request in requests]
+    while left:
+        wanted = iter([False] * (len(left) // 3) + [True])
+        asked = [rest_of(one) for one in left]
+        rests = list(engine.generate(asked, lambda _, wanted=wanted: next(wanted)))
+        of = {(request.prompt.id, request.sample): one for request, one in zip(asked, left, strict=True)}
+        parts = [joined(of[rest.request.prompt.id, rest.request.sample], rest, 0) for rest in rests]
+        assert len(parts) == len(left)
+        done += [one for one in parts if one.finish is not Finish.PARTIAL]
+        left = [one for one in parts if one.finish is Finish.PARTIAL]
+    assert same(done, generating(model).generate(requests))
+
+
+def test_episodes_have_the_turns_that_they_have_elsewhere() -> None:
+    model = small_model()
+    assert said(played(generating(model), Talk())) == said(played(make_engine(model), Talk()))
+
+
+def test_out_of_memory_the_rest_is_made_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, requests, lines = foreign_model("opt"), some_requests(3, 4, tokens=8), list[str]()
+    expected = list(generating(model).generate(requests))
+    own = model.forward
+
+    def small(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[0] > 3:
+            raise torch.OutOfMemoryError
+        return own(*args, **kwargs)
+
+    halving, failing = (generating(model, lines, sampler=made.full(on_oom=word)) for word in ("halve", "fail"))
+    monkeypatch.setattr(model, "forward", small)
+    assert same(halving.generate(requests), expected)
+    assert [line for line in lines if "on_oom" in line and "3 slots" in line]
+    with pytest.raises(torch.OutOfMemoryError):
+        list(failing.generate(requests))
+
+
+def test_it_says_once_that_it_is_slow_and_what_is_not() -> None:
+    lines = list[str]()
+    engine = generating(foreign_model("recurrent_gemma"), lines)
+    list(engine.generate(some_requests(2, 1, tokens=2)))
+    assert len(lines) == 1 and "slow" in lines[0] and "Qwen3ForCausalLM" in lines[0] and "one length" in lines[0]
+    generating(small_model(), lines)
+    assert "this model among them" in lines[1]
+
+
+def test_an_encoder_is_refused() -> None:
+    with pytest.raises(UserError, match="BertLMHeadModel is not a causal model"):
+        generating(foreign_model("bert"))
+
+
+def test_a_model_that_is_more_than_its_halves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = foreign_model("phi")
+    own = type(model).forward
+
+    def shifted(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        found = own(self, input_ids=input_ids, **kwargs)
+        found.logits = found.logits * (2.0 if input_ids.shape[1] else 1.0)
+        return found
+
+    monkeypatch.setattr(type(model), "forward", shifted)
+    with pytest.raises(UserError, match="updates would be of another model"):
+        generating(model)
+
+
+def test_a_cache_that_forgets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = foreign_model("phi")
+    own = type(model).prepare_inputs_for_generation
+
+    def without(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        return own(self, input_ids, **kwargs) | {"position_ids": torch.zeros_like(input_ids[:, -1:])}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without)
+    with pytest.raises(UserError, match="another distribution"):
+        generating(model)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["sparsity=snapkv", "correction=sparse_rl"], "sparsity=snapkv is not supported by engine=generate"),
+        (["sampler=infinite"], "sampler=infinite refills slots"),
+        (["sampler=micro", "sampler.kv_budget=1GB"], "sampler.kv_budget=1GB is not supported"),
+        (["scheduler=lpt"], "predictor=mean or oracle"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_a_model_is_read(words: list[str], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        check(settings_of("engine=generate", "logger=jsonl", "run_dir=x", *words))
+
+
+def run_of(folder: Path, model: Path, *words: str) -> Any:
+    short = (
+        "n=4",
+        "m=2",
+        "train.prompts=3",
+        "train.steps=2",
+        "sampling.max_new_tokens=8",
+        "eval.problems=4",
+        "eval.k=1",
+    )
+    rows = folder.with_suffix(".jsonl")
+    rows.write_text("".join(json.dumps({"question": f"{i} " * (1 + i % 3), "answer": "x"}) + "\n" for i in range(20)))
+    short += ("task=jsonl", f"task.path={rows}", "task.reward=families:letters", "model.autocast=none", "seed=1")
+    common = ("model=hf", f"model.path={model}", "engine=generate", "logger=jsonl", "optim.lr=1e-3", *short)
+    return build(settings_of(*common, f"run_dir={folder}", "train.checkpoint_every=1", *words))
+
+
+def test_without_a_tokenizer_or_with_another_engine_the_way_out_is_named(tmp_path: Path) -> None:
+    folder = foreign_folder(tmp_path / "model", "opt")
+    with pytest.raises(UserError, match="OPTForCausalLM is not supported.*engine=generate"):
+        run_of(tmp_path / "run", folder, "engine=torch")
+    with pytest.raises(UserError, match="padding_free.*OPTForCausalLM"):
+        run_of(tmp_path / "run", folder, "train.padding_free=true")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5", "architectures": ["T5Model"]}))
+    with pytest.raises(UserError, match="T5Model .* is no causal language model"):
+        run_of(tmp_path / "run", folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer"):
+        run_of(tmp_path / "run", folder)
+
+
+def test_no_family_keeps_a_dropout_of_its_own(tmp_path: Path) -> None:
+    for family in ("opt", "gpt_neox", "phi"):
+        model = load_model(made.model(str(foreign_folder(tmp_path / family, family))), CPU, any_family=True).train()
+        ids = torch.arange(2, 40)[None]
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+RUNS = [
+    ("jamba", ("correction=tis", "loss.kl_coef=0.04", "model.gradient_checkpointing=true")),
+    ("gpt_neox", ("model.lora.rank=2", "model.lora.targets=[query_key_value]", "loss.kl_coef=0.04")),
+    ("gemma2", ("collector=partial", "correction=tis", "sampler=micro", "sampler.slots=5", "replay=fifo")),
+    ("mamba", ("train.epochs=2", "downsample=random")),
+]
+
+
+@pytest.mark.parametrize(("family", "words"), one_and_the_rest(RUNS, RUNS[0]))
+def test_a_resumed_run_equals_one_left_alone(family: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = foreign_folder(tmp_path / "model", family)
+    run_of(tmp_path / "alone", folder, *words).fit()
+    run_of(tmp_path / "cut", folder, *words, "train.steps=1").fit()
+    summary = run_of(tmp_path / "cut", folder, *words, f"resume={tmp_path / 'cut'}").fit()
+    assert summary["updates"] >= 2 and summary["engine"]["invariant"] is False
+    name = "adapter_model.safetensors" if "model.lora.rank=2" in words else "model.safetensors"
+    first, alone, again = (
+        load_file(tmp_path / run / "checkpoints" / step / name)
+        for run, step in (("alone", "step_000001"), ("alone", "step_000002"), ("cut", "step_000002"))
+    )
+    assert all(torch.equal(alone[key], again[key]) for key in alone) and alone.keys() == again.keys()
+    assert not all(torch.equal(alone[key], first[key]) for key in alone), "it learns"
+    rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    ratios = [value for row in rows for name, value in row.items() if name.endswith("/ratio_min")]
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4), "the sampler is the policy"

@@ -1,0 +1,271 @@
+"""Settings that save memory: Muon, an optimizer whose state is away during rollouts, DoRA and rsLoRA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made
+import pytest
+import torch
+from small import make_engine, small_model, some_requests
+from test_adapters import logits, moved, settings
+from test_train import make_trainer, newest, records_of, settings_for, timeless
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grpo_cli.config.check import check
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
+from grpo_cli.learner import learner
+from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, state_bytes
+from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.anatomy import ends
+from grpo_cli.model.load import load_model, load_tokenizer, save_pretrained
+from grpo_cli.model.merge import merge
+from grpo_cli.profile.estimate import OPTIMIZER
+from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
+from grpo_cli.settings import RunSettings
+from grpo_cli.support.errors import UserError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def optim(**words: Any) -> Any:
+    return made.optim(**{"lr": 1e-2, "warmup_steps": 0, "weight_decay": 0.1, **words})
+
+
+def with_gradients(weights: list[Tensor], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    return weights
+
+
+def run_for(folder: Path, *, steps: int = 4, **words: Any) -> RunSettings:
+    return replace(settings_for(folder, steps=steps), optim=optim(**words))
+
+
+# Muon
+
+
+def test_muon_moves_hidden_matrices_and_adamw_the_rest() -> None:
+    model, alone = small_model(), small_model()
+    apart = ends(model)
+    names = [name for name, weight in model.named_parameters() if any(weight is one for one in apart)]
+    assert names and all("embed_tokens" in name or "lm_head" in name for name in names)
+    weights, others = [*model.parameters()], [*alone.parameters()]
+    hidden = [weight.dim() == 2 and not any(weight is one for one in apart) for weight in weights]
+    assert 0 < sum(hidden) < len(weights)
+    ours = make_optimizer(weights, optim(name="muon"), apart)
+    matrices = [weight for weight, is_hidden in zip(others, hidden, strict=True) if is_hidden]
+    rest = [weight for weight, is_hidden in zip(others, hidden, strict=True) if not is_hidden]
+    muon = torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = make_optimizer(rest, optim())
+    for step in range(3):
+        with_gradients(weights, step)
+        with_gradients(others, step)
+        ours.step(), muon.step(), adamw.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    held = sum(value.nbytes for state in ours.state.values() for value in state.values())
+    assert held == state_bytes(weights, optim(name="muon"), CPU, apart) < state_bytes(weights, optim(), CPU, apart)
+
+
+def test_an_update_of_muon_is_orthogonal_and_as_large_as_one_of_adamw() -> None:
+    """Of a square matrix all singular values are about alike, and the mean square is about (0.2 lr)^2."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = make_optimizer(with_gradients([weight], 0), optim(name="muon", weight_decay=0.0))
+    optimizer.step()
+    values = torch.linalg.svdvals(weight.detach())
+    assert values.max() / values.median() < 2
+    assert weight.detach().square().mean().sqrt() == pytest.approx(0.2 * 1e-2, rel=0.3)
+
+
+def test_a_run_with_muon_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    whole = records_of(run_for(tmp_path / "whole", name="muon"))
+    records_of(run_for(tmp_path / "parts", name="muon", steps=2))
+    rest = run_for(tmp_path / "parts", name="muon")
+    again = records_of(rest, checkpoint=newest(tmp_path / "parts"))
+    assert [timeless(record) for record in again] == [timeless(record) for record in whole[-len(again) :]]
+    assert len(again) == 2
+    with pytest.raises(UserError, match="optim.name=muon"):
+        make_trainer(run_for(tmp_path / "parts"), checkpoint=newest(tmp_path / "parts"))
+
+
+def test_muon_does_not_take_the_state_of_adamw() -> None:
+    weights = with_gradients([nn.Parameter(torch.ones(4, 4))], 0)
+    adamw = make_optimizer(weights, optim())
+    adamw.step()
+    with pytest.raises(UserError, match="optim.name=adamw"):
+        load_state(make_optimizer(weights, optim(name="muon")), adamw.state_dict())
+
+
+# The optimizer's state away during rollouts
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_whose_state_is_parked_is_the_same_to_the_bit(tmp_path: Path, name: str) -> None:
+    plain, parked = (records_of(run_for(tmp_path / str(park), name=name, park=park)) for park in (False, True))
+    assert [timeless(record) for record in plain] == [timeless(record) for record in parked]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_on_a_gpu_all_of_it_goes_to_the_host_and_comes_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors: devices and shapes. What is pinned is asked for, and a fake GPU has none to pin."""
+    pinned = list[bool]()
+    plain = torch.empty_like
+
+    def empty_like(value: Tensor, *, device: str, pin_memory: bool) -> Tensor:
+        pinned.append(pin_memory)
+        return plain(value, device=device)
+
+    with FakeTensorMode():
+        weights = [torch.zeros(8, 8, device=GPU, requires_grad=True), torch.zeros(8, device=GPU, requires_grad=True)]
+        optimizer = make_optimizer(weights, optim(name=name))
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+        def places() -> set[str]:
+            return {value.device.type for state in optimizer.state.values() for value in state.values()}
+
+        shapes = [(key, value.shape) for state in optimizer.state.values() for key, value in state.items()]
+        assert places() == {"cuda"}
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        move_state(optimizer, to_host=True)
+        assert places() == {"cpu"} and pinned == [True] * len(shapes)
+        move_state(optimizer, to_host=True)
+        assert len(pinned) == len(shapes), "what is there stays there"
+        move_state(optimizer, to_host=False)
+        assert places() == {"cuda"}
+        assert shapes == [(key, value.shape) for state in optimizer.state.values() for key, value in state.items()]
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the host that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_what_comes_back_has_the_bits_that_went() -> None:
+    weights = with_gradients([nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))], 0)
+    optimizer = make_optimizer(weights, optim())
+    optimizer.step()
+    before = {id(w): {key: value.clone() for key, value in s.items()} for w, s in optimizer.state.items()}
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].as_subclass(Elsewhere)
+    plain, made_up = torch.empty_like, list[Tensor]()
+
+    def empty_like(value: Tensor, **words: Any) -> Tensor:
+        made_up.append(plain(value.as_subclass(Tensor)))
+        return made_up[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "empty_like", empty_like)
+        move_state(optimizer, to_host=True)
+    assert len(made_up) == 2
+    for weight, state in optimizer.state.items():
+        assert all(torch.equal(value, before[id(weight)][key]) for key, value in state.items())
+
+
+def test_each_step_of_a_run_begins_with_its_state_parked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[bool]()
+    move = learner.move_state
+
+    def spied(optimizer: object, to_host: bool) -> None:
+        moved.append(to_host)
+        move(optimizer, to_host=to_host)
+
+    monkeypatch.setattr(learner, "move_state", spied)
+    records_of(run_for(tmp_path / "plain", name="adamw", park=False))
+    assert True not in moved
+    records_of(run_for(tmp_path / "parked", name="adamw", park=True))
+    assert moved.count(True) >= 2
+
+
+def test_a_parked_state_is_planned_to_take_nothing_during_rollouts() -> None:
+    def planned(*words: str) -> Any:
+        run = prepare(settings_of("device=cpu", *words), say=lambda line: None)
+        shapes = shapes_of(run.settings.model, run.device)
+        _, step = step_of(run, dropout=False)
+        return estimator_of(run.settings, shapes, GPU, 0).predict(step).phases
+
+    plain, parked, muon = planned(), planned("optim.park=true"), planned("optim.name=muon")
+    state = plain["decode"][OPTIMIZER]
+    assert state > 0 and parked["decode"][OPTIMIZER] == parked["prefill"][OPTIMIZER] == parked["eval"][OPTIMIZER] == 0
+    assert parked["backward"] == plain["backward"] and parked["optimizer"] == plain["optimizer"]
+    assert state / 2 < muon["decode"][OPTIMIZER] < state
+
+
+# Kinds of adapters
+
+
+KINDS = [{"dora": True}, {"rslora": True}, {"dora": True, "rslora": True}]
+
+
+def adapted(**kinds: bool) -> Any:
+    return moved(with_adapters(small_model(), settings(lora=made.lora(rank=4, alpha=8.0, **kinds)))).eval()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kinds))
+def test_rollouts_are_drawn_from_what_the_learner_has(kinds: dict[str, bool], packed: bool) -> None:
+    model = adapted(**kinds)
+    for rollout in make_engine(model, packed_weights=packed).generate(some_requests(prompts=2, n=2)):
+        start = len(rollout.request.prompt.token_ids)
+        row = torch.tensor([[*rollout.request.prompt.token_ids, *rollout.token_ids]])
+        with torch.no_grad():
+            said = model(input_ids=row).logits.log_softmax(-1)[0, start - 1 : -1]
+        expected = said.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.sampler_logprobs), expected, atol=2e-5, rtol=0)
+
+
+def test_they_are_what_their_papers_say() -> None:
+    """rsLoRA: alpha / sqrt(rank) = 8 / 2, not 8 / 4. DoRA: a row's length is trained, W' = m (W + BA) / |W + BA|."""
+    names = "base_model.model.model.layers.0.self_attn.q_proj"
+    scale = {kind: adapted(**{kind: True}).get_submodule(names).scaling["default"] for kind in ("dora", "rslora")}
+    assert scale == {"dora": 2.0, "rslora": 4.0}
+    layer = adapted(dora=True).get_submodule(names)
+    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    length = layer.lora_magnitude_vector["default"].weight
+    assert length.requires_grad
+    whole = layer.base_layer.weight + 2.0 * up @ down
+    whole = length[:, None] * whole / whole.norm(dim=1, keepdim=True)
+    x = torch.randn(3, whole.shape[1], generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.linear(x, whole, layer.base_layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kinds))
+def test_what_is_saved_is_read_and_merged_as_it_was(tmp_path: Path, kinds: dict[str, bool]) -> None:
+    lora = made.lora(rank=4, alpha=8.0, **kinds)
+    model = moved(load_model(settings(lora=lora), CPU)).eval()
+    found = logits(model)
+    saved = tmp_path / "saved"
+    save_pretrained(model, load_tokenizer(made.model("tiny")), saved, with_base=True)
+    again = load_model(settings(adapter=str(saved), lora=lora), CPU).eval()
+    torch.testing.assert_close(logits(again), found)
+    merge(saved, tmp_path / "merged", None, "float32")
+    merged = logits(load_model(made.model(str(tmp_path / "merged")), CPU).eval())
+    torch.testing.assert_close(merged, found, atol=1e-4, rtol=0)
+    for other in {"dora", "rslora"} - kinds.keys():
+        with pytest.raises(UserError, match=f"model.lora.{other}=true"):
+            load_model(settings(adapter=str(saved), lora=replace(lora, **{other: True})), CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("optim.name=muon optim.offload=true", "optim.park=true"),
+        ("optim.park=true optim.offload=true", "optim.offload=true"),
+        ("optim.park=true optim.name=adamw8bit", "optim.name=adamw8bit"),
+        ("model.lora.dora=true", "model.lora.rank=16"),
+        ("model.lora.rslora=true", "model.lora.rank=16"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(words: str, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check(settings_of(*words.split()))
+    (line,) = refused.value.problems
+    assert said in line

@@ -1,0 +1,288 @@
+"""`task.reward=judge`: a model's scores, whatever the server does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judging import Server, said, serving
+
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.trust import not_taken
+from grpo_cli.experiment import build
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks import model_judge
+from grpo_cli.tasks.judges import Completion
+from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
+from grpo_cli.tasks.rows import Problem
+
+REPLY = re.compile(r"<reply[^>]*>\n(.*?)\n</reply>", re.S)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_judge, "BACK_OFF", 0.0)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving(by_length) as found:
+        yield found
+
+
+def by_length(question: str) -> str:
+    """A tenth for each letter of a reply."""
+    scores = [min(len(reply), 10) / 10 for reply in REPLY.findall(question)]
+    return json.dumps({"scores": scores} if "scores" in question else {"score": scores[0]})
+
+
+def judge_of(server: Server, run_dir: Path | None = None, lines: list[str] | None = None, **changed: Any) -> ModelJudge:
+    words: dict[str, Any] = dict(
+        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, key=None
+    )
+    settings = JudgeSettings(**{"base_url": server.url, "model": "judge"} | words | changed)
+    return ModelJudge(settings, run_dir, ([] if lines is None else lines).append)
+
+
+def completions(*replies: str, line: int = 1) -> list[Completion]:
+    problem = Problem(line, f"rows, line {line}", f"question {line}", "gold")
+    return [Completion(f"sample {i}", text, (text,), "gold", True, 3, problem) for i, text in enumerate(replies)]
+
+
+def scores(judge: ModelJudge, asked: Sequence[Completion]) -> list[float | None]:
+    return [parts.get("score") for parts in judge(asked)]
+
+
+def test_each_reply_or_all_of_a_group_are_asked_about(server: Server) -> None:
+    asked = [*completions("a", "bbbb"), *completions("cc", line=2)]
+    assert scores(judge_of(server), asked) == [0.1, 0.4, 0.2]
+    assert len(server.questions) == 3 and "question 1" in server.questions[0] and "gold" in server.questions[0]
+    server.questions.clear()
+    assert scores(judge_of(server, of="group"), asked) == [0.1, 0.4, 0.2]
+    assert sorted(len(REPLY.findall(question)) for question in server.questions) == [1, 2]
+
+
+def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Path) -> None:
+    first = judge_of(server, tmp_path)
+    assert scores(first, completions("a", "a", "bb")) == [0.1, 0.1, 0.2]
+    assert len(server.questions) == 2, "equal questions are one"
+    with (tmp_path / "judgements.jsonl").open("a") as file:
+        file.write('{"question": "torn')
+    again = judge_of(server, tmp_path)
+    server.answer = lambda question: '{"score": 1.0}'
+    assert scores(again, completions("a", "bb", "new")) == [0.1, 0.2, 1.0]
+    assert again.counted() == {"judge/questions": 1, "judge/kept": 2, "judge/retries": 0, "judge/failed": 0}
+    assert again.counted()["judge/questions"] == 0
+    other = judge_of(server, tmp_path, model="another")
+    assert scores(other, completions("a")) == [1.0], "another model may say something else"
+    assert scores(judge_of(server, tmp_path), completions("new")) == [1.0], "a torn line spoils none after it"
+
+
+BAD = {
+    "prose": "I would give it a 0.9.",
+    "JSON in prose": 'The reply says {"score": 1.0}.',
+    "HTML": (200, "<html><body>welcome</body></html>"),
+    "no choice": (200, '{"choices": []}'),
+    "an array": (200, "[1]"),
+    "a billion": '{"score": 1000000000.0}',
+    "NaN": '{"score": NaN}',
+    "Infinity": '{"score": -Infinity}',
+    "endless": '{"score": 1e999}',
+    "below": '{"score": -0.001}',
+    "true": '{"score": true}',
+    "text": '{"score": "0.5"}',
+    "null": '{"score": null}',
+    "another word": '{"points": 0.5}',
+    "a number": "0.5",
+    "digits": '{"score": ' + 5000 * "1" + "}",
+    "deep": 9000 * "[",
+    "empty": "",
+    "nothing": (200, ""),
+    "content of another kind": (200, said([{"type": "text"}])),
+    "cut off": (200, said('{"score": 0.5}', "length")),
+    "bad request": (400, "no"),
+    "not found": (404, "no"),
+}
+
+
+@pytest.mark.parametrize("answer", BAD.values(), ids=BAD)
+def test_an_answer_that_is_no_score_is_none(server: Server, answer: Any, tmp_path: Path) -> None:
+    """Said once with its reason, never tried again, since it would be the same; the others' scores stand."""
+    server.answer = lambda question: answer if "<reply>\nbad" in question else by_length(question)
+    lines = list[str]()
+    judge = judge_of(server, tmp_path, lines)
+    assert scores(judge, completions("aa", "bad", "a")) == [0.2, None, 0.1]
+    assert judge.counted() == {"judge/questions": 3, "judge/kept": 0, "judge/retries": 0, "judge/failed": 1}
+    assert len(lines) == 1 and "1 of 3 questions" in lines[0] and "\n" not in lines[0] and len(lines[0]) < 400
+    server.answer = by_length
+    assert scores(judge_of(server, tmp_path), completions("bad")) == [0.3], "a failure is not kept"
+
+
+@pytest.mark.parametrize("found", [[], [0.5], [0.1, 0.2, 0.3], "0.5", [0.5, None], {"1": 0.5}, [[0.5], [0.5]]])
+def test_scores_that_are_not_one_for_each_leave_their_group_out(server: Server, found: Any) -> None:
+    server.answer = lambda question: json.dumps({"scores": found}) if "question 1" in question else by_length(question)
+    lines = list[str]()
+    asked = [*completions("a", "bb"), *completions("c", line=2)]
+    assert scores(judge_of(server, None, lines, of="group"), asked) == [None, None, 0.1]
+    assert "their groups are not trained on" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "content", ['```json\n{"score": 0.5}\n```', '<think>\n{"score": 1}\n</think>\n\n{"score": 0.5}']
+)
+def test_a_fence_and_a_thought_around_it_are_no_harm(server: Server, content: str) -> None:
+    server.answer = lambda question: content
+    assert scores(judge_of(server), completions("a")) == [0.5]
+
+
+def test_a_server_that_fails_for_a_while_is_asked_again(server: Server) -> None:
+    left = iter([(503, "busy"), (429, "slowly"), '{"score": 0.5}'])
+    server.answer = lambda question: next(left)
+    judge = judge_of(server)
+    assert scores(judge, completions("a")) == [0.5]
+    assert judge.counted()["judge/retries"] == 2
+    server.answer = lambda question: (500, "\x1b[31mbroken")
+    lines = list[str]()
+    judge = judge_of(server, None, lines)
+    assert scores(judge, completions("a")) == [None]
+    assert judge.counted()["judge/retries"] == 2 and judge.counted()["judge/failed"] == 0
+    assert "status 500" in lines[0] and "\x1b" not in lines[0]
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(server: Server) -> None:
+    server.answer = lambda question: None if "<reply>\nbad" in question else by_length(question)
+    lines = list[str]()
+    assert scores(judge_of(server, None, lines, timeout=0.3, retries=1), completions("bad", "a")) == [None, 0.1]
+    assert "task.judge.timeout" in lines[0]
+
+
+def test_no_more_are_asked_at_a_time_than_is_said(server: Server) -> None:
+    assert None not in scores(judge_of(server, concurrency=2), completions(*"abcdefghijkl"))
+    assert server.most <= 2
+
+
+def test_the_words_of_a_template_are_put_in_once(server: Server, tmp_path: Path) -> None:
+    prompt = tmp_path / "rubric.txt"
+    prompt.write_text('{question}|{answer}|{reply} {"score": x}', encoding="utf-8")
+    judge, server.answer = judge_of(server, prompt=str(prompt)), lambda question: '{"score": 1}'
+    judge(completions("{answer} {question}"))
+    assert server.questions == ['question 1|gold|{answer} {question} {"score": x}']
+    with pytest.raises(UserError, match="task.judge.prompt.*{replies}"):
+        judge_of(server, prompt=str(prompt), of="group")
+    with pytest.raises(UserError, match="task.judge.prompt.*cannot be read"):
+        judge_of(server, prompt=str(tmp_path))
+
+
+def test_what_cannot_be_asked_is_refused_at_the_start(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    judge_of(server, None, lines, model="judgee")
+    assert "task.judge.model=judgee" in lines[0] and "judge" in lines[0]
+    server.models = (404, "none")
+    judge_of(server)
+    server.models = (401, "who?")
+    with pytest.raises(UserError, match="task.judge.key: .* has no key"):
+        judge_of(server)
+    with pytest.raises(UserError, match="task.judge.key=NO_SUCH"):
+        judge_of(server, key="NO_SUCH")
+    for address in ("127.0.0.1:8000", "ftp://x/v1", "http://", "http://me:secret@host/v1"):
+        with pytest.raises(UserError, match="task.judge.base_url=.* must be an address"):
+            judge_of(server, base_url=address)
+    for missing in ("base_url", "model"):
+        with pytest.raises(UserError, match="task.judge.base_url=... and task.judge.model"):
+            judge_of(server, **{missing: None})
+    server.close()
+    with pytest.raises(UserError, match="task.judge.base_url=.* does not answer"):
+        judge_of(server)
+
+
+def test_a_key_goes_to_the_server_and_nowhere_else(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "very-secret-word")
+    lines = list[str]()
+    judge = judge_of(server, tmp_path, lines, key="JUDGE_KEY")
+    server.answer = lambda question: (400, "the key very-secret-word is wrong")
+    judge(completions("a"))
+    assert [found["Authorization"] for found in server.headers] == ["Bearer very-secret-word"] * 2
+    server.answer = by_length
+    judge(completions("a"))
+    assert "secret" not in lines[0] and "<hidden>" in lines[0]
+    assert all("secret" not in file.read_text() for file in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "taken"),
+    [
+        ("task.judge.base_url=http://127.0.0.1:8000/v1", True),
+        ("task.judge.base_url=http://elsewhere.example/v1", False),
+        ("task.judge.base_url=http://localhost.example/v1", False),
+        ("task.judge.base_url=http://127.0.0.1@elsewhere.example/v1", False),
+        ("task.judge.key=HOME", False),
+        ("task.judge={base_url: x}", False),
+        ("task.judge.of=group", True),
+    ],
+)
+def test_a_recorded_run_sends_nothing_elsewhere_by_itself(word: str, taken: bool, tmp_path: Path) -> None:
+    assert not_taken([word], tmp_path) == ([] if taken else [word])
+
+
+def run_of(folder: Path, server: Server, *words: str) -> Any:
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "x"}) + "\n" for i in range(20)))
+    task = ("task=jsonl", f"task.path={rows}", "task.reward=judge", f"task.judge.base_url={server.url}")
+    short = ("n=4", "train.prompts=3", "train.steps=2", "sampling.max_new_tokens=8", "eval.every=0", "logger=jsonl")
+    more = (
+        "task.judge.model=judge",
+        "train.checkpoint_every=1",
+        "seed=1",
+        "model.random_init=true",
+        f"run_dir={folder}",
+    )
+    return build(settings_of(*task, *short, *more, *words))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("of", ["rollout", "group"])
+def test_a_run_goes_on_with_the_same_rewards(server: Server, of: str, tmp_path: Path) -> None:
+    """The judge has changed its mind meanwhile, and what it said before still counts."""
+    run_of(tmp_path / "alone", server, f"task.judge.of={of}").fit()
+    (tmp_path / "cut").mkdir()
+    kept = (tmp_path / "alone" / "judgements.jsonl").read_text()
+    (tmp_path / "cut" / "judgements.jsonl").write_text(kept)
+    server.answer = lambda question: '{"score": 0.0}'
+    run_of(tmp_path / "cut", server, f"task.judge.of={of}", "train.steps=1").fit()
+    run_of(tmp_path / "cut", server, f"task.judge.of={of}", f"resume={tmp_path / 'cut'}").fit()
+    alone, cut = rows_of(tmp_path / "alone"), rows_of(tmp_path / "cut")
+    assert [row["reward/mean"] for row in cut[1:]] == [row["reward/mean"] for row in alone[1:]]
+    assert [row["judge/questions"] for row in alone[1:]] == ([3, 3] if of == "group" else [12, 12])
+    assert [row["judge/questions"] for row in cut[1:]] == [0, 0]
+    assert alone[1]["reward/mean"] > 0 and alone[1]["reward/score"] == pytest.approx(alone[1]["reward/mean"])
+    assert (tmp_path / "cut" / "judgements.jsonl").read_text() == kept
+
+
+def test_a_group_without_a_judgement_is_left_out_and_a_step_without_any_stops(server: Server, tmp_path: Path) -> None:
+    asked = list[str]()
+
+    def but_one(question: str) -> str:
+        asked.append(question)
+        return "no" if len(asked) == 1 else by_length(question)
+
+    server.answer = but_one
+    run_of(tmp_path / "one", server, "task.judge.of=group", "task.judge.concurrency=1").fit()
+    rows = rows_of(tmp_path / "one")
+    assert [row.get("collect/unjudged_groups") for row in rows[1:]] == [1.0, None]
+    assert [row["judge/failed"] for row in rows[1:]] == [1.0, 0.0]
+    assert [row["rollouts/generated"] for row in rows[1:]] == [8, 20], "it is in no figure"
+    server.answer = lambda question: "no"
+    with pytest.raises(UserError, match="fix the judge.*resume=auto"):
+        run_of(tmp_path / "none", server).fit()
+    server.answer = by_length
+    run_of(tmp_path / "none", server, f"resume={tmp_path / 'none'}").fit()
+    assert len(rows_of(tmp_path / "none")) == 3

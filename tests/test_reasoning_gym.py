@@ -1,0 +1,269 @@
+"""Problems of reasoning-gym: the same in every process, held out, and scored by what executes nothing."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import unexpected
+from tiny_hf import make_folder, make_tokenizer
+from typer.testing import CliRunner
+from words import rollout_of
+
+from grpo_cli.cli.main import app
+from grpo_cli.config.instantiate import ready
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks import reasoning_gym as gym
+from grpo_cli.tasks.workers import DoesNotStart, Workers
+
+needs_library = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None,
+    reason="the extra gym is not installed: pip install -e '.[gym]' needs a C compiler (pycosat has no wheels)",
+)
+CHAT = make_tokenizer(chat_template=True)
+# Some that read JSON, raise, depend on the hash seed, have no oracle, or are like most.
+FEW = ("boxnet", "chain_sum", "course_schedule", "gcd", "isomorphic_strings", "prime_factorization", "ransom_note")
+NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+JUNK = (None, "", "zzz", "9" * 5000, "nan", "[]", '{"a": 1}', "[" * 2000, "1/0", "\x00", "None", "(1, 2)")
+
+
+def task(name: str | None = "chain_sum", seed: int = 0, warn: Any = unexpected, **words: Any) -> Any:
+    words = {"judge_workers": 1, "eval_problems": 12, **words}
+    return ready("task", "reasoning_gym", {"tokenizer": CHAT, "seed": seed, "warn": warn}, **{"name": name}, **words)
+
+
+def texts(task: Any, split: str, count: int = 12) -> list[str]:
+    return [task.text(task.prompts(split)[i].token_ids) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> Any:
+    """Two of the library's processes, started by programs with other hash seeds."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = []
+        for seed in ("1", "2"):
+            patch.setenv("PYTHONHASHSEED", seed)
+            workers = gym._workers(1, 120.0)
+            workers.ask([{"check": "", "config": {}}])  # so that it starts with this seed
+            made.append(workers)
+    yield made
+    for workers in made:
+        workers.close()
+
+
+def problem(name: str, index: int, **more: Any) -> dict[str, Any]:
+    return {"task": name, "config": {}, "seed": "train/7", "index": index, **more}
+
+
+def holds(name: str, two_processes: list[Workers], canary: Path) -> None:
+    """All that is promised of a task."""
+    one, other = two_processes
+    items = one.ask([problem(name, i) for i in (0, 1, 501)])
+    assert items == other.ask([problem(name, i) for i in (501, 1, 0)])[::-1]
+    assert all(item["question"] for item in items) and items[0] != items[2]
+    assert {bool(item["answer"]) for item in items} == {name not in NO_ORACLE}
+    for i, item in enumerate(items[:2]):
+        if item["answer"]:
+            assert one.ask([problem(name, i, reply=item["answer"])]) == [{"score": 1.0}]
+    writes = [f"open({str(canary)!r}, 'w')", f"[open({str(canary)!r}, 'w')]", f"(open({str(canary)!r}, 'w'),)"]
+    for reply, said in zip(
+        [*JUNK, *writes], one.ask([problem(name, 0, reply=r) for r in [*JUNK, *writes]]), strict=True
+    ):
+        assert said.get("score", 0.0) < 1 and (said.keys() <= {"score", "incomparable", "limit"}), (reply, said)
+    assert not canary.exists()
+
+
+@needs_library
+@pytest.mark.parametrize("name", FEW)
+def test_problems_are_the_same_everywhere_and_only_answers_are_right(name, two_processes, tmp_path):
+    holds(name, two_processes, tmp_path / "canary")
+
+
+@needs_library
+@pytest.mark.matrix
+def test_every_task_that_is_taken_holds_this(two_processes, tmp_path):
+    names = sorted(set(gym.library_names()) - gym.REFUSED.keys())
+    assert len(names) >= 91
+    for name in names:
+        holds(name, two_processes, tmp_path / "canary")
+
+
+@needs_library
+def test_a_task_that_is_refused_would_have_executed_an_answer(two_processes, tmp_path):
+    """So the canary of the others is one that sings."""
+    canary = tmp_path / "canary"
+    two_processes[0].ask([problem("string_insertion", 0, reply=f"[str(open({str(canary)!r}, 'w'))]")])
+    assert canary.exists()
+
+
+@needs_library
+def test_no_question_is_in_both_splits_and_eval_is_the_same_for_every_seed():
+    words = {"config": {"max_terms": 2, "max_digits": 1}, "eval_problems": 30}
+    tasks = [task(seed=seed, **words) for seed in (0, 1)]
+    assert list(tasks[0].prompts("eval")) == list(tasks[1].prompts("eval"))
+    seen = [{*texts(task, "train", 200)} for task in tasks]
+    held_out = texts(tasks[0], "eval", 30)
+    assert len({*held_out}) == 30 and not {*held_out} & (seen[0] | seen[1])
+    assert seen[0] != seen[1], "other seeds have other problems"
+
+
+@needs_library
+def test_a_prompts_id_says_all_that_its_problem_is_made_of():
+    first, again = task(few_shot=1), task(few_shot=1)
+    prompt = first.prompts("train")[3]
+    assert prompt.id.startswith("train-") and again.prompts("train")[3] == prompt
+    row = again.row_of(prompt)
+    assert row["question"] in first.text(prompt.token_ids) and row["answer"] == prompt.answer
+    assert task(seed=1, few_shot=1).row_of(prompt) != row
+
+
+@needs_library
+def test_a_mix_has_of_each_task_by_its_weight():
+    mixed = task(None, mix={"gcd": 2, "lcm": 1, "base_conversion": 1}, config={"gcd": {"max_value": 30}})
+    names = [prompt.id.partition("/")[0] for prompt in mixed.prompts("eval")]
+    assert [names[:4].count(name) for name in ("gcd", "lcm", "base_conversion")] == [2, 1, 1]
+    drawn = [mixed.prompts("train")[i].id.partition("/")[0] for i in range(100)]
+    assert 30 < drawn.count("gcd") < 70 and {*drawn} == {"gcd", "lcm", "base_conversion"}
+    of_gcd = [mixed.row_of(prompt) for prompt in mixed.prompts("eval") if prompt.id.startswith("gcd/")]
+    assert all(int(row["answer"]) <= 30 for row in of_gcd) and {row["task"] for row in of_gcd} == {"gcd"}
+
+
+@needs_library
+def test_examples_are_solved_in_tags_and_in_neither_split():
+    shown = task(few_shot=2)
+    (question, answer), _ = shown._shown["chain_sum"]
+    assert shown.text(shown.prompts("train")[0].token_ids).count(question) == 1 and answer.startswith("<answer>")
+    asked = [prompt for split in ("train", "eval") for prompt in map(shown.row_of, shown.prompts(split)[:12])]
+    assert question not in {row["question"] for row in asked}
+
+
+@needs_library
+def test_a_reward_has_the_library_s_score_and_what_went_wrong():
+    lenient, strict = task(), task(grading="strict", weights={"correct": 1.0, "score": 0.5, "format": 0.25})
+    prompt = lenient.prompts("eval")[0]
+    right = prompt.answer
+    for reply, parts, total in (
+        (right, (1, 1, 0), 0.0),
+        (f"so <answer>0</answer> no <answer> {right}\n</answer>.", (1, 1, 1), 1.75),
+        (f"<answer>{right}{right}</answer>", (0, 0.5, 1), 0.5),
+        ("<answer></answer>", (0, 0, 1), 0.25),
+        ("", (0, 0, 0), 0.0),
+    ):
+        rollout = rollout_of(prompt, reply, CHAT)
+        found = lenient.reward(prompt, rollout)
+        assert tuple(found.parts[part] for part in ("correct", "score", "format")) == parts
+        assert found.total == parts[0] and strict.reward(prompt, rollout).total == total
+
+    class Failing:
+        def ask(self, questions: Any) -> Any:
+            says = {"a": {"limit": "time"}, "b": {"died": "signal 9"}, "c": {"incomparable": "x"}, "d": {"score": 1e9}}
+            return [says.get(one["reply"], {"score": float("nan")}) for one in questions]
+
+    lenient._workers = Failing()
+    said = lenient.rewards([(prompt, rollout_of(prompt, reply, CHAT)) for reply in "abcdea"])
+    assert [reward.total for reward in said] == [0, 0, 0, 1, 0, 0]
+    assert [reward.parts["over_limit"] for reward in said] == [1, 0, 0, 0, 0, 1]
+    assert [reward.parts["incomparable"] for reward in said] == [0, 1, 1, 0, 0, 0]
+
+
+@needs_library
+def test_a_wrong_answer_may_be_told_so():
+    talking = task(turns=2, feedback="No.")
+    prompt = talking.prompts("train")[0]
+    encode = lambda text: CHAT.encode(text, add_special_tokens=False)  # noqa: E731
+    assert talking.respond(prompt, [encode("zzz")]).result() == ["No."]
+    assert talking.respond(prompt, [encode(prompt.answer)]).result() is None
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ({"name": None}, "task.name=.*task.mix="),
+        ({"mix": {"gcd": 1}}, "task.name=chain_sum, or a mix: task.mix="),
+        ({"name": None, "mix": {}}, "empty"),
+        ({"name": None, "mix": {"gcd": 0}}, "task.mix.gcd=0"),
+        ({"name": None, "mix": {"gcd": float("nan")}}, "task.mix.gcd=nan"),
+        ({"name": None, "mix": {"gcd": "two"}}, "task.mix.gcd=two"),
+        ({"name": "chain_sums"}, "did you mean chain_sum"),
+        ({"name": None, "mix": {"gcd": 1, "lcd": 1}}, "lcd.*did you mean"),
+        ({"config": {"min_term": 2}}, "task.config.min_term is no setting of chain_sum; did you mean min_terms"),
+        ({"config": {"seed": 2}}, "task.config.seed is no setting"),
+        ({"config": {"min_terms": 9, "max_terms": 2}}, "chain_sum does not accept task.config"),
+        ({"config": {"min_terms": "two"}}, "chain_sum does not accept task.config"),
+        ({"name": None, "mix": {"gcd": 1}, "config": {"gdc": {}}}, "task.config.gdc.*did you mean gcd"),
+        ({"name": None, "mix": {"gcd": 1}, "config": {"gcd": 2}}, "task.config.gcd must be a group"),
+        ({"name": "boxnet", "few_shot": 1}, "lower it"),
+        ({"weights": {"correct": 1.0, "score": 0.0, "formt": 1.0}}, "task.weights.formt.*did you mean format"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_with_what_can(words, named):
+    with pytest.raises(UserError, match=named):
+        task(**words)
+
+
+@needs_library
+@pytest.mark.parametrize("name", gym.REFUSED)
+def test_a_scorer_that_executes_answers_or_takes_wrong_ones_is_refused_by_name(name):
+    with pytest.raises(UserError, match=f"does not take {name}: .*{gym.REFUSED[name]}"):
+        task(name)
+
+
+@needs_library
+def test_problems_that_do_not_fit_are_left_out_and_few_are_said():
+    heard: list[str] = []
+    long = task("shortest_path", warn=heard.append, eval_problems=2)
+    lengths = sorted(len(prompt.token_ids) for prompt in map(long.prompts("train").__getitem__, range(20)))
+    offered = {"tokenizer": CHAT, "seed": 0, "warn": heard.append, "max_prompt_tokens": lengths[10]}
+    words = {"name": "shortest_path", "judge_workers": 1, "eval_problems": 2}
+    short = ready("task", "reasoning_gym", offered, **words)
+    assert max(len(short.prompts("train")[i].token_ids) for i in range(20)) <= lengths[10]
+    assert len(heard) == 1 and "left out" in heard[0]
+    with pytest.raises(UserError, match="no problem"):
+        ready("task", "reasoning_gym", {**offered, "max_prompt_tokens": 10}, **words)
+    few = task(config={"min_terms": 2, "max_terms": 2, "max_digits": 1}, warn=heard.append, eval_problems=500)
+    assert "task.eval_problems=500" in heard[-1] and 10 < len(few.prompts("eval")) < 100
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gym, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"grpo-cli\[gym\]"):
+        task()
+
+
+def test_a_process_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch):
+    class Broken:
+        def ask(self, questions: Any) -> Any:
+            raise DoesNotStart("no library")
+
+    monkeypatch.setattr(gym, "find_spec", lambda name: True)
+    monkeypatch.setattr(gym, "_workers", lambda count, seconds: Broken())
+    with pytest.raises(UserError, match="did not start: no library"):
+        task()
+
+
+@needs_library
+def test_a_run_trains_on_a_mix_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(tmp_path / "model", chat_template=True, max_position_embeddings=1024)
+    run = ["model=hf", f"model.path={folder}", "task=reasoning_gym", "task.mix={gcd:2,lcm:1}", "curriculum=dps"]
+    run += ["n=2", "train.prompts=2", "sampling.max_new_tokens=4", "task.eval_problems=2", "eval.problems=2"]
+    run += ["task.train_problems=2", "curriculum.pool=1"]
+    run += ["eval.every=0", "task.judge_workers=1", "record.rollouts=-1", "hydra.run.dir=run"]
+
+    def grpo(*words: str) -> None:
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+
+    def asked() -> list[str]:
+        return [json.loads(line)["prompt"] for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
+
+    grpo("train", *run, "train.steps=1")
+    begun = asked()
+    grpo("train", "resume=run", "train.steps=2")
+    assert asked()[: len(begun)] == begun and len(asked()) == 2 * len(begun)
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert {"reward/correct", "reward/score", "reward/format"} <= row.keys()

@@ -1,0 +1,192 @@
+"""`train.warmup=sft`: the first steps of a run imitate worked replies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import small_model
+from tiny_hf import make_folder, make_tokenizer
+
+from grpo_cli.collect.warmup import Sft
+from grpo_cli.config.check import check
+from grpo_cli.config.compose import settings_of
+from grpo_cli.experiment import build
+from grpo_cli.learner.batch import collate, totals
+from grpo_cli.learner.logprobs import token_logprobs
+from grpo_cli.support.errors import UserError
+from grpo_cli.tasks.demonstrations import conversations, demonstration
+from grpo_cli.types import Prompt
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4<|im_end|>"},
+]
+
+
+def written(folder: Path, *rows: Any) -> str:
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "talks.jsonl")
+
+
+def test_all_replies_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Path) -> None:
+    """The tokens are the template's own, but for a special token that a reply spells: that is text."""
+    tokenizer = make_tokenizer(chat_template=True)
+    (found,) = conversations(written(tmp_path, {"messages": TALK}), tokenizer, {}, tokenizer.eos_token_id)
+    learnt = [tokenizer.decode(list(turn)) for turn in found.turns]
+    assert learnt == ["2<|im_end|>", "4<|im_end|><|im_end|>"] and found.turns[1].count(tokenizer.eos_token_id) == 1
+    whole = [*found.request.prompt.token_ids, *found.token_ids]
+    said = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert tokenizer.decode(whole) == said.rstrip("\n")
+    plain = [*TALK[:-1], {"role": "assistant", "content": "4"}]
+    (found,) = conversations(written(tmp_path, {"messages": plain}), tokenizer, {}, tokenizer.eos_token_id)
+    expected = tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False)
+    whole = [*found.request.prompt.token_ids, *found.token_ids]
+    assert whole == expected[: len(whole)] and tokenizer.decode(expected[len(whole) :]) == "\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ([1], "must have messages"),
+        ({"messages": "hello"}, "must have messages"),
+        ({"messages": [{"role": "user"}]}, "must have messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must have messages"),
+        ({"messages": TALK[:2]}, "needs a reply"),
+        ({"messages": TALK[2:]}, "needs a reply"),
+        ({"messages": []}, "needs a reply"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_line(row: Any, said: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=True)
+    with pytest.raises(UserError, match=f"talks.jsonl, line 2 {said}"):
+        conversations(written(tmp_path, {"messages": TALK}, row), tokenizer, {}, 3)
+
+
+def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
+    changing = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
+    tokenizer = make_tokenizer(chat_template=changing)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    with pytest.raises(UserError, match="line 1: the chat template changes a reply"):
+        conversations(written(tmp_path, {"messages": talk}), tokenizer, {}, 3)
+    with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
+        conversations(written(tmp_path, {"messages": talk}), make_tokenizer(), {}, 3)
+    with pytest.raises(UserError, match="train.warmup_path=.* is empty"):
+        conversations(written(tmp_path), tokenizer, {}, 3)
+
+
+def test_the_loss_is_the_mean_negative_log_likelihood_of_replies() -> None:
+    """Of two turns with what is said in between, against cross-entropy by hand."""
+    model = small_model()
+    shown = [
+        demonstration(Prompt("a", (5, 6, 7), ""), [(False, [8, 9]), (True, [10, 11]), (False, [12, 1])]),
+        demonstration(Prompt("b", (5, 6), ""), [(False, [13, 14, 1])]),
+    ]
+    warmup = Sft(3, None, tuple(shown), per_step=2, seed=0)
+    batch = collate(warmup.groups(0), 0, version=5)
+    logprobs = token_logprobs(model, batch.input_ids, batch.response_mask, 1.0, 512)
+    found = warmup.loss(logprobs, batch, totals(batch, 99))
+    terms = []
+    for tokens, learnt in (((5, 6, 7, 8, 9, 10, 11, 12, 1), (3, 4, 7, 8)), ((5, 6, 13, 14, 1), (2, 3, 4))):
+        logs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        terms += [-logs[place - 1, tokens[place]] for place in learnt]
+    torch.testing.assert_close(found.loss, torch.stack(terms).mean())
+    assert found.metrics["warmup/loss"] == found.loss
+
+
+def test_each_epoch_shows_all_once_in_an_order_of_its_own() -> None:
+    shown = tuple(demonstration(Prompt(str(i), (5,), ""), [(False, [i])]) for i in range(12))
+    names = [
+        [g.prompt.id for g in Sft(9, None, shown, per_step=4, seed=s).groups(step)] for s in (0, 1) for step in range(6)
+    ]
+    first, second, other = (sum(names[i : i + 3], []) for i in (0, 3, 6))
+    assert sorted(first) == sorted(second) == sorted(other) and first != second and first != other
+
+
+def run_of(folder: Path, *words: str) -> Any:
+    rows = folder.parent / "rows.jsonl"
+    lines = [{"question": f"{i}+1", "answer": str(i + 1), "solution": f"It is {i + 1}."} for i in range(40)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = ("task=jsonl", f"task.path={rows}", "logger=jsonl", "eval.problems=4", "eval.k=1", "eval.every=3")
+    short = ("n=4", "train.prompts=4", "train.steps=6", "sampling.max_new_tokens=12", "train.checkpoint_every=1")
+    warm = ("train.warmup=sft", "train.warmup_steps=4", "optim.lr=1e-3", "model.autocast=none", f"run_dir={folder}")
+    return build(settings_of(*task, *short, *warm, *words))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    moving = ("time/", "clock/", "speed/", "memory/")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(moving)} for row in rows]
+
+
+@pytest.mark.parametrize(("chat", "expected"), [(True, "It is 1.<|im_end|>"), (False, " It is 1.<|endoftext|>")])
+def test_a_solution_goes_on_as_the_model_would(chat: bool, expected: str, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", chat_template=chat)
+    trainer = run_of(tmp_path / "run", "model=hf", f"model.path={model}")
+    tokenizer, shown = trainer._parts.bench.tokenizer, trainer._parts.warmup.shown
+    said = {
+        tokenizer.decode(list(one.request.prompt.token_ids)): tokenizer.decode(list(one.token_ids)) for one in shown
+    }
+    assert {reply for prompt, reply in said.items() if " 0+1" in prompt or "\n0+1" in prompt} == {expected}
+
+
+def test_a_run_warms_up_and_then_learns_from_rewards_and_resumes_inside(tmp_path: Path) -> None:
+    run_of(tmp_path / "alone", "train.warmup_lr=3e-3").fit()
+    rows = rows_of(tmp_path / "alone")
+    assert ["warmup/loss" in row for row in rows] == [False, True, True, True, True, False, False]
+    assert ["reward/mean" in row for row in rows] == [False] * 5 + [True] * 2
+    losses = [row["warmup/loss"] for row in rows[1:5]]
+    assert losses[-1] < losses[0] / 2
+    assert [row["optim/lr"] for row in rows[1:5]] == [3e-3] * 4 and rows[5]["optim/lr"] == 1e-3
+    assert rows[1]["rollouts/trained"] == 16 and rows[1].get("tokens/generated", 0.0) == 0.0
+    assert "eval/accuracy" in rows[3]
+    cut = ("train.warmup_lr=3e-3", "train.steps=5")
+    with pytest.MonkeyPatch.context() as patch:
+        stopped = run_of(tmp_path / "cut", *cut)
+        own = stopped._step.run
+
+        def failing(step: int, progress: Any) -> Any:
+            if step == 2:
+                raise UserError("the power is gone")
+            return own(step, progress)
+
+        patch.setattr(stopped._step, "run", failing)
+        with pytest.raises(UserError, match="the power is gone"):
+            stopped.fit()
+    run_of(tmp_path / "cut", "train.warmup_lr=3e-3", f"resume={tmp_path / 'cut'}").fit()
+    one, other = (load_file(tmp_path / run / "checkpoints/step_000006/model.safetensors") for run in ("alone", "cut"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert rows_of(tmp_path / "cut") == rows
+
+
+def test_conversations_of_a_file_warm_a_chat_model_up(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", chat_template=True)
+    talks = [
+        {"messages": TALK[1:3]},
+        {"messages": TALK},
+        {"messages": [{"role": "user", "content": "x" * 999}, TALK[2]]},
+    ]
+    words = (f"train.warmup_path={written(tmp_path, *talks)}", "model=hf", f"model.path={model}", "eval.every=0")
+    trainer = run_of(tmp_path / "run", *words, "train.warmup_steps=2", "train.steps=3")
+    assert len(trainer._parts.warmup.shown) == 2, "one is longer than the context"
+    trainer.fit()
+    losses = [row["warmup/loss"] for row in rows_of(tmp_path / "run") if "warmup/loss" in row]
+    assert losses[1] < losses[0]
+
+
+def test_where_there_is_nothing_to_imitate_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="field working.*train.warmup_field"):
+        run_of(tmp_path / "run", "train.warmup_field=working")
+    with pytest.raises(UserError, match="field solution.*train.warmup_path"):
+        build(settings_of("train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
+    with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
+        run_of(tmp_path / "run", "train.warmup_path=x.jsonl")
+    with pytest.raises(UserError, match="train.warmup_steps=6 must be less than train.steps=6"):
+        check(settings_of("train.warmup=sft", "train.warmup_steps=6", "train.steps=6", "logger=jsonl", "run_dir=x"))

@@ -39,9 +39,9 @@ OFFLOAD, PARK = "model.offload_activations", "optim.park"
 _CHUNKED = {CHUNK: 128}
 _WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
 _ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: True, OFFLOAD: True}, {RECOMPUTE: True, OFFLOAD: True, **_CHUNKED})
-# Of the given memory, and at least so many bytes: predictions are meant to be within 5 % of what a run takes, and what
-# a program holds besides differs by tens of MiB from run to run (464 and 400 MiB were expected, 479 and 438 taken).
-MARGIN, BESIDE = 0.95, 64 * 2**20
+# Of the given memory, and on a CPU at least so many bytes: what the allocator keeps between its blocks, and libraries
+# for themselves, is in no prediction. Three runs took 128 to 184 MiB more than was expected of them.
+MARGIN, BESIDE = 0.95, 192 * 2**20
 # A pass of fewer tokens is slower than recomputing in a larger one.
 FEW_TOKENS = 1024
 _COSTS = {

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,11 @@ from grpo_cli.profile.from_settings import step_of
 LEAN = ("logger=jsonl", "device=cpu", "eval.every=0", "record.rollouts=0", "train.checkpoint_every=1000")
 # Replies that nearly all reach the limit: a plan must hold where all of them do.
 TINY = ("sampling.max_new_tokens=24",)
+# Random weights are right in nothing: a reward that differs, so that there are gradients and the optimizer's state.
+UNEVEN = "import zlib\n\n\ndef reward(reply):\n    return zlib.crc32(reply.encode()) % 2\n"
+ROWS = "".join(json.dumps({"question": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(64))
 FIFTY = (*LARGER, "train.prompts=2", "sampling.max_new_tokens=48")
+FIFTY += ("task=jsonl", "task.path=rows.jsonl", "task.reward=uneven:reward")
 CASES: Mapping[str, tuple[str, ...]] = {
     "embedded, n=16": (*TINY, "n=16"),
     "embedded, n=64 m=16": (*TINY, "n=64", "m=16"),
@@ -82,13 +86,25 @@ def control_group(limit: int | None) -> Iterator[Path]:
         group.rmdir()
 
 
+@contextmanager
+def a_folder() -> Iterator[str]:
+    """With the rows and the reward of the workloads that have their own."""
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "rows.jsonl").write_text(ROWS)
+        (Path(place) / "uneven.py").write_text(UNEVEN)
+        yield place
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
+
+
 def ran(words: Sequence[str], args: argparse.Namespace, limit: int | None = None) -> Ran | None:
     """A run of a few steps; None if it was killed for memory."""
-    with tempfile.TemporaryDirectory() as place, control_group(limit) as members:
+    with a_folder() as place, control_group(limit) as members:
         command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *LEAN, f"train.steps={args.steps}"]
         inside = ["sh", "-c", f'echo $$ > "{members}"; exec "$@"', "sh", *command, f"hydra.run.dir={place}/run"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
-        done = subprocess.run(inside, env=environment, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(inside, env=environment(args), cwd=place, capture_output=True, text=True)
         if done.returncode in (-9, 137):
             return None
         if done.returncode:
@@ -108,16 +124,18 @@ def ways(args: argparse.Namespace, words: Sequence[str], tokens: int, rollouts: 
 
 def sizes(words: Sequence[str]) -> tuple[int, int]:
     """Tokens of an update with replies of full length, and rollouts of a step."""
-    settings = settings_of(*words, *LEAN)
-    step = step_of(prepare(settings, lambda line: None), False)[1].at_full_length()
+    sys.path.append("")  # the current folder, as for `grpo`
+    with a_folder() as place, chdir(place):
+        settings = settings_of(*words, *LEAN)
+        step = step_of(prepare(settings, lambda line: None), False)[1].at_full_length()
     return most_tokens(step), len(step.rollouts.lengths)
 
 
 def least(words: Sequence[str], args: argparse.Namespace) -> int:
     """Bytes of the smallest `fit` that is not refused."""
     command = [sys.executable, "-P", "-m", "grpo_cli", "train", *words, *LEAN, "fit=1MiB"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(args.threads)}
-    refused = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    with a_folder() as place:
+        refused = subprocess.run(command, env=environment(args), cwd=place, capture_output=True, text=True)
     enough = re.search(r"give fit=(\d+)MiB", refused.stderr)
     if enough is None:
         raise SystemExit(f"grpo train {' '.join(words)} fit=1MiB: {refused.stderr[-2000:]}")

@@ -27,7 +27,7 @@ from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.support.errors import UserError
-from grpo_cli.support.memory import give_back_cached, is_out_of_memory
+from grpo_cli.support.memory import give_back_cached, give_back_freed, is_out_of_memory
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
@@ -126,6 +126,7 @@ class TorchEngine:
                 parts.append(self._stats)
                 left = [request for index, request in enumerate(left) if index not in ended]
                 assert short or not left, "every request has a rollout"
+        give_back_freed(all_of_it=False)
         if len(parts) > 1:
             self._stats = _sum(parts)
 

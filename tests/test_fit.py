@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from typer.testing import CliRunner
 
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
-from grpo_cli.config.prepare import prepare
+from grpo_cli.config.prepare import Prepared, prepare
 from grpo_cli.profile import fit
+from grpo_cli.profile.from_settings import shapes_of
+from grpo_cli.profile.shapes import ShapeModel
 from grpo_cli.support.errors import UserError
 
 RUN = (*WORDS, "n=16")
@@ -23,8 +26,16 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def plan(room: int, *words: str, typed: frozenset[str] = frozenset()) -> fit.Fitted:
-    return fit.planned(prepare(settings_of(*RUN, *words, "fit=auto")), CPU, room, typed, other=0)
+@cache
+def prepared() -> tuple[Prepared[Any], ShapeModel]:
+    """With the shapes, which remember what they were asked: most of the time of a plan."""
+    run = prepare(settings_of(*RUN, "fit=auto"))
+    return run, shapes_of(run.settings.model, CPU)
+
+
+def plan(room: int, typed: frozenset[str] = frozenset()) -> fit.Fitted:
+    run, shapes = prepared()
+    return fit.planned(run, CPU, room, typed, 0, shapes)
 
 
 def grpo(*words: str, code: int = 0) -> Any:

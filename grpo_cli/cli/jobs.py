@@ -62,7 +62,13 @@ def _fitted(run: Prepared[RunSettings], cfg: DictConfig) -> tuple[Prepared[RunSe
     settings = run.settings
     if settings.resume is not None:
         record = read_record(Path(settings.run_dir))
-        return run, () if record is None else chosen_of(record)
+        chosen = () if record is None else chosen_of(record)
+        if record is not None and record.config.get("fit", "none") != settings.fit:
+            to_stderr(
+                f"warning: fit={settings.fit} chooses nothing for a resumed run, which computes as it began "
+                f"({' '.join(chosen) or 'nothing was chosen'}); settings typed beside resume= do change it"
+            )
+        return run, chosen
     if settings.fit == "none":
         return run, ()
     plan = fit.decided(run, fit.typed_keys(HydraConfig.get().overrides.task), to_stderr)

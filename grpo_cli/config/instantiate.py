@@ -19,7 +19,7 @@ import torch
 from grpo_cli.config.choices import ENGINE_PARTS, choice_of, choices, shipped
 from grpo_cli.config.kinds import KINDS, RULES, is_function
 from grpo_cli.config.overrides import RENAMED
-from grpo_cli.config.read import read_kwargs
+from grpo_cli.config.read import named_words, read_kwargs
 from grpo_cli.engine.order.predict import NoPredictor
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.support.errors import UserError, closest, gathered, own_code, own_code_unless_ours, refuse
@@ -61,14 +61,17 @@ def _factory(name: str, part: Mapping[str, Any], offered: Mapping[str, Any]) -> 
             ) from error
     kwargs = {key: value for key, value in part.items() if key not in ("_target_", "_partial_", RECIPE)}
     problems: list[str] = []
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        known = [key for key in parameters if key not in offered]
+    ours = code.__module__.startswith("grpo_cli.")  # others may annotate as they like
+    named = named_words(code) if ours else set()
+    takes = [*parameters, *named]
+    if named or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        known = [key for key in takes if key not in offered]
         problems += [
             f"{name}.{word}: {target} takes no {word}{_meant(f'{name}.{word}', word, known)}"
             for word in kwargs
-            if word not in parameters
+            if word not in takes
         ]
-    if code.__module__.startswith("grpo_cli."):  # others may annotate as they like
+    if ours:
         kwargs = read_kwargs(code, name, kwargs, problems)
     refuse(problems)
     return partial(code, **kwargs)

@@ -35,12 +35,24 @@ def read(kind: type[T], values: Any, problems: list[str]) -> T | None:
 def read_kwargs(target: Any, group: str, kwargs: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """A part's settings, parsed by its constructor's annotations (also `**words: Unpack[...]`); those without a plain
     type are unchanged."""
-    constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
-    hints = typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
-    for hint in tuple(hints.values()):
-        if typing.get_origin(hint) is typing.Unpack:
-            hints |= typing.get_type_hints(typing.get_args(hint)[0], include_extras=True)
+    hints = _hints(target)
+    hints |= {name: hint for words in _unpacked(hints) for name, hint in words.items()}
     return {name: _read(hints.get(name), value, f"{group}.{name}", problems) for name, value in kwargs.items()}
+
+
+def named_words(target: Any) -> set[str]:
+    """The names in the `**words: Unpack[...]` of a class's constructor or a function."""
+    return {name for words in _unpacked(_hints(target)) for name in words}
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    constructor = isinstance(target, type) and not dataclasses.is_dataclass(target)
+    return typing.get_type_hints(target.__init__ if constructor else target, include_extras=True)
+
+
+def _unpacked(hints: Mapping[str, Any]) -> list[dict[str, Any]]:
+    unpacked = [typing.get_args(hint)[0] for hint in hints.values() if typing.get_origin(hint) is typing.Unpack]
+    return [typing.get_type_hints(words, include_extras=True) for words in unpacked]
 
 
 def missing(key: str, value: Any) -> Iterator[str]:

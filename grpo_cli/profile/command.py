@@ -47,6 +47,9 @@ Say = Callable[[str], None]
 def profile(run: Prepared[ProfileRunSettings], command: Sequence[str], say: Say, warn: Say) -> Findings:
     """Measure (unless `profile.plan_only`), predict, and write `profile.json`; the logger gets the numbers."""
     settings, device = run.settings, run.device
+    if settings.profile.fit is None and settings.fit not in ("none", "auto"):
+        settings = replace(settings, profile=replace(settings.profile, fit=str(settings.fit)))
+        run = replace(run, settings=settings)
     planned = torch.device("cuda") if settings.profile.for_gpu else device
     lengths, room = _lengths(settings), _room(settings, device)
     run = decided(run, planned, say, None if settings.profile.fit is None else room)
@@ -95,11 +98,9 @@ def _say_what_fits(
     run: Prepared[ProfileRunSettings], device: torch.device, room: int, other: int, shapes: ShapeModel, say: Say
 ) -> None:
     """What `fit` would choose for this room; nothing of it is used here."""
+    typed, room = fit.typed_keys(HydraConfig.get().overrides.task), fit.within(room, device)
     try:
-        typed = fit.typed_keys(HydraConfig.get().overrides.task)
-        for line in fit.planned(run, device, room, typed, other, shapes).lines(
-            f"with fit={run.settings.profile.fit}", room
-        ):
+        for line in fit.planned(run, device, room, typed, other, shapes).lines(f"fit={run.settings.profile.fit}", room):
             say(line)
     except UserError as error:
         say(str(error))

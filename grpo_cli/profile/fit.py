@@ -39,9 +39,8 @@ OFFLOAD, PARK = "model.offload_activations", "optim.park"
 _CHUNKED = {CHUNK: 128}
 _WAYS: tuple[Values, ...] = ({}, _CHUNKED, {RECOMPUTE: True}, {RECOMPUTE: True, **_CHUNKED})
 _ON_A_GPU: tuple[Values, ...] = ({RECOMPUTE: True, OFFLOAD: True}, {RECOMPUTE: True, OFFLOAD: True, **_CHUNKED})
-# Of the given memory, and on a CPU at least so many bytes: what the allocator keeps between its blocks, and libraries
-# for themselves, is in no prediction. Three runs took 128 to 184 MiB more than was expected of them.
-MARGIN, BESIDE = 0.95, 192 * 2**20
+# Of the given memory, and on a CPU at least so many bytes, by which runs of the same settings differ.
+MARGIN, BESIDE = 0.95, 32 * 2**20
 # A pass of fewer tokens is slower than recomputing in a larger one.
 FEW_TOKENS = 1024
 _COSTS = {
@@ -106,7 +105,11 @@ def room_of(settings: RunSettings, device: torch.device, other: int, warn: Calla
         )
     if asked > free:
         warn(f"fit={settings.fit}: only {gib(free)} are free here, which is planned for; end what holds the rest")
-    given = min(asked, free)
+    return within(min(asked, free), device)
+
+
+def within(given: int, device: torch.device) -> int:
+    """Bytes that may be expected of a run in so many."""
     return max(0, min(int(MARGIN * given), given - (BESIDE if device.type == "cpu" else 0)))
 
 

@@ -239,3 +239,9 @@ def test_a_guess_narrows_the_range_and_a_calculator_adds_up():
     asks = lambda text: calculator.respond(prompt, [encode(text)]).result()  # noqa: E731
     assert asks("12+7-5=") == ["14"] and asks("3+4=7+1=") == ["8"] and asks("__import__('os')=") == ["?"]
     assert asks("14") is None and asks("=") == ["?"] and asks("9" * 50 + "=") == ["?"]
+
+
+@pytest.mark.parametrize("task", ["jsonl", "word_problems", "reasoning_gym"])
+def test_a_word_that_no_task_of_text_has_is_refused_with_the_one_that_was_meant(task: str) -> None:
+    with pytest.raises(UserError, match=r"task\.turn: .* takes no turn; did you mean turns\?"):
+        made.ready("task", task, {}, turn=3)

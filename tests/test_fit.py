@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 from grpo_cli.cli import main as cli
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import Prepared, prepare
+from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import fit
-from grpo_cli.profile.from_settings import shapes_of
+from grpo_cli.profile.estimate import OPTIMIZER, OTHER, REFERENCE, WEIGHTS, Estimator
+from grpo_cli.profile.fit import Fitted
+from grpo_cli.profile.from_settings import shapes_of, step_of
 from grpo_cli.profile.shapes import ShapeModel
 from grpo_cli.support.errors import UserError
 
@@ -108,9 +111,31 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(monkeypatch: pytest.MonkeyPa
         assert record["config"][group][name] == value and f"{key}={value}".lower() in begun.stderr.lower()
         assert not any(word.startswith(key) for word in record["overrides"])
     monkeypatch.setattr(fit, "planned", lambda *given: pytest.fail("a resumed run was planned again"))
-    grpo("resume=fitted", "train.steps=4")
+    again = grpo("resume=fitted", "train.steps=4", "fit=3GB").stderr
+    assert "fit=3GB chooses nothing for a resumed run" in again and all(key in again for key in chosen)
     assert not list(Path("fitted").glob("resumed_*.json")) or "micro_batch" not in begun.stdout
     typed = [f"{key}={str(value).lower()}" for key, value in chosen.items()]
     sampler = ["sampler=infinite"] if fit.SLOTS in chosen else []
     grpo(*RUN, "train.steps=4", *sampler, *typed, "hydra.run.dir=whole")
     assert rows(Path("fitted")) == rows(Path("whole"))
+
+
+def test_a_profile_says_what_the_fit_of_its_run_would_choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    room: list[int] = []
+    planned = Fitted((), peak=1, before=1, phase="decode")
+    monkeypatch.setattr(fit, "planned", lambda run, device, given, *more: room.append(given) or planned)
+    words = [*RUN, "fit=700MiB", "profile.plan_only=true", "eval.every=0", "hydra.run.dir=out"]
+    result = CliRunner().invoke(cli.app, ["profile", *words], prog_name="grpo")
+    assert result.exit_code == 0 and "fit=700MiB: at most" in result.stderr
+    assert room == [int(0.95 * 700 * MIB)]  # less than 700 - 32
+    assert json.loads(Path("out/profile.json").read_text())["fit"]["room_bytes"] == 700 * MIB
+
+
+def test_on_a_cpu_a_part_of_what_comes_and_goes_is_held_besides_and_at_most_so_much() -> None:
+    _, shapes = prepared()
+    _, step = step_of(prepared()[0], has_dropout(shapes.model))
+    bare, held = (Estimator(shapes, 5, 7, on_cpu=on_cpu).predict(step).phases for on_cpu in (False, True))
+    for phase, sizes in bare.items():
+        passing = sum(size for kind, size in held[phase].items() if kind not in (WEIGHTS, REFERENCE, OPTIMIZER, OTHER))
+        assert sizes[OTHER] == 7 and held[phase][OTHER] == 7 + min(160 * MIB, int(0.8 * passing))

@@ -163,7 +163,8 @@ def test_offloaded_are_the_inputs_of_layers_alone_and_no_gradient_changes(
     model = small_model("qwen2")
 
     def away(tensor: torch.Tensor) -> torch.Tensor:
-        gone.append(tuple(tensor.shape))
+        if tensor.numel():  # older releases of PyTorch keep an empty one beside
+            gone.append(tuple(tensor.shape))
         return tensor.clone()
 
     hooks = lambda pin_memory: saved_tensors_hooks(away, lambda kept: (back.append(pin_memory), kept)[1])  # noqa: E731

@@ -122,7 +122,7 @@ class RecordFile:
 def save_ledgers(folder: Path, files: Mapping[str, RecordFile]) -> None:
     """Save the blocks in a checkpoint's folder."""
     found = {name: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for name, file in files.items()}
-    np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
+    np.savez_compressed(folder / LEDGER, **found)
 
 
 def load_ledgers(folder: Path) -> dict[str, list[Block]]:

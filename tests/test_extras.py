@@ -19,9 +19,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.extras import EXTRAS, installed
 
 ROOT = Path(__file__).parent.parent
-DECLARED: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-    "optional-dependencies"
-]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ASKED = {
     "datasets": "task=gsm8k",
     "hydra_plugins.hydra_joblib_launcher": "-m hydra/launcher=joblib",
@@ -69,7 +67,7 @@ def test_every_library_is_tried_and_stands_in_its_extra() -> None:
     """Under its own name, but for `pyarrow`, which `datasets` brings."""
     assert set(ASKED) | {"bitsandbytes", "matplotlib"} == set(EXTRAS)
     for module, extra in EXTRAS.items():
-        named = re.findall(r"^[\w-]+", "\n".join(EXTRA_LINES[extra]), re.MULTILINE)
+        named = re.findall(r"^[\w-]+", "\n".join(DECLARED[extra]), re.MULTILINE)
         named = [name.replace("-", "_") for name in named]
         assert {"pyarrow": "datasets"}.get(module, module.removeprefix("hydra_plugins.")) in named
 

@@ -17,6 +17,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from grpo_cli import __version__
+
 ROOT = Path(__file__).parent.parent
 SKIPPED = {"__pycache__"}
 
@@ -73,6 +75,17 @@ def test_the_licences_go_along(installed):
     assert "Apache-2.0" in (licences / "grpo_cli" / "model" / "tiny" / "LICENSE").read_text()
     data = {path.parent for path in (installed / "grpo_cli").rglob("*.safetensors")}
     assert [folder.relative_to(installed).as_posix() for folder in data] == ["grpo_cli/model/tiny"]
+
+
+def test_the_version_is_said_alike_everywhere():
+    """In the package, which all else reads, and in the lines that name it."""
+    assert f"## {__version__}" in (ROOT / "scripts" / "CHANGELOG.md").read_text()
+    assert f"pip install grpo-cli-{__version__}-py3-none-any.whl && grpo train" in (ROOT / "README.md").read_text()
+    cited = yaml.safe_load((ROOT / "scripts" / "CITATION.cff").read_text())
+    assert cited["version"] == __version__ and cited["license"] == "Apache-2.0"
+    said = {line for work in cited["references"] for line in (work["identifiers"][0]["value"].replace(":", " "),)}
+    front = (ROOT / "README.md").read_text()
+    assert len(said) == 3 and all(identifier in front for identifier in said)
 
 
 def test_an_older_python_is_refused_by_the_metadata(installed):

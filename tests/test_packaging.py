@@ -88,6 +88,13 @@ def test_the_version_is_said_alike_everywhere():
     assert len(said) == 3 and all(identifier in front for identifier in said)
 
 
+def test_no_extra_is_asked_for_whose_name_an_older_pip_does_not_find():
+    """pip 23.0, which Python 3.11 brings, does not take the name antlr4_9_3 for antlr4-9-3."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for extra in project["optional-dependencies"].values() for line in extra]
+    assert [line for line in lines for name in Requirement(line).extras if not name.isalpha()] == []
+
+
 def test_an_older_python_is_refused_by_the_metadata(installed):
     (metadata,) = installed.glob("*.dist-info/METADATA")
     (least,) = re.findall(r"^Requires-Python: (.*)$", metadata.read_text(), re.MULTILINE)

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 ensure_venv dev
 venv=.venv-vllm
-versions="$(sed -n 's/^TESTED_VERSIONS = "\(.*\)"$/\1/p' grpo_cli/engine/vllm/process.py)"
+versions="$(sed -n 's/^vllm = \["vllm\(.*\)"\]$/\1/p' pyproject.toml)"
 if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
     package="vllm$versions"
 elif [[ $(uname -s) == Linux ]]; then

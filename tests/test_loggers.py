@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from test_resume import trained
 
-from grpo_cli.support.errors import UserError
 from grpo_cli.tracking.redact import HIDDEN
 from grpo_cli.tracking.tensorboard import TensorBoardTracker
-from grpo_cli.tracking.trackio import TrackioTracker
 from grpo_cli.types import Record
 
 WORDS = ("eval.every=2", "eval.problems=4")
@@ -118,16 +116,3 @@ def stored(kept: Path, environment: dict[str, str]) -> dict[int, dict[str, float
         step = row.pop("step")
         rows.setdefault(step, {}).update({name: float(v) for name, v in row.items() if name != "timestamp"})
     return rows
-
-
-# Without them
-
-
-@pytest.mark.parametrize(("name", "tracker"), [("tensorboard", TensorBoardTracker), ("trackio", TrackioTracker)])
-def test_the_extra_is_named_where_the_library_is_missing(
-    name: str, tracker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"grpo_cli.tracking.{name}.find_spec", lambda module: None)
-    words = {} if name == "tensorboard" else dict(project="p", name=None, group=None, space_id=None)
-    with pytest.raises(UserError, match=f"logger={name} .*extra `{name}`"):
-        tracker(tmp_path, {}, **words)

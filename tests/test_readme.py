@@ -21,11 +21,12 @@ from grpo_cli.config.choices import choices, config_dir, defaults_of, groups_of,
 from grpo_cli.config.comments import read_choice, read_conf
 from grpo_cli.config.compose import parse, parse_eval, parse_profile
 from grpo_cli.config.elsewhere import ROWS as OTHER_WORDS
+from grpo_cli.config.elsewhere import meant_by
 from grpo_cli.support.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 FRONT = ROOT / "README.md"
-READMES = [FRONT, *(ROOT / folder / "README.md" for folder in ("conf", "grpo_cli")), *(ROOT / "scripts").rglob("*.md")]
+READMES = [FRONT, ROOT / "grpo_cli" / "README.md", *(ROOT / "conf").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
 PICTURES = ("train", "pods", "slots")
 READ = {"train": (parse, check), "eval": (parse_eval, check_eval), "profile": (parse_profile, check_profile)}
 # Where they stand they need a file or a folder that is not here.
@@ -125,6 +126,19 @@ def test_the_words_of_trl_and_verl_stand_in_the_settings_page():
     cells = [[", ".join(f"`{w}`" for w in words) for words in (row.trl, row.verl, (row.ours,))] for row in OTHER_WORDS]
     table = "\n".join(["| TRL | verl | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
     assert f"\n\n{table}\n\n" in (ROOT / "conf" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "words"), [("from_trl", r"^    (\w+)="), ("from_verl", r"^    ([\w.]+)=")])
+def test_each_word_of_their_scripts_is_translated_on_its_page(name, words):
+    page = (ROOT / "conf" / f"{name}.md").read_text()
+    (script,) = re.findall(r"^```(?:python|bash)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    rows = "\n".join(re.findall(r"^\| .*$", page, re.MULTILINE))
+    assert len(found := re.findall(words, script, re.MULTILINE)) > 10
+    for word in found:
+        known, (*_, last) = meant_by(word), word.split(".")
+        (row,) = [row for row in rows.splitlines() if re.search(rf"[`.]{last}`", row.split("|")[1])] or [""]
+        assert row, f"{word} stands in no row"
+        assert known is None or known.ours.partition("=")[0] in row.split("|", 2)[2], f"{word} is {known.ours}"
 
 
 def test_what_the_words_of_trl_and_verl_come_to_is_there():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -154,12 +153,6 @@ def started(made: Work) -> Fifo:
     scheduler = Fifo()
     scheduler.start(tuple(made.queue.values()), 2)
     return scheduler
-
-
-def test_without_vllm_the_choice_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs vLLM \(>=0.*scripts/install_vllm\.sh.*pip install grpo-cli 'vllm>=0"):
-        vllm_engine(small_model())
 
 
 class FakeVllm:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.extras import EXTRAS, absent, installed
 from grpo_cli.support.formatting import legible
 
 
@@ -121,6 +122,9 @@ def _own(arguments: Sequence[str]) -> bool:
 
 
 def _no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    for module in EXTRAS:
+        if module.startswith(f"hydra_plugins.hydra_{choice.partition('_')[0]}_") and not installed(module):
+            return absent(module, f"{group}={choice}")
     extras = "; more come with the extras joblib, submitit, ray and optuna" if group.startswith("hydra/") else ""
     hint = _as_a_path(group, choice, options) or closest(choice, options)
     return f"{group}={choice} is not one of the choices {', '.join(options)}{hint}{extras}"

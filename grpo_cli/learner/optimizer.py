@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from grpo_cli.settings import OptimSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 
 
 def make_optimizer(weights: Sequence[Tensor], optim: OptimSettings, ends: Collection[Tensor] = ()) -> Any:
@@ -94,8 +94,8 @@ def check_optimizer(optim: OptimSettings, device: torch.device) -> None:
             f"optim.name=adamw8bit needs a CUDA GPU, for which bitsandbytes has kernels, but the device is "
             f"{device.type}; use optim.name=adamw"
         )
-    if optim.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("optim.name=adamw8bit needs bitsandbytes: pip install bitsandbytes")
+    if optim.name == "adamw8bit":
+        require("bitsandbytes", "optim.name=adamw8bit")
 
 
 # Of bitsandbytes: tensors of fewer numbers keep float32 state, and so many numbers share a scale (2048 in older

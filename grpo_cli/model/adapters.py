@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_cli.settings import LoraSettings, ModelSettings
 from grpo_cli.support.errors import UserError, closest
+from grpo_cli.support.extras import require
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -112,8 +113,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError("model.lora and model.adapter need PEFT: pip install peft, or the extra `peft`") from error
+    require("peft", "an adapter (model.lora or model.adapter)")
+    import peft
+
     return peft

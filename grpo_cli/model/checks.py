@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from grpo_cli.settings import ModelSettings
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 
 # The causal models that the torch engine can run, by model type.
 ARCHITECTURES = {
@@ -150,5 +150,4 @@ def check_device(settings: ModelSettings, device: torch.device) -> None:
             f"model.quantize={settings.quantize} needs a CUDA GPU (bitsandbytes), and the device is "
             f"{device.type}; use model.quantize=none"
         )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"model.quantize={settings.quantize} needs bitsandbytes: pip install bitsandbytes")
+    require("bitsandbytes", f"model.quantize={settings.quantize}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import textwrap
@@ -16,6 +15,7 @@ from jaxtyping import Float
 
 from grpo_cli.report.compare import Arm, Comparison
 from grpo_cli.report.curves import AXES, CLOCK, Curve, deviation, mean_curve, spoken
+from grpo_cli.support.extras import absent, installed
 from grpo_cli.support.formatting import short, size
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ DRAWN_AXES = {axis: AXES[axis] for axis in (CLOCK, "tokens/generated")} | {"step
 DPI = 200
 MOST_BARS = 60  # of a picture
 NOT_AVERAGED, TARGET = "not averaged", "target accuracy"  # of the legend
-NO_PICTURES = "No pictures: matplotlib is not installed. Install it with pip install 'grpo-cli[plot]'."
+NO_PICTURES = absent("matplotlib", "a picture")
 LABEL_WIDTH = 48  # characters of a label in a picture; longer ones are broken into lines
 
 
@@ -59,7 +59,7 @@ class ArmLine:
 
 
 def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
+    return installed("matplotlib")
 
 
 def pictures(comparison: Comparison) -> dict[str, bytes]:

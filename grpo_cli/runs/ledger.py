@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -121,8 +122,9 @@ class RecordFile:
 
 def save_ledgers(folder: Path, files: Mapping[str, RecordFile]) -> None:
     """Save the blocks in a checkpoint's folder."""
-    found = {name: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for name, file in files.items()}
-    np.savez_compressed(folder / LEDGER, allow_pickle=False, **found)
+    # No word beside the files: NumPy before 2.1 would keep allow_pickle=False as one of them.
+    found: dict[str, Any] = {n: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for n, file in files.items()}
+    np.savez_compressed(folder / LEDGER, **found)
 
 
 def load_ledgers(folder: Path) -> dict[str, list[Block]]:

@@ -7,10 +7,10 @@ process that is killed is the only guard that works. Running out of time is a ze
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 from grpo_cli.tasks.expressions import MAX_EXPRESSION, final_expression, settled
 from grpo_cli.tasks.judges import Completion
 from grpo_cli.tasks.workers import DoesNotStart, Workers
@@ -30,11 +30,7 @@ class MathJudge:
     advice = f"put it into \\boxed{{}}, or let it be an expression of at most {MAX_EXPRESSION} characters"
 
     def __init__(self, main: str, seconds: float, workers: int, on_crash: str) -> None:
-        if find_spec("math_verify") is None:
-            raise UserError(
-                "task.reward=math judges with the package `math-verify`, which is not installed: "
-                "pip install 'grpo-cli[math]'; answers that are plain numbers need none: task.reward=numbers"
-            )
+        require("math_verify", "task.reward=math", "answers that are plain numbers need none: task.reward=numbers")
         self.main = main
         self._on_crash = on_crash
         self._workers = Workers(Path(__file__).with_name("math_worker.py"), workers, seconds)

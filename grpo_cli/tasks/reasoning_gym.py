@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from itertools import count
 from math import isfinite
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Unpack
 
 import grpo_cli
 from grpo_cli.support.errors import UserError, closest, refuse
+from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import is_a
 from grpo_cli.support.ranges import OneOf, Range
 from grpo_cli.tasks.generated import EvalProblems, TrainProblems, is_held_out
@@ -81,11 +81,7 @@ class ReasoningGym(Speaks):
         warn: Callable[[str], None],
         **turns: Unpack[TurnSettings],
     ) -> None:
-        if find_spec("reasoning_gym") is None:
-            raise UserError(
-                "task=reasoning_gym needs the package `reasoning-gym`, which is not installed: "
-                "pip install 'grpo-cli[gym]'"
-            )
+        require("reasoning_gym", "task=reasoning_gym")
         self._workers, self._seconds = _workers(judge_workers, judge_seconds), judge_seconds
         self._is_mix, self._shares = mix is not None, _shares(name, mix)
         self._configs = _configs(name, mix, config or {})

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from grpo_cli.runs.files import regular
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 from grpo_cli.support.formatting import plain
 from grpo_cli.tasks.prompting import Message
 
@@ -166,13 +167,9 @@ def _shown(value: Any) -> str:
 
 
 def _parquet_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(
-            f"{key}={source} needs the package `pyarrow`, which is not installed: pip install 'grpo-cli[hub]', "
-            "or give a JSONL file"
-        ) from error
+    require("pyarrow", f"{key}={source}", "or give a JSONL file")
+    from pyarrow import ArrowException, parquet
+
     path, number = Path(source).expanduser(), 0
     try:
         with open(path, "rb", opener=regular) as file:
@@ -194,12 +191,9 @@ def _hub_records(source: str, key: str) -> Iterator[tuple[int, Any]]:
             f"{key}={source} must read {HUB}NAME:SPLIT or {HUB}NAME:CONFIG:SPLIT, or be a JSONL or Parquet file"
         )
     advice = f"without the hub, download the data and give {key}=<file.jsonl>"
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{source} needs the package `datasets`, which is not installed: pip install 'grpo-cli[hub]'; {advice}"
-        ) from error
+    require("datasets", f"{key}={source}", advice)
+    import datasets
+
     try:
         table = datasets.load_dataset(name, *config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set; no such configuration or split

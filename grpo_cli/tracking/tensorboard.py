@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.runs.files import json_line
 from grpo_cli.runs.layout import TENSORBOARD
-from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import without_secrets
 from grpo_cli.types import Record
@@ -25,8 +24,7 @@ class TensorBoardTracker:
     def __init__(
         self, run_dir: Path, config: Mapping[str, Any], *, say: Say = to_stderr, warn: Say = to_stderr
     ) -> None:
-        if find_spec("tensorboard") is None:
-            raise UserError("logger=tensorboard needs TensorBoard: pip install tensorboard, or the extra `tensorboard`")
+        require("tensorboard", "logger=tensorboard")
         self._folder, self._config, self._warn = run_dir / TENSORBOARD, config, warn
         self._writer: Any = None
         self._failed = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 from grpo_cli.tracking.jsonl import Say, to_stderr
 from grpo_cli.tracking.redact import without_secrets
 from grpo_cli.tracking.wandb import sweep_of
@@ -36,8 +36,7 @@ class TrackioTracker:
         choices: Mapping[str, str] | None = None,
         say: Say = to_stderr,
     ) -> None:
-        if find_spec("trackio") is None:
-            raise UserError("logger=trackio needs Trackio: pip install trackio, or the extra `trackio`")
+        require("trackio", "logger=trackio")
         import trackio
 
         # It says where it is with lines of its own, and would measure the machine beside the run.

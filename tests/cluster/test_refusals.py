@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import re
@@ -26,7 +25,6 @@ from grpo_cli.engine.ray.session import (
     check_room,
     environment_of,
     reason_of,
-    require_ray,
 )
 from grpo_cli.engine.ray.weights import hollow
 from grpo_cli.engine.ray.worker import place
@@ -78,12 +76,6 @@ def test_the_inner_engine_is_that_of_its_file_with_the_options_on_top():
     assert inner_engine(made.part("engine", "ray")) == shipped("engine", "torch")
     changed = inner_engine(made.part("engine", "ray", inner="vllm", options={"memory": 0.8}))
     assert changed == shipped("engine", "vllm") | {"memory": 0.8}
-
-
-def test_without_ray(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"engine=ray needs Ray .* pip install 'grpo-cli\[ray\]'"):
-        require_ray()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ it is sent.
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import ipaddress
 import logging
 import math
@@ -26,9 +25,8 @@ from typing import Any
 import psutil
 
 from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import require
 
-# From the release that was tested (2.60.0).
-TESTED_VERSIONS = ">=2.60,<3"
 ANSWERS_IN = 5.0  # seconds for an address to answer
 
 # Switches off Ray's usage statistics and hints.
@@ -40,11 +38,7 @@ _HANDED_ON = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONE
 
 
 def require_ray() -> None:
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(
-            f"engine=ray needs Ray ({TESTED_VERSIONS}), which is not installed here: pip install 'grpo-cli[ray]', or "
-            "pip install -e '.[ray]' in a checkout"
-        )
+    require("ray", "engine=ray")
 
 
 def check_address(address: str, environment: Mapping[str, str] = os.environ) -> None:

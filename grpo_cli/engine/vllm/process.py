@@ -3,7 +3,6 @@ that is restored after its start."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import warnings
@@ -14,10 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.support.errors import UserError
-
-# The tested releases; scripts/install_vllm.sh reads this line.
-TESTED_VERSIONS = ">=0.32,<0.33"
+from grpo_cli.support.extras import require
 
 # Set before vLLM is imported. Only the first overrides a value that is already set.
 _INSISTED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are passed as tensors of this process
@@ -29,12 +25,8 @@ _ENVIRONMENT = {
 
 
 def require_vllm() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            f"engine=vllm needs vLLM ({TESTED_VERSIONS}), which is not installed here: run "
-            "scripts/install_vllm.sh in a checkout, then start grpo from .venv-vllm/bin; or, with a CUDA GPU and an "
-            f"environment of its own, pip install grpo-cli 'vllm{TESTED_VERSIONS}'"
-        )
+    own = "with a CUDA GPU, in an environment of its own"
+    require("vllm", "engine=vllm", f"{own}. In a checkout: scripts/install_vllm.sh, then .venv-vllm/bin/grpo")
 
 
 @contextmanager

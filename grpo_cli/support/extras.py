@@ -1,0 +1,45 @@
+"""What is said where an optional library is not installed: one sentence, with the command that installs it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from grpo_cli.support.errors import UserError
+
+# The extra of pyproject.toml that brings each module.
+EXTRAS = {
+    "bitsandbytes": "bnb",
+    "datasets": "hub",
+    "hydra_plugins.hydra_joblib_launcher": "joblib",
+    "hydra_plugins.hydra_optuna_sweeper": "optuna",
+    "hydra_plugins.hydra_ray_launcher": "ray",
+    "hydra_plugins.hydra_submitit_launcher": "submitit",
+    "math_verify": "math",
+    "matplotlib": "plot",
+    "peft": "peft",
+    "pyarrow": "hub",
+    "ray": "ray",
+    "reasoning_gym": "gym",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "vllm": "vllm",
+}
+
+
+def installed(module: str) -> bool:
+    """Whether a module is there. It is not imported."""
+    return sys.modules.get(module) is not None or find_spec(module) is not None
+
+
+def absent(module: str, asked: str, instead: str = "") -> str:
+    """That `asked`, a setting, needs a module that is not installed; `instead` is another way out."""
+    name = module.removeprefix("hydra_plugins.").replace("_", "-")
+    command = f"pip install 'grpo-cli[{EXTRAS[module]}]'"
+    return f"{asked} needs {name}, which is not installed: {command}{instead and f'; {instead}'}"
+
+
+def require(module: str, asked: str, instead: str = "") -> None:
+    """UserError if a module of an extra is not installed."""
+    if not installed(module):
+        raise UserError(absent(module, asked, instead))

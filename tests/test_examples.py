@@ -1,0 +1,51 @@
+"""The notebook, run from its first cell to its last in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "scripts" / "examples" / "first_run.ipynb"
+
+
+def test_the_notebook_is_kept_without_outputs():
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells and all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
+
+
+@pytest.mark.process
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="the extra dev has nbclient and ipykernel")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    monkeypatch.setenv("JUPYTER_PATH", str(kernel(tmp_path / "jupyter")))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    place = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="here", resources=place).execute()
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    said = ["".join(out.get("text", "") or str(out.get("data", "")) for out in each) for each in outputs]
+    assert "'completed'" in said[1] and "reward" in said[2]
+    assert "'image/png'" in said[3] and "'image/png'" in said[5], "reward and accuracy are drawn"
+    first, second = sorted((tmp_path / "outputs" / "notebook").iterdir())
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, second)]
+    assert [steps[-1]["step"] for steps in rows] == [20, 20]
+    trained = [json.loads((run / "summary.json").read_text())["trained_rollouts"] for run in (first, second)]
+    assert trained == [20 * 4 * 8, 20 * 4 * 4]
+    assert "peak" in said[-1]
+
+
+def kernel(folder: Path) -> Path:
+    """A kernel named `here` that is the Python of these tests."""
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "here"}
+    place = folder / "kernels" / "here"
+    place.mkdir(parents=True)
+    (place / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))
+    return folder

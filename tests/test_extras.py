@@ -1,0 +1,78 @@
+"""A setting that needs a library that is not installed: one sentence, with the command that brings it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from made import model, optim
+from test_cli import grpo
+
+from grpo_cli.learner.optimizer import check_optimizer
+from grpo_cli.model.checks import check_device
+from grpo_cli.report import plots
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.extras import EXTRAS, installed
+
+ROOT = Path(__file__).parent.parent
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+ASKED = {
+    "datasets": "task=gsm8k",
+    "hydra_plugins.hydra_joblib_launcher": "-m hydra/launcher=joblib",
+    "hydra_plugins.hydra_optuna_sweeper": "-m hydra/sweeper=optuna",
+    "hydra_plugins.hydra_ray_launcher": "-m hydra/launcher=ray",
+    "hydra_plugins.hydra_submitit_launcher": "-m hydra/launcher=submitit_slurm",
+    "math_verify": "task.path=p.jsonl task=jsonl task.reward=math",
+    "peft": "model.autocast=none model.lora.rank=2",
+    "pyarrow": "task=jsonl task.path=p.parquet",
+    "ray": "engine=ray",
+    "reasoning_gym": "task.name=gcd task=reasoning_gym",
+    "tensorboard": "logger=tensorboard",
+    "trackio": "logger=trackio",
+    "vllm": "engine=vllm",
+}
+
+
+def sentence(module: str) -> str:
+    name = module.removeprefix("hydra_plugins.").replace("_", "-")
+    return f" needs {name}, which is not installed: pip install 'grpo-cli[{EXTRAS[module]}]'"
+
+
+@pytest.mark.parametrize("module", ASKED)
+def test_the_command_stands_in_one_sentence(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("p.jsonl", "p.parquet"):
+        Path(name).write_text('{"question": "1 + 1?", "answer": "2"}\n' * 2)
+    monkeypatch.setitem(sys.modules, module, None)
+    done, key = grpo("train", *ASKED[module].split()), ASKED[module].split()[-1].partition("=")[0].removesuffix(".rank")
+    said = done.stderr
+    assert done.exit_code == 2 and said.count("\n") == 1 and sentence(module) in said and key in said, said
+
+
+def test_what_needs_a_gpu_names_the_extra_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    gpu = torch.device("cuda")
+    with pytest.raises(UserError, match=re.escape("optim.name=adamw8bit" + sentence("bitsandbytes"))):
+        check_optimizer(optim(name="adamw8bit"), gpu)
+    with pytest.raises(UserError, match=re.escape("model.quantize=4bit" + sentence("bitsandbytes"))):
+        check_device(model(quantize="4bit"), gpu)
+    assert plots.NO_PICTURES == f"a picture{sentence('matplotlib')}"
+
+
+def test_every_library_is_tried_and_stands_in_its_extra() -> None:
+    """Under its own name, but for `pyarrow`, which `datasets` brings."""
+    assert set(ASKED) | {"bitsandbytes", "matplotlib"} == set(EXTRAS)
+    for module, extra in EXTRAS.items():
+        named = re.findall(r"^[\w-]+", "\n".join(DECLARED[extra]), re.MULTILINE)
+        named = [name.replace("-", "_") for name in named]
+        assert {"pyarrow": "datasets"}.get(module, module.removeprefix("hydra_plugins.")) in named
+
+
+def test_what_is_there_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    assert installed("wave") and "wave" not in sys.modules
+    assert not installed("no_such_module")

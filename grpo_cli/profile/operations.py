@@ -42,13 +42,18 @@ def _seen(whole: int, tokens: int, is_causal: bool) -> int:
 
 
 def _attention(query: Any, key: Any, value: Any, dropout: float = 0.0, is_causal: bool = False, **_: Any) -> int:
-    return _seen(sdpa_flop_count(query, key, value), query[-2], is_causal)
+    return _seen(sdpa_flop_count(query, *_each(query, key, value)), query[-2], is_causal)
 
 
 def _attention_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, dropout: float, is_causal: bool, **_: Any
 ) -> int:
-    return _seen(sdpa_backward_flop_count(grad, query, key, value), query[-2], is_causal)
+    return _seen(sdpa_backward_flop_count(grad, query, *_each(query, key, value)), query[-2], is_causal)
+
+
+def _each(query: Any, *shared: Any) -> list[tuple[int, ...]]:
+    """Keys and values with a head for each of the query's: that of 2.11 takes no other number of them."""
+    return [(batch, query[1], length, size) for batch, _, length, size in shared]
 
 
 # PyTorch does not count the CPU's attention, which fake tensors use, and treats none as causal elsewhere.

@@ -49,7 +49,10 @@ def export(
     checkpoint = _checkpoint(place)
     repo = target.removeprefix(_HUB) if target.startswith(_HUB) else None
     folder = Path(target).expanduser().resolve()
-    _check_folder(folder, overwrite) if repo is None else check_repository(repo, overwrite)
+    if repo is None:
+        _check_folder(folder, overwrite)
+    else:
+        check_repository(repo, overwrite)
     record = _record(checkpoint)
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -208,3 +209,15 @@ def export(
     with refusals():
         place = export_run(run, str(out), merge, base, dtype, overwrite)
     typer.echo(f"{place} holds the model of {run}")
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")],
+) -> None:
+    """Write an experiment of your own to start from."""
+    from grpo_cli.cli.init import init as written
+
+    with refusals():
+        commands = written(folder)
+    typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))

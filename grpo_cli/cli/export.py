@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +10,6 @@ from typing import Any
 
 from grpo_cli.cli.card import card_text, facts_of, recipe_of
 from grpo_cli.config.compose import model_of
-from grpo_cli.config.read import read
 from grpo_cli.model.adapters import base_of, has_adapters
 from grpo_cli.model.export import check_repository, is_export, licence_of, upload, write_card, write_model
 from grpo_cli.model.load import DTYPES, TINY, at_checkpoint
@@ -21,8 +19,7 @@ from grpo_cli.runs.files import folder_written_atomically
 from grpo_cli.runs.find import find_checkpoint
 from grpo_cli.runs.layout import METRICS, step_of
 from grpo_cli.runs.record import RunRecord, check_chain, read_record
-from grpo_cli.settings import Sampling
-from grpo_cli.support.errors import UserError, refuse
+from grpo_cli.support.errors import UserError
 from grpo_cli.support.formatting import plain
 from grpo_cli.support.terminal import to_stderr
 
@@ -31,12 +28,7 @@ _OF_THE_MODEL = ("path", "dtype", "eos_tokens", "random_init", "architecture")
 
 
 def export(
-    place: Path,
-    target: str,
-    merge: bool = False,
-    base: str | None = None,
-    dtype: str | None = None,
-    overwrite: bool = False,
+    place: Path, target: str, merge: bool, base: str | None = None, dtype: str | None = None, overwrite: bool = False
 ) -> str:
     """Write a run's newest checkpoint, or the one that is named, to the folder `target` or to hub:<you>/<model>;
     returns where it is. Without a `dtype` weights stay as they were trained, without a `base` that of the run is taken.
@@ -57,13 +49,13 @@ def export(
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
-    with folder_written_atomically(folder) if repo is None else _aside() as written:
+    with folder_written_atomically(folder) if repo is None else TemporaryDirectory() as place_to_write:
+        written = Path(place_to_write)
         write_model(at, checkpoint, written, merge, _sampling(record))
         licence = None if settings.random_init else licence_of(settings.path)
         facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
         facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
-        text = _card(repo or folder.name, facts, record, checkpoint)
-        write_card(written, settings.path, licence, text)
+        write_card(written, settings.path, licence, _card(repo or folder.name, facts, record, checkpoint))
         return str(folder) if repo is None else upload(repo, written)
 
 
@@ -106,19 +98,10 @@ def _of_the_model(record: RunRecord | None, checkpoint: Path) -> dict[str, Any]:
 
 def _sampling(record: RunRecord | None) -> dict[str, Any]:
     """What `transformers` and vLLM call the settings that the run's rollouts were drawn with."""
-    if record is None:
-        return {}
-    found = {key: value for key, value in asked_by(record).settings.items() if key.startswith("sampling.")}
-    drawn: dict[str, Any] = {key.partition(".")[2]: value for key, value in found.items()} | {
-        "stop": [],
-        "max_turn_tokens": None,
-    }
-    problems: list[str] = []
-    sampling = read(Sampling, {"top_p": 1.0, "top_k": 0, **drawn}, problems)
-    refuse(problems)
-    assert sampling is not None, "without a problem there are settings"
-    names = ("temperature", "top_p", "top_k", "max_new_tokens")
-    return {"do_sample": True, **{name: getattr(sampling, name) for name in names}}
+    settings = {} if record is None else asked_by(record).settings
+    found = {name: settings.get(f"sampling.{name}") for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {"do_sample": True, **numbers} if numbers else {}
 
 
 def _card(name: str, facts: Mapping[str, str], record: RunRecord | None, checkpoint: Path) -> str:
@@ -135,9 +118,3 @@ def _name_of(path: str) -> str:
     if path == TINY:
         return "tiny, the model embedded in grpo-cli"
     return plain(Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path)
-
-
-@contextmanager
-def _aside() -> Iterator[Path]:
-    with TemporaryDirectory() as folder:
-        yield Path(folder)

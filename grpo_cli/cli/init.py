@@ -17,6 +17,6 @@ def init(folder: Path) -> list[str]:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; name a new one")
     with folder_written_atomically(place) as written:
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(str(files("grpo_cli.cli") / "template"), written, dirs_exist_ok=True, ignore=ignored)
+        template = str(files("grpo_cli.cli") / "template")
+        shutil.copytree(template, written, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     return re.findall(r"^    (.*)$", (place / "README.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -212,9 +212,7 @@ def export(
 
 
 @app.command()
-def init(
-    folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")],
-) -> None:
+def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")]) -> None:
     """Write an experiment of your own to start from."""
     from grpo_cli.cli.init import init as written
 

@@ -76,9 +76,9 @@ def licence_of(path: str) -> str | None:
         told = ModelCard.load(card, ignore_metadata_errors=True).data.get("license") if card.is_file() else None
     except (OSError, ValueError):
         told = None
-    for text in _licence_files(source) if told is None else ():
-        first = text.read_text(encoding="utf-8", errors="replace").strip().partition("\n")[0].strip()
-        return _LICENCES.get(first, "other")
+    texts = [file.read_text(encoding="utf-8", errors="replace").lstrip() for file in _licence_files(source)]
+    if told is None and texts:
+        return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other")
     return None if told is None else plain(told)
 
 
@@ -134,9 +134,9 @@ def check_repository(repo: str, overwrite: bool) -> None:
 def upload(repo: str, folder: Path) -> str:
     """Make the folder the whole content of a repository, in one commit; returns its address."""
     with _uploading(repo):
-        address = str(HfApi().create_repo(repo, exist_ok=True))
+        address = HfApi().create_repo(repo, exist_ok=True)
         HfApi().upload_folder(repo_id=repo, folder_path=folder, delete_patterns="*")
-    return address
+    return str(address)
 
 
 @contextmanager

@@ -205,6 +205,10 @@ def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path:
     assert "is something else; name a new folder" in refused(run, tmp_path, "--overwrite")
     assert "is something else; name a new folder" in refused(run, tmp_path / "mine.txt", "--overwrite")
     assert (tmp_path / "mine.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
+    (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
+    before = content(theirs)
+    assert "is something else; name a new folder" in refused(whole, theirs, "--overwrite") and content(theirs) == before
     grpo("export", run, tmp_path / "out")
     (tmp_path / "out" / "left.txt").touch()
     grpo("export", whole, tmp_path / "out", "--overwrite")
@@ -284,7 +288,7 @@ def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: P
     grpo("export", run, tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / ".out.replaced")
     (tmp_path / ".out.tmp").mkdir()
-    assert "add --merge" not in refused(whole, tmp_path / "out", "--merge")
+    assert "holds no adapters but an ordinary model" in refused(whole, tmp_path / "out", "--merge")
     assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()
 
 

@@ -69,21 +69,19 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 def folder_written_atomically(target: Path) -> Iterator[Path]:
     """A new folder to fill, which takes the place of `target` once all of it is on disk.
 
-    After any exception `target` is as it was and nothing else is left. What a kill leaves is cleared the next time.
+    After any exception `target` is as it was and nothing else is left; what a kill leaves is cleared the next time.
     UserError if the disk refuses.
     """
     temporary, replaced = unfinished(target), target.with_name(f".{target.name}{REPLACED}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        if replaced.exists() and not target.exists():  # killed between the two renames below
-            os.replace(replaced, target)
         temporary.mkdir()
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
             sync_folder(path)  # a file just as well
-        shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
             os.replace(target, replaced)
         os.replace(temporary, target)
     except BaseException as error:

@@ -327,6 +327,13 @@ def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: p
     assert hub.upload_folder.call_args.kwargs["delete_patterns"] == "*" and hub.upload_folder.call_count == 2
 
 
+def test_a_disk_too_small_for_what_is_to_be_uploaded_is_said(
+    whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, small_disk: None
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    assert "could not be written" in refused(whole, "hub:me/mine") and not hub.create_repo.called
+
+
 def test_a_hub_that_cannot_be_reached_is_said(whole: Path, monkeypatch: pytest.MonkeyPatch):
     """HF_HUB_OFFLINE=1, as in all tests."""
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")

@@ -49,14 +49,15 @@ def export(
     given = {key: value for key, value in (("path", base), ("dtype", dtype)) if value is not None}
     settings = model_of("hf", **_of_the_model(record, checkpoint) | given, autocast="none")
     at = at_checkpoint(settings, checkpoint) if base is None else replace(settings, adapter=str(checkpoint))
-    with folder_written_atomically(folder) if repo is None else TemporaryDirectory() as place_to_write:
-        written = Path(place_to_write)
-        write_model(at, checkpoint, written, merge, _sampling(record))
-        licence = None if settings.random_init else licence_of(settings.path)
-        facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
-        facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
-        write_card(written, settings.path, licence, _card(repo or folder.name, facts, record, checkpoint))
-        return str(folder) if repo is None else upload(repo, written)
+    with TemporaryDirectory() as aside:
+        home = folder if repo is None else Path(aside) / "model"
+        with folder_written_atomically(home) as written:
+            write_model(at, checkpoint, written, merge, _sampling(record))
+            licence = None if settings.random_init else licence_of(settings.path)
+            facts = {"base": _name_of(settings.path), "its licence": licence or "unknown: its files do not tell"}
+            facts |= {"weights": settings.dtype + (", adapters merged" if merge else "")}
+            write_card(written, settings.path, licence, _card(repo or folder.name, facts, record, checkpoint))
+        return str(folder) if repo is None else upload(repo, home)
 
 
 def _checkpoint(place: Path) -> Path:

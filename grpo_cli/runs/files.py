@@ -69,8 +69,7 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 def folder_written_atomically(target: Path) -> Iterator[Path]:
     """A new folder to fill, which takes the place of `target` once all of it is on disk.
 
-    After any exception `target` is as it was and nothing else is left; what a kill leaves is cleared the next time.
-    UserError if the disk refuses.
+    After an exception (UserError if the disk refuses) `target` is as it was; what a kill leaves is cleared next time.
     """
     temporary, replaced = unfinished(target), target.with_name(f".{target.name}{REPLACED}")
     try:

@@ -28,7 +28,7 @@ from grpo_cli.settings import EvalRunSettings, ProfileRunSettings
 LISTED = yaml.safe_load(Path(__file__).with_name("bad_commands.yaml").read_text(encoding="utf-8"))
 COUNT = int(os.environ.get("BAD_COMMANDS", "24"))
 LIMIT_SECONDS = 60.0  # whatever runs longer was not refused
-COMMANDS = ("train", "eval", "profile", "show", "merge", "report", "ls", "explain")
+COMMANDS = ("train", "eval", "profile", "show", "export", "report", "ls", "explain", "init")
 NO_NUMBERS = ("nan", "inf", "-inf", "few", "[1,2]", "true", "1" + 400 * "0")
 ANY_SIGN = {"record.rollouts", "eval.problems", "sparsity.threshold"}  # of which -1 means something
 GOOD = ("task=jsonl", "task.path=good.jsonl")

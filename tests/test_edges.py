@@ -227,7 +227,7 @@ def test_what_hydra_would_end_with_a_traceback_is_refused_first(flags: list[str]
         (["report", ".", "--out", " "], "--out"),
         (["ls", ""], "empty"),
         (["show", ""], "empty"),
-        (["merge", "", "new"], "empty"),
+        (["export", "", "new"], "empty"),
         (["report", "other", "--out", "run"], "--out=run"),
     ],
 )

@@ -15,6 +15,7 @@ from test_train import make_trainer, newest, records_of, settings_for, timeless
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from grpo_cli.cli.export import export
 from grpo_cli.config.check import check
 from grpo_cli.config.compose import settings_of
 from grpo_cli.config.prepare import prepare
@@ -23,7 +24,6 @@ from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, s
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.anatomy import ends
 from grpo_cli.model.load import load_model, load_tokenizer, save_pretrained
-from grpo_cli.model.merge import merge
 from grpo_cli.profile.estimate import OPTIMIZER
 from grpo_cli.profile.from_settings import estimator_of, shapes_of, step_of
 from grpo_cli.settings import RunSettings
@@ -246,7 +246,7 @@ def test_what_is_saved_is_read_and_merged_as_it_was(tmp_path: Path, kinds: dict[
     save_pretrained(model, load_tokenizer(made.model("tiny")), saved, with_base=True)
     again = load_model(settings(adapter=str(saved), lora=lora), CPU).eval()
     torch.testing.assert_close(logits(again), found)
-    merge(saved, tmp_path / "merged", None, "float32")
+    export(saved, str(tmp_path / "merged"), merge=True, base="tiny")
     merged = logits(load_model(made.model(str(tmp_path / "merged")), CPU).eval())
     torch.testing.assert_close(merged, found, atol=1e-4, rtol=0)
     for other in {"dora", "rslora"} - kinds.keys():

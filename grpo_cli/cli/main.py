@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -190,17 +191,31 @@ def explain(
 
 
 @app.command()
-def merge(
-    checkpoint: Annotated[Path, typer.Argument(parser=named, help="A run with adapters, or one of its checkpoints.")],
-    folder: Annotated[Path, typer.Argument(parser=named, help="A new folder for the merged model.")],
+def export(
+    run: Annotated[Path, typer.Argument(parser=named, help="A run, one of its checkpoints, or a folder of adapters.")],
+    out: Annotated[Path, typer.Argument(parser=named, help="A new folder, or hub:<you>/<model> to upload it.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Make adapters part of the weights of their base.")] = False,
     base: Annotated[
-        str | None, typer.Option(help="The base model: a folder or a hub id. Default: the one that the adapters name.")
+        str | None, typer.Option(help="The base of adapters: a folder or a hub id. Default: that of the run.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of the merged weights: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision of the weights, float32 or bfloat16. Default: as trained.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
-    """Merge saved adapters into their base model."""
-    from grpo_cli.model.merge import merge as merge_adapters
+    """Write a run's model for other programs, with its card."""
+    from grpo_cli.cli.export import export as export_run
 
     with refusals():
-        merged = merge_adapters(checkpoint, folder, base, dtype)
-    typer.echo(f"{folder} holds {merged} and its base as one model")
+        place = export_run(run, str(out), merge, base, dtype, overwrite)
+    typer.echo(f"{place} holds the model of {run}")
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(parser=named, help="A new folder.")]) -> None:
+    """Write an experiment of your own to start from."""
+    from grpo_cli.cli.init import init as written
+
+    with refusals():
+        commands = written(folder)
+    typer.echo("\n".join([f"cd {shlex.quote(str(folder))}", *commands]))

@@ -64,7 +64,7 @@ def load_model(settings: ModelSettings, device: torch.device, any_family: bool =
         with device:  # drawing billions of numbers is fast on a GPU only
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     else:
-        source = _source(settings.path)
+        source = source_of(settings.path)
         config = _read_config(source, settings, any_family)
         _without_dropout(config)
         model = _read_weights(source, config, dtype, settings, device)
@@ -115,7 +115,7 @@ def model_config(settings: ModelSettings, any_family: bool = False) -> PreTraine
     """The model's config: from `model.architecture` if given and `model.path` is not a local folder, so that nothing is
     fetched from the hub; else from config.json. UserError for an invalid one, and as in `load_model`."""
     if settings.architecture is None or _is_here(settings.path):
-        return _read_config(_source(settings.path), settings, any_family)
+        return _read_config(source_of(settings.path), settings, any_family)
     kwargs = dict(settings.architecture)
     try:
         named = architecture_of(kwargs, any_family)
@@ -137,7 +137,7 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     if has_adapters(folder):  # not a model, but with a tokenizer
         source: Path | str = folder
     else:
-        source = _source(TINY if settings.without_files else settings.path)
+        source = source_of(TINY if settings.without_files else settings.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"model folder {source} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
@@ -213,7 +213,7 @@ def _is_here(path: str) -> bool:
     return path == TINY or Path(path).expanduser().is_dir()
 
 
-def _source(path: str) -> Path | str:
+def source_of(path: str) -> Path | str:
     """A folder, or a hub id if there is no such folder and the name can be one."""
     if path == TINY:
         return Path(str(files("grpo_cli.model") / "tiny"))

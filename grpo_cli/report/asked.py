@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from grpo_cli.runs.record import read_record
+from grpo_cli.runs.record import RunRecord, read_record
 from grpo_cli.support.formatting import plain
 
 Setting = str | int | float | bool | None
@@ -46,8 +46,11 @@ class Asked:
 def asked_of(folder: Path) -> Asked | None:
     """From a run folder's record; None if there is none. UserError if it is damaged."""
     record = read_record(folder)
-    if record is None:
-        return None
+    return None if record is None else asked_by(record)
+
+
+def asked_by(record: RunRecord) -> Asked:
+    """From a record."""
     settings = {key: value for key, value in _flat(dict(record.config), "") if ".recipe." not in key}
     references = {key: match[1] for key, value in settings.items() if (match := _REFERENCE.fullmatch(str(value)))}
     settings |= {key: settings[other] for key, other in references.items() if other in settings}

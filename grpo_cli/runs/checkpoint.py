@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import re
 import shutil
 import time
 from collections import OrderedDict
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_cli.runs.files import json_line, sha256, sync_file, sync_folder, unfinished, write_atomically
+from grpo_cli.runs.files import disk_error, json_line, sha256, sync_file, sync_folder, unfinished, write_atomically
 from grpo_cli.runs.find import candidates, find_checkpoint
 from grpo_cli.runs.layout import (
     CHECKPOINTS,
@@ -76,7 +75,7 @@ def save_checkpoint(
         write_atomically(folder / COMPLETE, json_line(marker, indent=1).encode())
     except BaseException as error:
         _undo(folder, temporary, replaced)
-        reason = _disk_error(error)
+        reason = disk_error(error)
         if reason is None:
             raise
         raise CheckpointError(_save_message(root, step, reason)) from error
@@ -127,19 +126,6 @@ def _undo(folder: Path, temporary: Path, replaced: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     if replaced.exists() and not folder.exists():
         os.replace(replaced, folder)
-
-
-def _disk_error(error: BaseException) -> str | None:
-    """Why the disk refused the write, or None if the error is about something else.
-
-    safetensors and other compiled writers raise their own errors, whose texts carry the system's error number.
-    """
-    if isinstance(error, UserError):
-        return None
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return os.strerror(int(number[1])) if number else None
 
 
 def _save_message(root: Path, step: int, reason: str) -> str:

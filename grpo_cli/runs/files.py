@@ -7,6 +7,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from grpo_cli.runs.layout import REPLACED
 from grpo_cli.support.errors import UserError
 
 
@@ -60,6 +63,51 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def folder_written_atomically(target: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `target` once all of it is on disk.
+
+    After an exception (UserError if the disk refuses) `target` is as it was; what a kill leaves is cleared next time.
+    """
+    temporary, replaced = unfinished(target), target.with_name(f".{target.name}{REPLACED}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync_folder(path)  # a file just as well
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.replace(target, replaced)
+        os.replace(temporary, target)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not target.exists():
+            os.replace(replaced, target)
+        if (reason := disk_error(error)) is None:
+            raise
+        raise UserError(
+            f"{target} could not be written ({reason}); what was there before is unharmed. Make room, or name a folder "
+            "elsewhere"
+        ) from error
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def disk_error(error: BaseException) -> str | None:
+    """Why the disk refused the write, or None if the error is about something else.
+
+    safetensors and other compiled writers raise their own errors, whose texts carry the system's error number.
+    """
+    if isinstance(error, UserError):
+        return None
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(number[1])) if number else None
 
 
 @contextmanager

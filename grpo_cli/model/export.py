@@ -1,0 +1,149 @@
+"""Writes a model for other programs: an ordinary folder with its card, or a repository of the hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token, hf_hub_download
+from huggingface_hub.utils import validate_repo_id
+from transformers import GenerationConfig
+
+from grpo_cli.model.adapters import BASE, has_adapters
+from grpo_cli.model.load import (
+    DTYPES,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    model_config,
+    pad_token_id,
+    save_pretrained,
+    source_of,
+)
+from grpo_cli.settings import ModelSettings
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.formatting import plain
+
+CARD, TAG = "README.md", "grpo-cli"  # an export is known by this tag of its card
+_LICENCES = {"Apache License": "apache-2.0", "MIT License": "mit"}  # by the first line of their texts
+
+
+def write_model(
+    settings: ModelSettings, checkpoint: Path, folder: Path, merge: bool, sampling: Mapping[str, Any]
+) -> None:
+    """Write the model of a checkpoint, its tokenizer and a generation config to `folder`. `settings` load it
+    (`at_checkpoint`); with `merge` adapters become part of the base's weights.
+
+    Adapters that were trained on 4-bit or 8-bit weights are merged into the unquantised ones, and the result rounds
+    differently from what was trained. UserError if there is nothing to merge, and for a base that is unavailable or
+    quantised, or that lies only in the run and is not merged.
+    """
+    adapted = has_adapters(checkpoint)
+    if merge and not adapted:
+        raise UserError(f"--merge: {checkpoint} holds no adapters but an ordinary model; leave it out")
+    if adapted and not merge and (checkpoint / BASE).is_dir():
+        raise UserError(f"the base of {checkpoint} lies only beside it, and adapters need it: add --merge")
+    if getattr(model_config(settings, any_family=True), "quantization_config", None) is not None:
+        raise UserError(
+            f"{settings.path} is quantised, and adapters cannot be merged into quantised weights; "
+            "name the model that it was made from with --base"
+        )
+    model = load_model(settings, torch.device("cpu"), any_family=True)
+    tokenizer = load_tokenizer(replace(settings, path=str(checkpoint)))
+    eos = eos_token_ids(model, tokenizer, settings.eos_tokens)
+    if merge:
+        model = model.merge_and_unload()
+    elif adapted:  # the path that was written down may be of another machine
+        model.active_peft_config.base_model_name_or_path = str(source_of(settings.path))
+    save_pretrained(model.to(DTYPES[settings.dtype]), tokenizer, folder)
+    ends = {"eos_token_id": list(eos), "pad_token_id": pad_token_id(tokenizer, eos)}
+    GenerationConfig(**ends, **sampling).save_pretrained(folder)  # not the base's penalties, which no rollout had
+
+
+def licence_of(path: str) -> str | None:
+    """The licence that a base's own files tell, as its card or the first line of its LICENSE has it; None if unknown.
+
+    A folder, or a hub id, of which only the card is fetched.
+    """
+    source = _source(path)
+    try:
+        card = source / CARD if isinstance(source, Path) else Path(hf_hub_download(str(source), CARD))
+        told = ModelCard.load(card, ignore_metadata_errors=True).data.get("license") if card.is_file() else None
+    except (OSError, ValueError):
+        told = None
+    texts = [file.read_text(encoding="utf-8", errors="replace").lstrip() for file in _licence_files(source)]
+    if told is None and texts:
+        return _LICENCES.get(texts[0].partition("\n")[0].rstrip(), "other")
+    return None if told is None else plain(told)
+
+
+def _source(path: str) -> Path | str | None:
+    """Where a base lies; None if it is gone, which a whole model can do without."""
+    try:
+        return source_of(path)
+    except UserError:
+        return None
+
+
+def _licence_files(source: Path | str | None) -> list[Path]:
+    return sorted(path for path in source.glob("LICENSE*") if path.is_file()) if isinstance(source, Path) else []
+
+
+def write_card(folder: Path, base: str, licence: str | None, text: str) -> None:
+    """The model card, and the base's LICENSE beside it."""
+    source = _source(base)
+    data = ModelCardData(
+        base_model=source if isinstance(source, str) else None,  # the hub takes no folders
+        license=licence,
+        library_name="peft" if has_adapters(folder) else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo", TAG],
+    )
+    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / CARD)
+    for file in _licence_files(source):
+        shutil.copy(file, folder)
+
+
+def is_export(folder: Path) -> bool:
+    """Whether the folder holds a model that was written here, and may be replaced."""
+    try:
+        return TAG in (ModelCard.load(folder / CARD).data.tags or ())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def check_repository(repo: str, overwrite: bool) -> None:
+    """UserError for a name that is none, without a token, and for a repository that is there, unless it is to be
+    overwritten."""
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise UserError(f"hub:{repo} names no repository ({error}); write hub:<you>/<model>") from error
+    if get_token() is None:
+        raise UserError(f"hub:{repo} needs your token: log in with `hf auth login`, or set HF_TOKEN")
+    with _uploading(repo):
+        if not overwrite and HfApi().repo_exists(repo):
+            raise UserError(f"hub:{repo} exists; name a new one, or add --overwrite")
+
+
+def upload(repo: str, folder: Path) -> str:
+    """Make the folder the whole content of a repository, in one commit; returns its address."""
+    with _uploading(repo):
+        address = HfApi().create_repo(repo, exist_ok=True)
+        HfApi().upload_folder(repo_id=repo, folder_path=folder, delete_patterns="*")
+    return str(address)
+
+
+@contextmanager
+def _uploading(repo: str) -> Iterator[None]:
+    """Turns what the hub or the network says into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"hub:{repo} could not be written ({reason}); `hf upload` a folder instead") from error

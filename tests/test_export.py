@@ -1,0 +1,341 @@
+"""`grpo export`: other programs load what a run has made and get its answers, and nothing is left half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from unittest.mock import create_autospec
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from grpo_cli.cli import main as cli
+from grpo_cli.model import export
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT itself asks for it
+SHORT = ("train.steps=2", "train.prompts=4", "n=4", "sampling.max_new_tokens=48", "eval.problems=8", "eval.k=1")
+MOVED = ("optim.lr=0.02", "optim.warmup_steps=0", "logger=jsonl")  # far enough to change answers
+TINY = Path(str(files("grpo_cli.model") / "tiny"))
+OLD = Path(__file__).parent / "old_run"
+CHECKPOINT = "checkpoints/step_000002"
+
+
+def grpo(*words: object) -> str:
+    result = CliRunner().invoke(cli.app, list(map(str, words)), prog_name="grpo")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refused(*words: object) -> str:
+    result = CliRunner().invoke(cli.app, ["export", *map(str, words)], prog_name="grpo")
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of adapters."""
+    folder = tmp_path_factory.mktemp("export") / "run"
+    grpo("train", "model.lora.rank=4", *MOVED, *SHORT, f"hydra.run.dir={folder}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights, evaluated before and after, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("export") / "whole"
+    grpo("train", "optim.lr=0.003", *MOVED[1:], *SHORT, "eval.every=2", "seed=7", f"hydra.run.dir={folder}")
+    return folder
+
+
+def answers(checkpoint: Path, folder: Path) -> dict[str, str]:
+    """The repository's own engine: what it answers 50 held-out problems, greedily."""
+    asked = ("eval.problems=50", "eval.k=1", "sampling.max_new_tokens=48", "logger=jsonl")
+    grpo("eval", f"checkpoint={checkpoint}", *asked, f"hydra.run.dir={folder}")
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return {row["prompt"]: row["reply"] for row in rows if row["reason"] == "greedy"}
+
+
+def generated(folder: Path, prompts: list[str]) -> dict[str, str]:
+    """The same of plain `transformers`."""
+    model, tokenizer = loaded(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
+    asked = tokenizer(prompts, return_tensors="pt", padding=True)
+    made = model.generate(**asked, do_sample=False, max_new_tokens=48)[:, asked["input_ids"].shape[1] :]
+    return dict(zip(prompts, tokenizer.batch_decode(made, skip_special_tokens=True), strict=True))
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("whole", []), ("run", ["--merge"]), ("run", [])])
+def test_transformers_answers_50_of_50_problems_as_the_run_does(
+    kind: str, flags: list[str], request: pytest.FixtureRequest, tmp_path: Path
+):
+    of = request.getfixturevalue(kind)
+    assert f"{tmp_path / 'out'} holds the model of {of}" in grpo("export", of, tmp_path / "out", *flags)
+    expected = answers(of, tmp_path / "evaluated")
+    assert len(expected) == 50 and generated(tmp_path / "out", list(expected)) == expected
+    assert generated(TINY, list(expected)) != expected  # so that it says something
+    assert (tmp_path / "out" / "adapter_config.json").exists() == (kind == "run" and not flags)
+    files_of_a_run = {"trainer_state.pt", "COMPLETE", "ledger.npz", "settings.json"}
+    assert not files_of_a_run & set(os.listdir(tmp_path / "out"))
+
+
+def test_merged_weights_are_those_that_peft_computes_with(run: Path, tmp_path: Path):
+    grpo("export", run / CHECKPOINT, tmp_path / "merged", "--merge")
+    ids = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        adapted = peft.PeftModel.from_pretrained(loaded(TINY), run / CHECKPOINT)(input_ids=ids).logits
+        merged = loaded(tmp_path / "merged")(input_ids=ids).logits
+    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
+
+
+def test_weights_have_the_precision_that_is_asked_for_and_generation_is_as_rollouts_were(whole: Path, tmp_path: Path):
+    grpo("export", whole, tmp_path / "out", "--dtype", "bfloat16")
+    assert {weight.dtype for weight in loaded(tmp_path / "out").parameters()} == {torch.bfloat16}
+    config = GenerationConfig.from_pretrained(tmp_path / "out").to_dict()
+    wanted = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 48, "pad_token_id": 0}
+    assert {key: config[key] for key in wanted} == wanted and config["eos_token_id"] == [1]
+    assert "--dtype=int3 must be one of float32, bfloat16" in refused(whole, tmp_path / "other", "--dtype", "int3")
+
+
+def test_the_tokenizer_goes_along_with_its_chat_template_and_ends_and_penalties_do_not(tmp_path: Path, whole: Path):
+    base = Path(shutil.copytree(TINY, tmp_path / "base"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    penal = json.loads((base / "generation_config.json").read_text()) | {"repetition_penalty": 1.1, "eos_token_id": 5}
+    (base / "generation_config.json").write_text(json.dumps(penal))
+    (base / "README.md").unlink()
+    (base / "LICENSE").write_text("\n  MIT License\n\nas is")
+    words = ("model=hf", f"model.path={base}", "model.dtype=float32", "model.eos_tokens=['<eos>','=']")
+    grpo(
+        "train",
+        *words,
+        "model.autocast=none",
+        *SHORT,
+        "eval.every=0",
+        "logger=jsonl",
+        f"hydra.run.dir={tmp_path / 'r'}",
+    )
+    grpo("export", tmp_path / "r", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    config = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("=")] and not config.repetition_penalty
+    assert (tmp_path / "out" / "LICENSE").read_text().endswith("as is")
+    said = (tmp_path / "out" / "README.md").read_text()
+    assert "| base | base |" in said and "| its licence | mit |" in said and str(tmp_path) not in said
+    (base / "LICENSE").unlink()
+    grpo("export", tmp_path / "r", tmp_path / "out", "--overwrite")
+    said = (tmp_path / "out" / "README.md").read_text()
+    assert "| its licence | unknown: its files do not tell |" in said and "accuracy before | not measured" in said
+
+
+def test_the_card_says_the_recipe_and_what_was_measured(whole: Path, tmp_path: Path):
+    grpo("export", whole, tmp_path / "my model")
+    card = huggingface_hub.ModelCard.load(tmp_path / "my model" / "README.md")
+    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers" and "grpo" in card.data.tags
+    first, *_, last = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for row, when in ((first, "before"), (last, "after")):
+        low, high = (f"{row[f'eval/accuracy_{end}']:.3f}" for end in ("low", "high"))
+        said = f"| accuracy {when} | {row['eval/accuracy']:.3f} of 8 held-out problems (95 % interval {low} to {high})"
+        assert said in card.text
+    assert f"| tokens generated | {last['tokens/generated']:,.0f} |" in card.text and "# my model" in card.text
+    assert re.search(r"\| minutes of training \| \d+\.\d \|", card.text) and f"torch {torch.__version__}" in card.text
+    recipe = set(re.findall(r"^    (\S+=.*)$", card.text, re.MULTILINE))
+    assert {"n=4", "optim.lr=0.003", "sampling.max_new_tokens=48", "train.steps=2"} <= recipe
+    assert not any(word.startswith(("seed=", "m=", "logger", "model.path", "train.prompts=16")) for word in recipe)
+    assert "| seed | 7 |" in card.text
+
+
+def test_a_card_of_an_earlier_step_says_what_was_known_then(whole: Path, tmp_path: Path):
+    grpo("export", whole / "checkpoints" / "step_000000", tmp_path / "out")
+    said = (tmp_path / "out" / "README.md").read_text()
+    assert "| accuracy after | not measured |" in said and "| steps | 0 |" in said
+
+
+def test_an_old_run_is_exported(tmp_path: Path):
+    """Its adapters name a folder of another machine as their base."""
+    run = shutil.copytree(OLD, tmp_path / "old")
+    grpo("export", run, tmp_path / "out", "--merge")
+    said = (tmp_path / "out" / "README.md").read_text()
+    assert "| accuracy before | 0.750 (95 % interval 0.301 to 0.954) |" in said and "    correction=mis\n" in said
+    expected = answers(run, tmp_path / "evaluated")
+    assert generated(tmp_path / "out", list(expected)) == expected
+
+
+def test_a_run_without_a_good_checkpoint_is_refused(run: Path, whole: Path, tmp_path: Path):
+    assert "holds no checkpoint; name a run" in refused(tmp_path, tmp_path / "out")
+    assert "holds no checkpoint" in refused(tmp_path / "nowhere", tmp_path / "out")
+    damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
+    for checkpoint in (damaged / "checkpoints").iterdir():
+        (checkpoint / "adapter_model.safetensors").write_bytes(b"")
+    assert "step_000002: adapter_model.safetensors has 0 bytes" in refused(damaged, tmp_path / "out")
+    newest = Path(shutil.copytree(whole, tmp_path / "newest"))
+    (newest / CHECKPOINT / "model.safetensors").write_bytes(b"")
+    assert "passed over step_000002: model.safetensors has 0 bytes" in grpo("export", newest, tmp_path / "first")
+    assert "| steps | 0 |" in (tmp_path / "first" / "README.md").read_text()
+    config = json.loads((newest / "run.json").read_text()) | {"command": "eval"}
+    (newest / "run.json").write_text(json.dumps(config))
+    assert "run.json has been altered" in refused(newest, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_but_an_export_is_written_over(run: Path, whole: Path, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "exists and is not an empty folder; name a new one" in refused(run, tmp_path)
+    assert "exists and is not an empty folder" in refused(run, tmp_path / "mine.txt")
+    assert "is something else; name a new folder" in refused(run, tmp_path, "--overwrite")
+    assert "is something else; name a new folder" in refused(run, tmp_path / "mine.txt", "--overwrite")
+    assert (tmp_path / "mine.txt").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+    theirs = Path(shutil.copytree(TINY, tmp_path / "theirs"))
+    (theirs / "README.md").write_text("---\ntags: [grpo]\n---\n")
+    before = content(theirs)
+    assert "is something else; name a new folder" in refused(whole, theirs, "--overwrite") and content(theirs) == before
+    grpo("export", run, tmp_path / "out")
+    (tmp_path / "out" / "left.txt").touch()
+    grpo("export", whole, tmp_path / "out", "--overwrite")
+    assert {"README.md", "model.safetensors"} <= set(os.listdir(tmp_path / "out"))
+    assert not {"left.txt", "adapter_config.json"} & set(os.listdir(tmp_path / "out"))
+
+
+def test_adapters_whose_base_is_gone_quantised_or_nowhere_else_are_refused(run: Path, tmp_path: Path):
+    base = Path(shutil.copytree(TINY, tmp_path / "base"))
+    words = ("model=hf", f"model.path={base}", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
+    grpo("train", *words, f"hydra.run.dir={tmp_path / 'r'}")
+    base.rename(tmp_path / "moved")
+    assert f"model.path={base} is not a folder here" in refused(tmp_path / "r", tmp_path / "out", "--merge")
+    grpo("export", tmp_path / "r", tmp_path / "found", "--merge", "--base", tmp_path / "moved")
+    config = json.loads((tmp_path / "moved" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "moved" / "config.json").write_text(json.dumps(config))
+    said = refused(tmp_path / "r", tmp_path / "out", "--merge", "--base", tmp_path / "moved")
+    assert "is quantised" in said and "name the model that it was made from with --base" in said
+    random = ("model.random_init=true", "model.lora.rank=2", *SHORT, "eval.every=0", "logger=jsonl")
+    grpo("train", *random, f"hydra.run.dir={tmp_path / 'random'}")
+    assert "lies only beside it" in refused(tmp_path / "random", tmp_path / "out")
+    grpo("export", tmp_path / "random", tmp_path / "one", "--merge")
+    assert "| its licence | unknown" in (tmp_path / "one" / "README.md").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_is_nothing_to_merge_without_adapters(whole: Path, tmp_path: Path):
+    assert "holds no adapters but an ordinary model; leave it out" in refused(whole, tmp_path / "out", "--merge")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may be larger than half of the embedded model's weights."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_half_way_leaves_nothing(whole: Path, tmp_path: Path, small_disk: None):
+    said = refused(whole, tmp_path / "new" / "out")
+    assert (
+        f"{tmp_path / 'new' / 'out'} could not be written ({os.strerror(errno.EFBIG)})" in said and "Make room" in said
+    )
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_older_export(
+    whole: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    grpo("export", run, tmp_path / "out")
+    before = content(tmp_path / "out")
+
+    def full(*given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_cli.cli.export.write_card", full)
+        assert "No space left on device" in refused(whole, tmp_path / "out", "--overwrite")
+        assert content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
+    replace, renamed = os.replace, list[Path]()
+
+    def once(source: Path, target: Path) -> None:
+        """The older folder is set aside, and then the disk fails."""
+        renamed.append(target)
+        full() if len(renamed) == 2 else replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("grpo_cli.runs.files.os.replace", once)
+        assert "No space left on device" in refused(whole, tmp_path / "out", "--overwrite")
+    assert len(renamed) == 3 and content(tmp_path / "out") == before and os.listdir(tmp_path) == ["out"]
+
+
+def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: Path, whole: Path, tmp_path: Path):
+    grpo("export", run, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.replaced")
+    (tmp_path / ".out.tmp").mkdir()
+    assert "holds no adapters but an ordinary model" in refused(whole, tmp_path / "out", "--merge")
+    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "adapter_config.json").exists()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The hub's client, which notes what is asked of it; nobody is logged in."""
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    api.repo_exists.return_value = False
+    api.create_repo.return_value = "https://huggingface.co/me/mine"
+    api.sent = []
+    api.upload_folder.side_effect = lambda **given: api.sent.append(content(Path(given["folder_path"])))
+    monkeypatch.setattr(export, "HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return api
+
+
+def test_without_a_token_the_command_to_log_in_is_said(run: Path, hub: Any, tmp_path: Path):
+    assert "log in with `hf auth login`, or set HF_TOKEN" in refused(run, "hub:me/mine", "--merge")
+    assert "hub:me/mine/too names no repository" in refused(run, "hub:me/mine/too")
+    assert hub.mock_calls == []
+
+
+def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    monkeypatch.chdir(tmp_path)
+    assert "https://huggingface.co/me/mine holds the model of" in grpo("export", whole, "hub:me/mine")
+    hub.upload_folder.assert_called_once()
+    (sent,) = hub.sent
+    assert {"README.md", "model.safetensors", "tokenizer.json"} <= sent.keys() and b"# me/mine" in sent["README.md"]
+    assert os.listdir(tmp_path) == []
+    hub.repo_exists.return_value = True
+    assert "hub:me/mine exists; name a new one, or add --overwrite" in refused(whole, "hub:me/mine")
+    grpo("export", whole, "hub:me/mine", "--overwrite")
+    assert hub.upload_folder.call_args.kwargs["delete_patterns"] == "*" and hub.upload_folder.call_count == 2
+
+
+def test_a_disk_too_small_for_what_is_to_be_uploaded_is_said(
+    whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, small_disk: None
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    assert "could not be written" in refused(whole, "hub:me/mine") and not hub.create_repo.called
+
+
+def test_a_hub_that_cannot_be_reached_is_said(whole: Path, monkeypatch: pytest.MonkeyPatch):
+    """HF_HUB_OFFLINE=1, as in all tests."""
+    monkeypatch.setenv("HF_TOKEN", "hf_made_up")
+    said = refused(whole, "hub:me/mine", "--overwrite")
+    assert "hub:me/mine could not be written" in said and "`hf upload` a folder" in said

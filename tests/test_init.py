@@ -1,0 +1,91 @@
+"""`grpo init`: what its README.md tells to type runs at once, every file says what it is, nothing is written over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import Forked
+from test_export import generated
+from typer.testing import CliRunner
+
+from grpo_cli.cli.main import app
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["init", "my experiment/"])
+    assert result.exit_code == 0, result.output
+    place, *commands = result.output.splitlines()
+    assert place == "cd 'my experiment'" and os.listdir(tmp_path) == ["my experiment"]
+    assert commands == re.findall(
+        "^    (grpo .*)", (tmp_path / "my experiment" / "README.md").read_text(), re.MULTILINE
+    )
+    return tmp_path / "my experiment"
+
+
+def typed(folder: Path, *begins: str, more: str = "") -> str:
+    """The README's command that begins so, in the folder."""
+    commands = re.findall("^    grpo (.*)", (folder / "README.md").read_text(), re.MULTILINE)
+    (command,) = (words for line in commands if (words := shlex.split(line))[: len(begins)] == list(begins))
+    process = Forked(*command, *more.split(), cwd=folder, env={"HF_HUB_OFFLINE": "1"})
+    code, said = process.wait(), process.communicate()[0]
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.process
+def test_its_own_run_is_trained_with_its_reward_its_rule_and_its_rows_and_exported(folder: Path) -> None:
+    typed(folder, "train", "--config-dir=conf", "experiment=mine")
+    run = folder / "outputs" / "train" / "mine"
+    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert len({row["question"] for row in rows}) == 12 and all(
+        eval(row["question"]) == int(row["answer"]) for row in rows
+    )
+    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in rollouts} <= {f"{row['question']}=" for row in rows}
+    assert {"correct", "worked_out"} <= rollouts[0]["parts"].keys()
+    config = json.loads((run / "run.json").read_text())["config"]
+    assert config["downsample"]["_target_"] == "rules.outer"
+    assert "worked_out" in typed(folder, "show")
+    typed(folder, "export")
+    card = (folder / "model" / "README.md").read_text()
+    assert {"    task.reward=rewards:score", "    downsample=outer", "    downsample._target_=rules.outer"} <= {
+        *card.splitlines()
+    }
+    assert len(generated(folder / "model", ["2+3="])) == 1
+
+
+@pytest.mark.process
+def test_its_sweep_compares_two_rules_with_two_seeds(folder: Path) -> None:
+    assert "4 jobs: 4 done" in typed(folder, "train", "--config-dir=conf", "experiment=sweep", more="train.steps=1")
+    assert "maxvar" in typed(folder, "report")
+
+
+def test_every_file_says_what_it_is(folder: Path) -> None:
+    front = (folder / "README.md").read_text()
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {"README.md"}
+    assert {
+        name for cell in re.findall(r"^\| (`.*?`) \|", front, re.MULTILINE) for name in re.findall("`(.*?)`", cell)
+    } == files
+    for name in files - {"rows.jsonl"}:
+        text = (folder / name).read_text()
+        assert text.startswith('"""' if name.endswith(".py") else "# "), name
+        assert name.endswith(".py") or yaml.safe_load(text)
+
+
+def test_what_is_there_is_not_written_over(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for there in (folder, folder / "rules.py"):
+        result = CliRunner().invoke(app, ["init", str(there)])
+        assert result.exit_code == 2 and f"{there} exists and is not an empty folder; name a new one" in result.output
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (folder.parent / "empty").mkdir()
+    assert CliRunner().invoke(app, ["init", "empty"]).exit_code == 0 and (folder.parent / "empty" / "rules.py").exists()

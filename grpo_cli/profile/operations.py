@@ -52,7 +52,7 @@ def _attention_backward(
 
 
 def _each(query: Any, *shared: Any) -> list[tuple[int, ...]]:
-    """Keys and values with a head for each of the query's: that of 2.11 takes no other number of them."""
+    """Keys and values with a head for each of the query's: PyTorch 2.11 takes no other number of them."""
     return [(batch, query[1], length, size) for batch, _, length, size in shared]
 
 

@@ -294,10 +294,10 @@ def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: P
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The hub's client, which notes what is asked of it; nobody is logged in."""
+    """A stand-in for the hub's client that records its calls; nobody is logged in."""
     api = create_autospec(huggingface_hub.HfApi, instance=True)
     api.repo_exists.return_value = False
-    api.create_repo.return_value = "https://huggingface.co/me/mine"
+    api.create_repo.return_value = "https://hub/me/mine"
     api.sent = []
     api.upload_folder.side_effect = lambda **given: api.sent.append(content(Path(given["folder_path"])))
     monkeypatch.setattr(export, "HfApi", lambda: api)
@@ -316,7 +316,7 @@ def test_without_a_token_the_command_to_log_in_is_said(run: Path, hub: Any, tmp_
 def test_a_model_is_uploaded_in_one_commit(whole: Path, hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HF_TOKEN", "hf_made_up")
     monkeypatch.chdir(tmp_path)
-    assert "https://huggingface.co/me/mine holds the model of" in grpo("export", whole, "hub:me/mine")
+    assert "https://hub/me/mine holds the model of" in grpo("export", whole, "hub:me/mine")
     hub.upload_folder.assert_called_once()
     (sent,) = hub.sent
     assert {"README.md", "model.safetensors", "tokenizer.json"} <= sent.keys() and b"# me/mine" in sent["README.md"]

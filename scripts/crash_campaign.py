@@ -202,6 +202,7 @@ class Campaign:
             rows = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
             if '"step": 5' in rows:
                 process.send(signal.SIGKILL)
+                process.wait(LIMIT_SECONDS)
         if (folder / "summary.json").exists():
             raise SystemExit("the run ended before it could be killed; try again")
         return folder

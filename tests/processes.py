@@ -9,6 +9,7 @@ that is about the start itself, starts a fresh process.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -62,8 +63,10 @@ class Forked:
         return printed[0], "".join(printed[1:])
 
     def send_signal(self, number: int) -> None:
+        """Like `Popen.send_signal`, nothing if the command has ended; between its end and the server's answer, too."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Forked
 
 pytestmark = pytest.mark.study
 
@@ -40,3 +42,11 @@ def test_a_damaged_file_is_noticed_or_makes_no_difference(tmp_path: Path) -> Non
 def test_of_two_that_continue_one_run_the_second_is_refused(tmp_path: Path) -> None:
     (trial,) = carried_out(tmp_path, "doubles", 1)
     assert trial["outcome"] == "refused"
+
+
+def test_a_signal_to_a_process_that_has_just_ended_is_nothing(tmp_path: Path) -> None:
+    """Its number is free once the server has waited for it, which is before the server's answer is here."""
+    process = Forked("--version", cwd=tmp_path)
+    process.communicate()
+    process.poll = lambda: None  # type: ignore[method-assign]
+    process.send_signal(signal.SIGKILL)

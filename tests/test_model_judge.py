@@ -42,7 +42,7 @@ def by_length(question: str) -> str:
 
 def judge_of(server: Server, run_dir: Path | None = None, lines: list[str] | None = None, **changed: Any) -> ModelJudge:
     words: dict[str, Any] = dict(
-        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, key=None
+        prompt=None, of="rollout", concurrency=4, timeout=30.0, retries=2, max_tokens=64, schema=False, key=None
     )
     settings = JudgeSettings(**{"base_url": server.url, "model": "judge"} | words | changed)
     return ModelJudge(settings, run_dir, ([] if lines is None else lines).append)
@@ -80,6 +80,17 @@ def test_what_was_said_is_kept_and_not_asked_again(server: Server, tmp_path: Pat
     other = judge_of(server, tmp_path, model="another")
     assert scores(other, completions("a")) == [1.0], "another model may say something else"
     assert scores(judge_of(server, tmp_path), completions("new")) == [1.0], "a torn line spoils none after it"
+
+
+def test_the_server_is_asked_to_hold_answers_to_json_where_that_is_wanted(server: Server, tmp_path: Path) -> None:
+    assert scores(judge_of(server, tmp_path), completions("a")) == [0.1]
+    assert "response_format" not in server.bodies[0], "not every server takes it"
+    assert scores(judge_of(server, tmp_path, schema=True), completions("a")) == [0.1]
+    assert scores(judge_of(server, of="group", schema=True), completions("a", "bb")) == [0.1, 0.2]
+    one, both = (body["response_format"]["json_schema"]["schema"] for body in server.bodies[1:])
+    number = {"type": "number", "minimum": 0, "maximum": 1}
+    assert one["properties"] == {"score": number} and one["required"] == ["score"]
+    assert both["properties"] == {"scores": {"type": "array", "items": number, "minItems": 2, "maxItems": 2}}
 
 
 BAD = {

@@ -74,6 +74,7 @@ class JudgeSettings:
     timeout: Annotated[float, Range(0, above=True)]
     retries: Annotated[int, Range(0, 100)]
     max_tokens: Count
+    schema: bool
     key: str | None
 
 
@@ -182,7 +183,7 @@ class ModelJudge:
             async def one(question: str, count: int) -> list[float] | Unanswered:
                 async with slots:
                     try:
-                        return _parsed(await self._patiently(client, question), self._settings.of, count)
+                        return _parsed(await self._patiently(client, question, count), self._settings.of, count)
                     except Unanswered as error:
                         return error
 
@@ -193,10 +194,10 @@ class ModelJudge:
         headers |= {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         return httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None))
 
-    async def _patiently(self, client: httpx.AsyncClient, question: str) -> str:
+    async def _patiently(self, client: httpx.AsyncClient, question: str, count: int) -> str:
         settings, said = self._settings, [{"role": "user", "content": question}]
         asked = {"model": settings.model, "messages": said, "temperature": 0, "max_tokens": settings.max_tokens}
-        body = json.dumps(asked)
+        body = json.dumps(asked | (_schema(settings.of, count) if settings.schema else {}))
         for number in range(self._settings.retries + 1):
             try:
                 return await self._once(client, "POST", "/chat/completions", self._settings.timeout, content=body)
@@ -288,8 +289,16 @@ def _template(settings: JudgeSettings) -> str:
 
 def _digest(settings: JudgeSettings, question: str) -> str:
     """A hash of all that an answer depends on, but not of the server's address, which may change."""
-    asked = json.dumps([settings.model, settings.of, settings.max_tokens, question])
+    asked = json.dumps([settings.model, settings.of, settings.max_tokens, question, *["schema"] * settings.schema])
     return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _schema(of: str, count: int) -> dict[str, Any]:
+    """Words of a request that hold the answer to the JSON that is asked for, by a JSON schema."""
+    name, score = "score" if of == "rollout" else "scores", {"type": "number", "minimum": 0, "maximum": 1}
+    wanted = score if of == "rollout" else {"type": "array", "items": score, "minItems": count, "maxItems": count}
+    schema = {"type": "object", "properties": {name: wanted}, "required": [name], "additionalProperties": False}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": schema}}}
 
 
 def _parsed(body: str, of: str, count: int) -> list[float]:

@@ -61,7 +61,7 @@ def _accuracy(row: Mapping[str, float | int]) -> str:
 
 def recipe_of(record: RunRecord) -> list[str]:
     """Choices and settings that are not those which the program has by itself. What looks like a secret is hidden, and
-    of a place on this machine only the name is said."""
+    of a place on this machine only the name is given."""
     with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
         usual: Any = OmegaConf.to_container(hydra.compose("train", ["run_dir=."]), resolve=False)
     usual |= {group: shipped(group, choice) for group, choice in record.choices.items() if choice in choices(group)}

@@ -1,4 +1,4 @@
-"""What is said where an optional library is not installed: one sentence, with the command that installs it."""
+"""The error where an optional library is not installed: one sentence, with the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """DAPO's dynamic sampling: rounds of problems until a step has enough groups with a learning signal (arXiv 2503.14476).
 
+    mixed: the group's rewards differ;  a round asks for ceil((1 + surplus) * (prompts - mixed so far)) problems
+
 The rest of DAPO is `loss=dapo` (more room upwards, a mean over tokens) and the reward part `overlong`
 (`tasks/formats.py`).
 

@@ -251,9 +251,15 @@ def cases(record: Mapping[str, Any], part: str) -> dict[str, Any]:
     return {name.removeprefix(f"{part}: "): of for name, of in record["rounds"].items() if name.startswith(f"{part}: ")}
 
 
+def policies(found: Mapping[str, Any], arm: str, cache: str) -> Runs:
+    """What an arm's policies came to under a cache, by seed."""
+    place = f"{arm.replace(' ', '/')}/"
+    return {key.removeprefix(place): found[key][cache] for key in sorted(found) if key.startswith(place)}
+
+
 def evaluated(found: Mapping[str, Any], arm: str, cache: str) -> list[float]:
     """Accuracy of an arm's policies under a cache, over seeds."""
-    return [found[key][cache]["eval/pass@1"] for key in sorted(found) if key.startswith(f"{arm.replace(' ', '/')}/")]
+    return values(policies(found, arm, cache), "eval/pass@1")
 
 
 def texts_of(records: Records) -> dict[str, str]:

@@ -284,6 +284,7 @@ def mixed_groups(choice: str, seed: int, steps: int = 60, count: int = 300, **ch
     return total
 
 
+@pytest.mark.matrix
 def test_on_a_bank_of_problems_a_pool_mixes_half_as_many_groups_again():
     """In part since the groups are smaller and more: what was seen of problems has its own tenth in it."""
     for seed in range(2):

@@ -47,6 +47,7 @@ def grpo(*words: str, code: int = 0) -> Any:
     return result
 
 
+@pytest.mark.matrix
 def test_nothing_is_chosen_where_there_is_room_and_less_room_is_never_given_more() -> None:
     whole = plan(2**40)
     assert whole.choices == () and whole.peak == whole.before
@@ -59,6 +60,7 @@ def test_nothing_is_chosen_where_there_is_room_and_less_room_is_never_given_more
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.matrix
 def test_what_is_typed_is_not_chosen_even_if_nothing_fits_so() -> None:
     whole = plan(2**40)
     room = int(0.7 * whole.peak)

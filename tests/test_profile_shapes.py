@@ -9,7 +9,7 @@ import made
 import pytest
 import torch
 from made import full, infinite, micro, prefix_head
-from small import VOCABULARY, make_engine, small_model, some_requests
+from small import VOCABULARY, make_engine, one_and_the_rest, small_model, some_requests
 from test_passes import make_batch
 
 from grpo_cli.engine.kv.eviction import Dense
@@ -239,7 +239,7 @@ DEEP = {
 }
 
 
-@pytest.mark.parametrize("kind", DEEP)
+@pytest.mark.parametrize("kind", one_and_the_rest([*DEEP], "adapters"))
 def test_a_few_layers_stand_for_all_of_them(kind: str, monkeypatch: pytest.MonkeyPatch):
     load, words = DEEP[kind]
     way = list(DEEP).index(kind) % len(WAYS)

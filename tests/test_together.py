@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small import some_and_the_rest
 
 from grpo_cli.collect.rehearsal import rehearsed
 from grpo_cli.config import together
@@ -95,24 +96,20 @@ def test_and_with_no_other(words: list[str]) -> None:
     assert "advantage=median_release" in said and "collector=equal" in said
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *([f"correction={choice}"] for choice in choices("correction") if choice != "none"),
-        ["correction.importance=token"],
-        ["correction.importance=sequence"],
-        ["correction.rejection=veto"],
-        ["correction.mask_low=0.5"],
-        ["correction.mask_high=2.0"],
-    ],
-    ids=" ".join,
-)
-def test_a_correction_that_sees_no_ratio_but_1_is_refused_and_a_run_that_began_so_goes_on(words: list[str]) -> None:
-    check(settings_of(*words))
-    said = refusal(*words, "correction.prox=drawn")
+CORRECTED = [
+    *(f"correction={choice}" for choice in choices("correction") if choice != "none"),
+    *("correction.importance=token", "correction.importance=sequence", "correction.rejection=veto"),
+    *("correction.mask_low=0.5", "correction.mask_high=2.0"),
+]
+
+
+@pytest.mark.parametrize("word", some_and_the_rest(CORRECTED, ["correction=tis", "correction.rejection=veto"]))
+def test_a_correction_that_sees_no_ratio_but_1_is_refused_and_a_run_that_began_so_goes_on(word: str) -> None:
+    check(settings_of(word))
+    said = refusal(word, "correction.prox=drawn")
     assert "correction.prox=now" in said and "correction=none correction.prox=drawn" in said
-    check(replace(settings_of(*words, "correction.prox=drawn"), resume="here"))
-    assert remarks(*words, "correction.prox=drawn", resume="here") == [said]
+    check(replace(settings_of(word, "correction.prox=drawn"), resume="here"))
+    assert remarks(word, "correction.prox=drawn", resume="here") == [said]
     assert remarks("correction.prox=drawn", resume="here") == [], "of no correction"
 
 

@@ -23,14 +23,21 @@ from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.types import Batch, Totals
 
+TREES = {"padded": None, "packed": [Tree(7)] * 4, "shared": [Tree(4, (3, 3))] * 2}
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("precision", ["bfloat16", "float32", "autocast"])
-@pytest.mark.parametrize("trees", [None, [Tree(7)] * 4, [Tree(4, (3, 3))] * 2])
+
+@pytest.mark.parametrize(
+    ("way", "precision", "adapters"),
+    some_and_the_rest(
+        [*product(TREES, ("bfloat16", "float32", "autocast"), (False, True))],
+        [("padded", "bfloat16", False), ("packed", "float32", True), ("shared", "autocast", True)],
+    ),
+)
 def test_an_update_mixes_no_devices_and_no_types(
-    trees: list[Tree] | None, precision: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, precision: str, adapters: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rollouts of three tokens of each of two prompts of four: padded, packed, and with prompts in common."""
+    trees = TREES[way]
     loss = made.loss()
     with gpu(monkeypatch) as watched:
         model = model_of(watched, torch.bfloat16 if precision == "bfloat16" else torch.float32, **SMALL)

@@ -2,15 +2,17 @@
 no group without an advantage (Zhang et al., "Train Less, Learn More", arXiv 2602.14338).
 
     collector:  n rollouts of each problem; while none is right, `more` at a time, until one is or there are `most`
-    downsample: all c right ones and min(w, k max(c, 1)) of the w wrong ones; beyond m, m of them at 1 : k
+    downsample: all c right ones, min(w, k max(c, 1)) of the w wrong ones; beyond m, wrong ones are left out until half
+                of m is theirs, and then right ones
     advantage:  r - (a + c) / (a + b + N): c of N rollouts are right, Beta(a, b) is what was known before
 
 Read from the abstract and secondary sources, which do not give k, a, b, the first number of rollouts nor the bound:
-those in the YAML files are ours. Ours too: what is done beyond m; the k wrong answers that are kept of a problem that
-was never solved; and N, which may be the kept rollouts. Right is what is graded as right.
+those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a problem
+that was never solved, and that N may be the kept rollouts. Right is what is graded as right.
 
-With m = n and a group of fixed size the expected gradient is 1 - 1 / (a + b + N) of the policy gradient, in its
-direction. That does not hold once wrong answers are left out, nor where the first success ends a group.
+All three look at right and wrong alone, so that a problem's expected gradient keeps the direction of its policy
+gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the problem counts: where a group of
+fixed size is trained on whole, 1 - 1 / (a + b + N) times.
 
 Not measured.
 """
@@ -65,13 +67,13 @@ def right_and_some_wrong(
 ) -> list[int]:
     """All right answers and `k` times as many wrong ones, drawn at random; at most `keep`, often fewer.
 
-    Where they are more than `keep`, as many of either are drawn as make 1 : k, or what there is.
+    Where they are more than `keep`, wrong ones are left out until half of `keep` is theirs, and then right ones.
     """
     right = _right(group, "downsample")
     num_right, num_wrong = int(right.sum()), int((~right).sum())
     wrong = min(num_wrong, max(1, round(k * max(num_right, 1))))
     if num_right + wrong > keep:
-        num_right = min(num_right, max(round(keep / (1 + k)), keep - num_wrong, 1))
+        num_right = min(num_right, keep - min(wrong, keep // 2))
         wrong = keep - num_right
     drawn = [
         rng.choice(np.flatnonzero(of), count, replace=False) for of, count in ((right, num_right), (~right, wrong))

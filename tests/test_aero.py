@@ -145,6 +145,15 @@ def test_the_baseline_is_the_posterior_mean() -> None:
     assert prior(rewards, group).tolist() == close([0.75, -0.25, -0.25])
 
 
+@pytest.mark.parametrize(
+    "weights", ["+task.weights.overlong=0.5", "+task.weights.correct=0.9 +task.weights.format=0.2"]
+)
+def test_weights_that_lead_out_of_0_and_1_are_refused_beforehand(weights: str) -> None:
+    with pytest.raises(UserError, match="advantage=beta takes rewards from 0 to 1, and those of task.weights="):
+        check(settings_of("advantage=beta", *weights.split()))
+    check(settings_of("advantage=beta", "+task.weights.correct=0.9", "+task.weights.format=0.1"))
+
+
 def test_equal_rewards_teach_the_less_the_more_there_are() -> None:
     """All of 3 right: 1 - 4/5. All of 8 wrong: -1/10. Half of a right answer each: (1 + 1) / 4, so 0."""
     beta = made.advantage("beta")

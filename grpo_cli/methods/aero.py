@@ -19,20 +19,22 @@ Not measured.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_cli.interfaces import Collection, Rounds, facts
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
 from grpo_cli.rules.advantage import StatsOver, compared_rewards
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round, ScoredGroup
 
 Prior = Annotated[float, Range(0, because="a group of equal rewards would have no advantage with none", above=True)]
+ROUNDING = 1e-6  # of a sum of weighted parts
 
 
 def aero(collection: Collection, *, more: Annotated[int, Range(1)], most: int | None) -> Rounds:
@@ -81,7 +83,19 @@ def right_and_some_wrong(
     return np.concatenate(drawn).tolist()
 
 
-@facts(divides=False)
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What the weights of parts tell of rewards before there are any."""
+    weights = others.setting("task", "weights")
+    named = weights.items() if isinstance(weights, Mapping) else ()
+    given = {name: weight for name, weight in named if isinstance(weight, int | float)}
+    if given.get("overlong") or sum(given.values()) > 1 + ROUNDING:
+        yield (
+            f"{others.named('advantage')} takes rewards from 0 to 1, and those of task.weights={given} are not; lower "
+            "the weights (their sum may be 1) without overlong, or use advantage=dr_grpo"
+        )
+
+
+@facts(divides=False, goes_with=_goes_with)
 def beta(
     kept_rewards: Float[Tensor, " K"],
     group_rewards: Float[Tensor, " G"],
@@ -94,11 +108,11 @@ def beta(
     between counts as such a part of a right answer."""
     reference = compared_rewards(kept_rewards, group_rewards, stats_over)
     outside = torch.cat([reference, kept_rewards.double()])
-    outside = outside[(outside < 0) | (outside > 1)]
+    outside = outside[(outside < -ROUNDING) | (outside > 1 + ROUNDING)]
     if len(outside):
         raise UserError(
             f"advantage=beta takes rewards for shares of right answers, from 0 to 1, and one is {outside[0].item():g}: "
-            "weigh the parts of the reward so (task.weights), or use advantage=dr_grpo"
+            "let the reward be so (task.weights), or use advantage=dr_grpo"
         )
     solved = (prior_right + reference.sum()) / (prior_right + prior_wrong + len(reference))
     return (kept_rewards.double() - solved).to(kept_rewards.dtype)

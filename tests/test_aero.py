@@ -89,7 +89,8 @@ def kept(right: int, wrong: int, m: int, k: float = 1.0, seed: int = 0) -> tuple
         (2, 30, 1.5, (2, 3)),
         (4, 28, 1.0, (4, 4)),
         (0, 32, 1.0, (0, 1)),  # as of one right answer
-        (0, 32, 99.0, (0, 8)),
+        (0, 32, 1e38, (0, 8)),
+        (9, 3, 1e38, (5, 3)),
         (12, 20, 1.0, (4, 4)),  # 24 are more than 8: half and half
         (3, 29, 3.0, (3, 5)),
         (12, 20, 3.0, (4, 4)),
@@ -192,6 +193,12 @@ def test_a_grade_between_is_refused_by_its_sample_with_a_way_out() -> None:
     bank = Halves()
     with pytest.raises(UserError, match=r"collector=aero .* sample 0 of prompt p0 is graded 0.5: .*collector=equal"):
         collection_of(bank, InOrder(problems(4)), n=2, prompts=1).run(collector("aero"), bank)
+
+
+def test_a_bound_that_takes_more_rounds_than_anybody_waits_for_is_refused() -> None:
+    with pytest.raises(UserError, match="collector.most=406 comes to 201 further rounds of collector.more=2"):
+        one_step(collector("aero", most=406), lambda r: False, n=4, prompts=1)
+    assert one_step(collector("aero", most=404), lambda r: False, n=4, prompts=1)[0] == {"p0": 404}
 
 
 def test_a_bound_below_n_is_refused() -> None:

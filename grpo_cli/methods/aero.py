@@ -34,17 +34,24 @@ from grpo_cli.support.ranges import Range
 from grpo_cli.types import GroupRequest, Round, ScoredGroup
 
 Prior = Annotated[float, Range(0, because="a group of equal rewards would have no advantage with none", above=True)]
+MOST_FURTHER = 200  # rounds, one after the other
 ROUNDING = 1e-6  # of a sum of weighted parts
 
 
 def aero(collection: Collection, *, more: Annotated[int, Range(1)], most: int | None) -> Rounds:
     """`n` rollouts of each problem, then `more` at a time of those that none has solved, until one does or there are
-    `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n`."""
+    `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
+    too many rounds."""
     most = 2 * collection.n if most is None else most
     if most < collection.n:
         raise UserError(
             f"collector.most={most} is less than n={collection.n}, with which every problem begins: take "
             f"collector.most of {collection.n} or more, or a smaller n"
+        )
+    if (rounds := -((collection.n - most) // more)) > MOST_FURTHER:
+        raise UserError(
+            f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
+            f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
         )
     left, size, made = list(collection.pick(collection.prompts)), 0, 0
     first = len(left) * collection.n

@@ -135,10 +135,11 @@ class Engine(Protocol):
 @runtime_checkable
 class Others(Protocol):
     """The parts of a run as their settings describe them, before any is made: what a part may ask of the others in its
-    `goes_with` or `undone_by`. `n` and `m` are the run's."""
+    `goes_with` or `undone_by`. `n`, `m` and `prompts` (of a step) are the run's."""
 
     n: int
     m: int
+    prompts: int
     unequal: bool  # whether the collector makes groups of other sizes than n; False before its rehearsal
 
     def says(self, group: str, fact: str) -> Any:
@@ -163,6 +164,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
     | advantage | divides | whether it divides by the deviation of the group |
     | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
+    | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
     | curriculum | needs_history | whether it needs `train.history` |
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
@@ -317,7 +319,7 @@ class Forgets(Remembers, Protocol):
 
 @runtime_checkable
 class DownsampleRule(Protocol):
-    """Which rollouts of a group are trained on: `keep` distinct indices into the group.
+    """Which rollouts of a group are trained on: `keep` distinct indices into the group (see `facts`: keeps_fewer).
 
     Called only when `keep` is less than the group's size. `rng` is the group's own stream (seed, step, prompt).
     """

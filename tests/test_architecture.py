@@ -163,6 +163,7 @@ KNOWS_NO_CHOICE = ("config/", "step", "train", "experiment", "evaluate", "select
 OTHER_MEANING = {
     "config/check": {"none", "sqrt", "full", "epochs"},  # values of model.quantize, optim.ess, profile.lengths; a key
     "config/compose": {"profile"},  # the command
+    "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"all"},  # Hydra's word for _convert_
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast

@@ -20,13 +20,12 @@ from grpo_cli.config.choices import choices, config_dir
 from grpo_cli.config.compose import parse
 from grpo_cli.learner.batch import collate, micro_batch_rows, rows_of, totals
 from grpo_cli.learner.logprobs import token_logprobs
-from grpo_cli.methods import pods
 from grpo_cli.select import Selection, select
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup
 
 EXPERIMENTS = [name for name in choices("experiment") if name != "none"]
-RULES = [name for name in choices("downsample") if name not in ("all", "median")]  # which keep any m of n
+RULES = [name for name in choices("downsample") if name not in ("all", "median", "aero")]  # any m of n
 
 
 # What reaches the update
@@ -53,7 +52,7 @@ def scored_groups() -> list[ScoredGroup]:
 def chosen(groups: list[ScoredGroup], rule: str, keep: int, stats_over: str) -> list[Selection]:
     divided = made.advantage("grpo", stats_over=stats_over)
     return [
-        select(g, [""] * len(g.rollouts), keep, getattr(pods, rule), divided, np.random.default_rng(1), True)
+        select(g, [""] * len(g.rollouts), keep, made.downsample(rule), divided, np.random.default_rng(1), True)
         for g in groups
     ]
 

@@ -35,7 +35,7 @@ def a_group() -> ScoredGroup:
         Rollout(Request(prompt, i, i, Sampling.plain(128)), (8 + i, 9, 1), (-0.5, -1.0, -0.1 * i), Finish.EOS, 2)
         for i in range(4)
     )
-    return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 3), {"part": 1.0}) for i in range(4)))
+    return ScoredGroup(prompt, rollouts, tuple(Reward(float(i % 2), {"part": 1.0}) for i in range(4)))
 
 
 def a_batch() -> Batch:
@@ -56,7 +56,11 @@ def contents(value: Any) -> Any:
 
 
 RNG = np.random.default_rng(0)
-ADVANTAGES = [torch.tensor([0.0, 1.0]), torch.arange(4.0), AdvantageInputs(a_group(), (0, 1), (0, 1, 2, 3))]
+ADVANTAGES = [
+    torch.tensor([0.0, 1.0]),
+    torch.tensor([0.0, 1.0, 0.0, 1.0]),
+    AdvantageInputs(a_group(), (0, 1), (0, 1, 2, 3)),
+]
 KEEP_TWO: dict[str, Any] = dict(keep=2, rng=RNG)
 GRPO = made.advantage("grpo")
 

@@ -27,9 +27,9 @@ _SOLVED = (0, 1, 2, 3, 4)  # of four tries in an earlier visit
 @dataclass(frozen=True)
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
-    rollouts altogether, rounds, and rollouts of the groups that are trained on; whether it leaves rollouts partial, to
-    go on with in a later step; and whether it made groups of another size than n, in one of these steps or in one whose
-    problems differ in how often they are and were solved."""
+    rollouts altogether, rounds, and rollouts of the groups that are trained on; whether it leaves rollouts partial;
+    whether a later step goes on with their tokens; and whether it made groups of another size than n, in one of these
+    steps or in one whose problems differ in how often they are and were solved."""
 
     picked: int
     problems: int
@@ -38,6 +38,7 @@ class CollectionSize:
     rounds: int
     trained: int
     partial: bool = False
+    resumed: bool = False
     unequal: bool = False
 
     @classmethod
@@ -68,6 +69,7 @@ def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
         rounds=most("rounds", 1.0),
         trained=most("trained", longer),
         partial=any(one.partial for one in seen),
+        resumed=any(one.resumed for one in seen),
         unequal=any(one.unequal for one in (*seen, later)),
     )
 
@@ -122,6 +124,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         rounds=len(rounds),
         trained=sum(len(group.rollouts) for group in groups),
         partial=made_up.stopped,
+        resumed=any(request.resumed for requests in rounds for request in requests),
         unequal=any(len(group.rollouts) != n for group in groups),
     )
 
@@ -149,7 +152,7 @@ class _MadeUp:
         stop = False
         for request in requests:
             if stop:
-                tokens = request.sample % 2 if request.sampling.max_new_tokens > 1 else 0
+                tokens = 1 - request.sample % 2 if request.sampling.max_new_tokens > 1 else 0
                 self.stopped = True
                 yield Rollout(request, (0,) * tokens, (-1.0,) * tokens, Finish.PARTIAL, 0)
                 continue

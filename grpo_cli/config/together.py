@@ -25,6 +25,7 @@ class Chosen:
     parts: Mapping[str, Mapping[str, Any]]
     n: int
     m: int
+    prompts: int
     unequal: bool = False
 
     def says(self, group: str, fact: str) -> Any:
@@ -53,7 +54,7 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
 
 
 def chosen(settings: RunSettings) -> Chosen:
-    return Chosen(settings.parts, settings.n, settings.m)
+    return Chosen(settings.parts, settings.n, settings.m, settings.train.prompts)
 
 
 def problems(settings: RunSettings) -> Iterator[str]:
@@ -75,7 +76,7 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
     if size.partial:
-        yield from _partial_problems(others)
+        yield from _partial_problems(others, size.resumed)
 
 
 def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
@@ -101,7 +102,7 @@ def remarks(settings: RunSettings, rules: Rules, size: CollectionSize) -> Iterat
             f"{others.named('collector')} trains on in which step: a run may not repeat itself on another device "
             "(sampler.on_oom=fail does)"
         )
-    if size.unequal and m < n:
+    if size.unequal and m < n and not others.says("downsample", "keeps_fewer"):
         yield (
             f"{others.named('collector')} makes more rollouts of some problems than of others, and of each "
             f"at most m={m} are trained on, so that the problems count alike again and the rest is only there for "
@@ -129,10 +130,10 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
         )
 
 
-def _partial_problems(others: Chosen) -> Iterator[str]:
-    """Conflicts of a collector that leaves rollouts partial and resumes them."""
+def _partial_problems(others: Chosen, resumed: bool) -> Iterator[str]:
+    """Conflicts of a collector that leaves rollouts partial, and (`resumed`) goes on with them later."""
     collector = others.named("collector")
-    if others.says("sparsity", "evicts"):
+    if resumed and others.says("sparsity", "evicts"):
         yield (
             f"{collector} goes on with partial rollouts, whose tokens {others.named('sparsity')} would count as "
             "prompt; use sparsity=dense, or collector=equal"
@@ -142,7 +143,7 @@ def _partial_problems(others: Chosen) -> Iterator[str]:
             f"{collector} stops rollouts before their end, which {others.named('engine')} cannot, as its workers "
             "report a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"
         )
-    if others.says("predictor", "of_whole_rollouts"):
+    if resumed and others.says("predictor", "of_whole_rollouts"):
         yield (
             f"{others.named('predictor')} knows how long whole rollouts were, and {collector} makes them in parts; use "
             "predictor=mean"

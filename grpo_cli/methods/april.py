@@ -34,6 +34,8 @@ class Partial:
     a step makes several updates it may be older by those of one step, less one.
     """
 
+    kind = "partial"  # whose state a checkpoint holds
+
     def __init__(
         self,
         *,
@@ -52,7 +54,7 @@ class Partial:
         rest = tuple(group for group in held if group not in old)
         waiting = rest
         if len(old) < prompts:
-            fresh = max(0, math.ceil(self._share * prompts) - len(held))
+            fresh = self._fresh(math.ceil(self._share * prompts), len(held))
             picked = collection.pick(fresh, {group.prompt.id for group in held}) if fresh else ()
             requests = tuple(GroupRequest(prompt, collection.n) for prompt in picked)
             groups = tuple((yield Round(requests, rest, enough=prompts)))
@@ -63,6 +65,10 @@ class Partial:
         collection.note("carried_tokens", sum(map(len, partial)))
         return [group.prompt.id for group in groups if group.whole]
 
+    def _fresh(self, under_way: int, held: int) -> int:
+        """How many problems begin, where `under_way` are wanted and `held` go on."""
+        return max(0, under_way - held)
+
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         return {}
 
@@ -71,10 +77,10 @@ class Partial:
         self._held = tuple(group for group in self._held if not is_other(group.prompt.id, digest_of(group.prompt)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "partial", "held": [to_plain(group) for group in self._held]}
+        return {"kind": self.kind, "held": [to_plain(group) for group in self._held]}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", "partial")["held"])
+        self._held = tuple(from_plain(group) for group in of_kind(state, "collector", self.kind)["held"])
 
 
 def _lag(group: Group, version: int) -> int:

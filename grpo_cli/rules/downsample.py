@@ -33,7 +33,8 @@ def all_rollouts(group: ScoredGroup, keep: int, rng: np.random.Generator) -> lis
 def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.Generator) -> list[int]:
     """The indices that `rule` keeps, ascending, once they are known to be `keep` distinct ones of this group.
 
-    A group of `keep` rollouts or fewer is kept whole without asking the rule: n = m is plain GRPO under any rule.
+    A group of `keep` rollouts or fewer is kept whole without asking the rule: n = m is plain GRPO under any rule. One
+    that says `keeps_fewer` may keep any number from 1 to `keep`.
     """
     size = len(group.rollouts)
     if keep >= size:
@@ -55,8 +56,9 @@ def choose(rule: DownsampleRule, group: ScoredGroup, keep: int, rng: np.random.G
     if len(set(indices)) != len(indices):
         twice = next(index for index in indices if indices.count(index) > 1)
         raise UserError(f"{fault} but returned {twice} more than once: each rollout may be kept once")
-    if len(indices) != keep:
-        raise UserError(f"{fault} but returned {len(indices)} of them: return exactly {keep}")
+    fewer = getattr(getattr(rule, "func", rule), "keeps_fewer", False)
+    if len(indices) != keep and not (fewer and 0 < len(indices) < keep):
+        raise UserError(f"{fault} but returned {len(indices)} of them: return {'1 to' if fewer else 'exactly'} {keep}")
     return sorted(indices)
 
 

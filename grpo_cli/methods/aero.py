@@ -1,0 +1,137 @@
+"""AERO: rollouts until a problem is solved once, wrong answers in proportion to right ones, and a baseline that leaves
+no group without an advantage (Zhang et al., "Train Less, Learn More", arXiv 2602.14338).
+
+    collector:  n rollouts of each problem; while none is right, `more` at a time, until one is or there are `most`
+    downsample: all c right ones, min(w, k max(c, 1)) of the w wrong ones; beyond m, wrong ones are left out until half
+                of m is theirs, and then right ones
+    advantage:  r - (a + c) / (a + b + N): c of N rollouts are right, Beta(a, b) is what was known before
+
+Read from the abstract and secondary sources, which do not give k, a, b, the first number of rollouts nor the bound:
+those in the YAML files are ours. Ours too: who is left out beyond m, the k wrong answers that are kept of a problem
+that was never solved, and that N may be the kept rollouts. Right is what is graded as right.
+
+All three look at right and wrong alone, so that a problem's expected gradient keeps the direction of its policy
+gradient (summed over tokens, with rewards of 0 and 1). What changes is how much the problem counts: where a group of
+fixed size is trained on whole, 1 - 1 / (a + b + N) times.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.rules.advantage import StatsOver, compared_rewards
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import GroupRequest, Round, ScoredGroup
+
+Prior = Annotated[float, Range(0, because="a group of equal rewards would have no advantage with none", above=True)]
+MOST_FURTHER = 200  # rounds, one after the other
+ROUNDING = 1e-6  # of a sum of weighted parts
+
+
+def aero(collection: Collection, *, more: Annotated[int, Range(1)], most: int | None) -> Rounds:
+    """`n` rollouts of each problem, then `more` at a time of those that none has solved, until one does or there are
+    `most` (None: 2n). Each further round waits for its slowest rollout. UserError if `most` is less than `n` or takes
+    too many rounds."""
+    most = 2 * collection.n if most is None else most
+    if most < collection.n:
+        raise UserError(
+            f"collector.most={most} is less than n={collection.n}, with which every problem begins: take "
+            f"collector.most of {collection.n} or more, or a smaller n"
+        )
+    if (rounds := -((collection.n - most) // more)) > MOST_FURTHER:
+        raise UserError(
+            f"collector.most={most} comes to {rounds} further rounds of collector.more={more} rollouts each, and "
+            f"{MOST_FURTHER} are the most: raise collector.more, or lower collector.most"
+        )
+    left, size, made = list(collection.pick(collection.prompts)), 0, 0
+    first = len(left) * collection.n
+    while left and size < most and not (size and collection.at_limit):
+        count = min(more, most - size) if size else collection.n
+        groups = yield Round(tuple(GroupRequest(prompt, count) for prompt in left))
+        asked, size, made = {prompt.id for prompt in left}, size + count, made + count * len(left)
+        scored = collection.score([group for group in groups if group.prompt.id in asked])
+        left = [group.prompt for group in scored if not _right(group, "collector").any()]
+    collection.note("later_rounds", 1 - first / made)
+    collection.note("unsolved", len(left))
+    return None
+
+
+@facts(keeps_fewer=True)
+def right_and_some_wrong(
+    group: ScoredGroup,
+    keep: int,
+    rng: np.random.Generator,
+    *,
+    k: Annotated[float, Range(0, because="it is how many wrong answers are kept for each right one", above=True)],
+) -> list[int]:
+    """All right answers and `k` times as many wrong ones, drawn at random; at most `keep`, often fewer.
+
+    Where they are more than `keep`, wrong ones are left out until half of `keep` is theirs, and then right ones.
+    """
+    right = _right(group, "downsample")
+    num_right, num_wrong = int(right.sum()), int((~right).sum())
+    wrong = min(num_wrong, max(1, round(k * max(num_right, 1))))
+    if num_right + wrong > keep:
+        num_right = min(num_right, keep - min(wrong, keep // 2))
+        wrong = keep - num_right
+    drawn = [
+        rng.choice(np.flatnonzero(of), count, replace=False) for of, count in ((right, num_right), (~right, wrong))
+    ]
+    return np.concatenate(drawn).tolist()
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What the weights of parts tell of rewards before there are any."""
+    weights = others.setting("task", "weights")
+    named = weights.items() if isinstance(weights, Mapping) else ()
+    given = {name: weight for name, weight in named if isinstance(weight, int | float)}
+    if given.get("overlong") or sum(given.values()) > 1 + ROUNDING:
+        yield (
+            f"{others.named('advantage')} takes rewards from 0 to 1, and those of task.weights={given} are not; lower "
+            "the weights (their sum may be 1) without overlong, or use advantage=dr_grpo"
+        )
+
+
+@facts(divides=False, goes_with=_goes_with)
+def beta(
+    kept_rewards: Float[Tensor, " K"],
+    group_rewards: Float[Tensor, " G"],
+    *,
+    prior_right: Prior,
+    prior_wrong: Prior,
+    stats_over: StatsOver,
+) -> Float[Tensor, " K"]:
+    """r - (a + c) / (a + b + N), undivided; never 0 for a reward of 0 or 1. UserError for one below 0 or above 1; one
+    between counts as such a part of a right answer."""
+    reference = compared_rewards(kept_rewards, group_rewards, stats_over)
+    outside = torch.cat([reference, kept_rewards.double()])
+    outside = outside[(outside < -ROUNDING) | (outside > 1 + ROUNDING)]
+    if len(outside):
+        raise UserError(
+            f"advantage=beta takes rewards for shares of right answers, from 0 to 1, and one is {outside[0].item():g}: "
+            "let the reward be so (task.weights), or use advantage=dr_grpo"
+        )
+    solved = (prior_right + reference.sum()) / (prior_right + prior_wrong + len(reference))
+    return (kept_rewards.double() - solved).to(kept_rewards.dtype)
+
+
+def _right(group: ScoredGroup, asked_by: str) -> Bool[np.ndarray, " G"]:
+    """Which answers are right. UserError where an answer is neither right nor wrong."""
+    for rollout, reward in zip(group.rollouts, group.rewards, strict=True):
+        if (grade := reward.parts.get(reward.answer_part, reward.total)) not in (0.0, 1.0):
+            raise UserError(
+                f"{asked_by}=aero counts right answers (1) and wrong ones (0), and sample {rollout.request.sample} of "
+                f"prompt {group.prompt.id} is graded {grade:g}: let the reward grade with 0 or 1, or use "
+                f"{'collector=equal' if asked_by == 'collector' else 'downsample=maxvar'}"
+            )
+    return np.array([reward.solved for reward in group.rewards], dtype=bool)

@@ -1,0 +1,82 @@
+"""RollPacker's tail batching: what takes long is set aside and made together, in rare steps (arXiv 2509.21009).
+
+    short step: ceil((1 + surplus) * prompts) problems under way, until `prompts` groups are whole; the rest is dropped
+                and its problems are set aside
+    long step:  once `prompts` problems are set aside, these alone, each to its end
+
+Read from the abstract, secondary sources and the settings of its release (1.25 times the problems and the rollouts of
+each). Left out: more than n rollouts of a problem, of which the first n to end are kept, since among the answers to one
+problem that favours short ones. Parallelism, rewards and training of RollPacker are about many GPUs.
+
+Ours: a problem that was set aside is answered anew by the weights of its long step, but from the random streams that it
+had. With other streams, long answers would be drawn again until they are short. So, with weights that stand still, each
+problem is trained on with the very rollouts that it would have had under `collector=equal`, only later.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Annotated, Any
+
+from grpo_cli.collect.resuming import begun, from_plain, to_plain
+from grpo_cli.history import digest_of, of_kind
+from grpo_cli.interfaces import Collection, Others, Rounds, facts
+from grpo_cli.support.ranges import Range
+from grpo_cli.types import Group, GroupRequest, Round, ScoredGroup
+
+
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if others.prompts == 1:
+        yield (
+            f"train.prompts=1 makes every second step of {others.named('collector')} a long one, so that nothing is "
+            "saved; take train.prompts of 4 or more, or collector=equal"
+        )
+
+
+@facts(goes_with=_goes_with)
+class Tail:
+    """Short steps end with the first `train.prompts` groups; those of the others are generated anew in long steps (tail
+    batching, arXiv 2509.21009). All tokens that are trained on are of the step's own weights.
+
+    Groups that are whole at the same moment are all trained on. What is set aside when the run ends never was.
+    """
+
+    def __init__(
+        self, *, surplus: Annotated[float, Range(0, 1, "with more, long steps would be as many as short ones")]
+    ) -> None:
+        self._share = 1 + Fraction(str(surplus))  # in floating point 1.1 * 50 is more than 55
+        self._aside: tuple[Group, ...] = ()  # none of whose rollouts has a token
+
+    def __call__(self, collection: Collection) -> Rounds:
+        aside, prompts, dropped = self._aside, collection.prompts, 0
+        is_long = len(aside) >= prompts
+        if is_long:
+            groups = yield Round(resumed=aside[:prompts])
+            self._aside = aside[prompts:]
+        else:
+            picked = collection.pick(math.ceil(self._share * prompts), {group.prompt.id for group in aside})
+            groups = yield Round(tuple(GroupRequest(prompt, collection.n) for prompt in picked), enough=prompts)
+            late = [group for group in groups if not group.whole]
+            self._aside = (*aside, *(Group(g.prompt, tuple(begun(r.request) for r in g.rollouts)) for g in late))
+            dropped = sum(rollout.num_drawn for group in late for rollout in group.rollouts)
+        collection.note("long_step", is_long)
+        collection.note("set_aside", len(self._aside))
+        collection.note("tokens_dropped", dropped)
+        return [group.prompt.id for group in groups if group.whole]
+
+    def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        return {}
+
+    def forget(self, is_other: Callable[[str, int], bool]) -> None:
+        """As `interfaces.Forgets` has it."""
+        self._aside = tuple(group for group in self._aside if not is_other(group.prompt.id, digest_of(group.prompt)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "tail", "aside": [to_plain(group) for group in self._aside]}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        self._aside = tuple(from_plain(group) for group in of_kind(state, "collector", "tail")["aside"])

@@ -1,0 +1,34 @@
+"""SortedRL: updates from the shortest rollouts of a large batch to its longest (arXiv 2603.23414).
+
+    load loads * prompts problems; each step trains on those that end next, `prompts` or more; only when all of a
+    load are trained on is the next one loaded
+
+So a load is a small curriculum from short to long, and no rollout is older than its load. Read from the abstract and
+secondary sources: whether a load of the paper has the size, and its cache the bound, that they have here was not
+recovered. What is partial goes on from its tokens; that begins anew (the paper has both) is `collector=tail`.
+
+Not measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from grpo_cli.methods.april import Partial
+from grpo_cli.support.ranges import Range
+
+
+class Sorted(Partial):
+    """As `april.Partial`, but nothing begins while anything is held (SortedRL, arXiv 2603.23414).
+
+    A load lasts `loads` steps or fewer, so that its longest rollouts may be drawn by the weights of that many.
+    """
+
+    kind = "sorted"
+
+    def __init__(self, *, loads: Annotated[int, Range(2, 1000, "a load of one step is collector=equal")]) -> None:
+        super().__init__(surplus=loads - 1, max_lag=sys.maxsize)
+
+    def _fresh(self, under_way: int, held: int) -> int:
+        return 0 if held else under_way

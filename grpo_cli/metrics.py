@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, KeptSets, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -65,6 +65,7 @@ METRICS: Mapping[str, str] = {
     "loss, once correction and credit have had their say, be their advantage 0 or not. A token counts once a step, "
     "however many epochs go over it.",
     "rollouts/generated": "Rollouts generated for training since the run began.",
+    "rollouts/kept_ids": "Mean over a step's tokens of how many ids sampling.top_p and sampling.top_k left.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
@@ -73,8 +74,8 @@ METRICS: Mapping[str, str] = {
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
-    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; sampling.top_p and "
-    "sampling.top_k play no part.",
+    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; with "
+    "sampling.kept_set over the ids that sampling.top_p and sampling.top_k left.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
@@ -185,7 +186,13 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
+        **_kept_ids([rollout.kept for rollout in rollouts if rollout.kept is not None]),
     }
+
+
+def _kept_ids(sets: Sequence[KeptSets]) -> dict[str, float]:
+    tokens = sum(len(one.counts) for one in sets)
+    return {"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:

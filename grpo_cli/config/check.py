@@ -167,11 +167,16 @@ def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
     yield from _stop_problems(sampling)
-    if sampling.truncated:
+    if sampling.truncated and not sampling.kept_set:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
-            "the importance ratio, since the policy is not what was sampled from; "
-            "use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
+            "the importance ratio, since the policy is not what was sampled from; give sampling.kept_set=true, with "
+            "which it is, or use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
+        )
+    if sampling.kept_set and not sampling.truncated:
+        yield (
+            "sampling.kept_set=true records what truncation keeps, and nothing is truncated: give sampling.top_p or "
+            "sampling.top_k, or leave it out"
         )
 
 

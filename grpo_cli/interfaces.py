@@ -163,7 +163,8 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
     | advantage | divides | whether it divides by the deviation of the group |
     | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
-    | curriculum | needs_history | whether it needs `train.history` |
+    | advantage | alone | whether one rollout of a problem is enough for it |
+    | curriculum, advantage | needs_history | whether it needs `train.history` |
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
@@ -330,7 +331,8 @@ class DownsampleRule(Protocol):
 class AdvantageFn(Protocol):
     """Rewards to advantages. Both come along so that the baseline is the function's choice.
 
-    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too.
+    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
+    what the run knows of its problems.
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...

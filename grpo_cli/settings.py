@@ -207,7 +207,7 @@ class RunSettings:
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
 
-    n: Annotated[int, Range(2, because="GRPO compares the rollouts of a prompt with each other")]
+    n: Count
     m: int
     seed: Seed
     resume: str | None

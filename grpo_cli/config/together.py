@@ -63,11 +63,12 @@ def problems(settings: RunSettings) -> Iterator[str]:
     yield from _drawn_problems(others)
     if settings.sampling.kept_set:
         yield from _kept_problems(others)
-    if others.says("curriculum", "needs_history") and settings.train.history is None and settings.resume is None:
-        # a resumed run has it in its checkpoint
-        from grpo_cli.collect.profile import WRITE_IT
+    for group in ("curriculum", "advantage"):
+        if others.says(group, "needs_history") and settings.train.history is None and settings.resume is None:
+            # a resumed run has it in its checkpoint
+            from grpo_cli.collect.profile import WRITE_IT
 
-        yield f"{others.named('curriculum')} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
+            yield f"{others.named(group)} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
 
 
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:

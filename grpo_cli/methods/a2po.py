@@ -68,7 +68,8 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     if not others.says("advantage", "alone"):
         yield (
             f"{others.named('loss')} regresses on how far a reward is from its problem's value, which "
-            f"{others.named('advantage')} does not say: use advantage=a2po n=1"
+            f"{others.named('advantage')} does not say: use advantage=a2po n=1 train.history=<samples.jsonl>, which "
+            f"{WRITE_IT} writes"
         )
 
 

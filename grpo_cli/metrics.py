@@ -21,7 +21,8 @@ METRICS: Mapping[str, str] = {
     "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
     "replayed ones included; selection biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
-    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing.",
+    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing; one "
+    "rollout alone is no group.",
     "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
     "or a credit took any of them out of the policy loss.",
@@ -181,7 +182,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         # The floating-point deviation of equal numbers need not be 0: that of (0.1, 0.1, 0.1) is 1.4e-17.
         "reward/std": float(totals.std()) if (totals != totals[0]).any() else 0.0,
         **_part_means(groups),
-        "group/zero_std": zero_std_share(groups),
+        "group/zero_std": zero_std_share([group for group in groups if len(group.rollouts) > 1]),
         "group/mixed": float(sum(group.mixed for group in groups)),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),

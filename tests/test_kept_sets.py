@@ -23,6 +23,7 @@ from test_resume import cut_off_and_resumed, rows
 
 from grpo_cli.collect import resuming, stored
 from grpo_cli.engine.kv.eviction import Dense
+from grpo_cli.engine.step import sample
 from grpo_cli.engine.step.sample import SamplingTable, ids_of, in_bits
 from grpo_cli.engine.torch.generation import BEHIND
 from grpo_cli.learner.batch import collate, minibatches
@@ -231,8 +232,9 @@ def test_a_run_trains_on_what_truncation_kept_and_goes_on_as_one_left_alone(tmp_
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.8}, CUT])
-def test_what_drawing_holds_is_predicted(cut: dict[str, Any]) -> None:
-    """With so many words a decode step is fullest where it draws."""
+def test_what_drawing_holds_is_predicted(cut: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With so many words a decode step is fullest where it draws, where it sorts all of them."""
+    monkeypatch.setattr(sample, "FIRST", 2000)
     model, requests = small_model(vocab_size=2000), some_requests(prompts=1, n=4, tokens=6, **cut)
     engine = make_engine(model, eos_token_ids=(2000,))
     list(engine.generate(requests[:1]))  # what is tried once about the model is not looked at

@@ -23,6 +23,9 @@ BLOCK = 256
 # once allocated fresh memory in each step, and drawing took four times as long.
 _AT_ONCE = 1 << 19
 
+# How many of the most probable tokens a CPU looks at before it sorts them all, which takes many times as long.
+FIRST = 256
+
 
 def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
     """Numbers in [0, 1), float64, [rows, count]: row i holds the first `count` of the stream of 64-bit seed i.
@@ -151,14 +154,38 @@ def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) 
 
 def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
     """Logits with everything outside each row's top-k and nucleus set to -inf (top-k first, as in Holtzman et al. 2020
-    combined the usual way). The most probable token always stays."""
+    combined the usual way). The most probable token always stays.
+
+    On a CPU a row is sorted as a whole only if its set may not end among the first tokens; a GPU would wait for that
+    answer, and the tensors of a plan have none."""
+    if type(logits) is not Tensor or logits.device.type != "cpu" or logits.shape[1] <= FIRST:
+        return _truncated(logits, top_p, top_k)
+    first, order = logits.topk(FIRST)
+    outside = (top_k[:, None] > 0) & (torch.arange(FIRST) >= top_k[:, None])
+    first = first.masked_fill(outside, -torch.inf)
+    of_all = torch.where(top_k > 0, first.double().logsumexp(-1), logits.double().logsumexp(-1))
+    outside |= _beyond((first.double() - of_all[:, None]).exp(), top_p)
+    kept = torch.full_like(logits, -torch.inf).scatter_(1, order, first.masked_fill(outside, -torch.inf))
+    longer = (~outside[:, -1] | (top_k > FIRST)).nonzero()[:, 0]
+    kept[longer] = _truncated(logits[longer], top_p[longer], top_k[longer])
+    return kept
+
+
+def _beyond(probabilities: Float[Tensor, "R N"], top_p: Float[Tensor, "R"]) -> Bool[Tensor, "R N"]:
+    """Which tokens, the most probable first, come after those that reach top_p."""
+    before = probabilities.cumsum(-1) - probabilities
+    later = torch.arange(probabilities.shape[1], device=probabilities.device) > 0
+    return (before >= top_p[:, None]) & later & (top_p[:, None] < 1.0)
+
+
+def _truncated(
+    logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]
+) -> Float[Tensor, "R V"]:
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     ordered = ordered.masked_fill(outside, -torch.inf)
-    probabilities = ordered.double().softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    outside = outside | ((before >= top_p[:, None]) & (rank > 0) & (top_p[:, None] < 1.0))
+    outside = outside | _beyond(ordered.double().softmax(-1), top_p)
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
 
 

@@ -165,12 +165,14 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | advantage | divides | whether it divides by the deviation of the group |
     | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
     | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
-    | curriculum | needs_history | whether it needs `train.history` |
+    | advantage | alone | whether one rollout of a problem is enough for it |
+    | curriculum, advantage | needs_history | whether it needs `train.history` |
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
+    | engine | kept_sets | True: it records `Rollout.kept`; or why it does not (left to `engine.inner`, as above) |
     | engine | stops_early | whether it can stop rollouts before their end |
     | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
     | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
@@ -331,7 +333,8 @@ class DownsampleRule(Protocol):
 class AdvantageFn(Protocol):
     """Rewards to advantages. Both come along so that the baseline is the function's choice.
 
-    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too.
+    One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
+    what the run knows of its problems.
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...

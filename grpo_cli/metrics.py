@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, KeptSets, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -21,7 +21,8 @@ METRICS: Mapping[str, str] = {
     "reward/kept_mean": "Mean total reward over the rollouts that were trained on (as rollouts/trained counts them), "
     "replayed ones included; selection biases it.",
     "reward/<part>": "Mean of this part of the reward over the rollouts that have it.",
-    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing.",
+    "group/zero_std": "Share of groups whose rewards are all exactly equal, and which therefore teach nothing; one "
+    "rollout alone is no group.",
     "group/mixed": "Number of groups whose rewards differ, which alone teach: the yardstick at equal tokens.",
     "group/zero_std_kept": "The same share after selection, among the rollouts that were chosen, before a correction "
     "or a credit took any of them out of the policy loss.",
@@ -69,6 +70,7 @@ METRICS: Mapping[str, str] = {
     "loss, once correction and credit have had their say, be their advantage 0 or not. A token counts once a step, "
     "however many epochs go over it.",
     "rollouts/generated": "Rollouts generated for training since the run began.",
+    "rollouts/kept_ids": "Mean over a step's tokens of how many ids sampling.top_p and sampling.top_k left.",
     "rollouts/trained": "Rollouts trained on since the run began: those with at least one such token.",
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
@@ -77,8 +79,8 @@ METRICS: Mapping[str, str] = {
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
-    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; sampling.top_p and "
-    "sampling.top_k play no part.",
+    "the policy before each. log V if all V tokens are equally likely, 0 if the policy is certain; with "
+    "sampling.kept_set over the ids that sampling.top_p and sampling.top_k left.",
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
@@ -184,12 +186,18 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         # The floating-point deviation of equal numbers need not be 0: that of (0.1, 0.1, 0.1) is 1.4e-17.
         "reward/std": float(totals.std()) if (totals != totals[0]).any() else 0.0,
         **_part_means(groups),
-        "group/zero_std": zero_std_share(groups),
+        "group/zero_std": zero_std_share([group for group in groups if len(group.rollouts) > 1]),
         "group/mixed": float(sum(group.mixed for group in groups)),
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
+        **_kept_ids([rollout.kept for rollout in rollouts if rollout.kept is not None]),
     }
+
+
+def _kept_ids(sets: Sequence[KeptSets]) -> dict[str, float]:
+    tokens = sum(len(one.counts) for one in sets)
+    return {"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -40,20 +40,28 @@ class SampleSettings:
         return self.top_p < 1.0 or self.top_k > 0
 
     def at(self, temperature: float) -> Sampling:
-        return Sampling(**{**asdict(self), "temperature": temperature})
+        return Sampling(**{**asdict(self), "temperature": temperature, "kept_set": False})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(SampleSettings):
-    """Everything that determines how a completion is drawn. `temperature=0` is greedy."""
+    """Everything that determines how a completion is drawn. `temperature=0` is greedy. With `kept_set` the ids that
+    truncation left are recorded for each token, so that a learner can renormalise over the same ones."""
 
     temperature: Annotated[float, Temperature]
+    kept_set: bool
 
     @classmethod
     def plain(cls, max_new_tokens: int, temperature: float = 1.0) -> Sampling:
         """The model's own distribution: nothing is truncated, and no string ends a completion."""
         return cls(
-            temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=max_new_tokens, stop=(), max_turn_tokens=None
+            temperature=temperature,
+            kept_set=False,
+            top_p=1.0,
+            top_k=0,
+            max_new_tokens=max_new_tokens,
+            stop=(),
+            max_turn_tokens=None,
         )
 
 
@@ -199,7 +207,7 @@ class RunSettings:
     """A whole training run. `parts` holds the swappable groups (task, engine, loss, ...) as plain mappings, each with
     the `_target_` that builds it."""
 
-    n: Annotated[int, Range(2, because="GRPO compares the rollouts of a prompt with each other")]
+    n: Count
     m: int
     seed: Seed
     resume: str | None

@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
+from grpo_cli.history import with_history
 from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
@@ -44,6 +45,7 @@ class Step:
         self.learner = Learner(
             model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
+        self._advantage = with_history(parts.rules.advantage, parts.history)
         correction = parts.rules.correction
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
@@ -211,7 +213,7 @@ class Step:
             why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
             # m = n trains on all, also of a group that is larger than n
             keep = settings.m if settings.m < settings.n else len(group.rollouts)
-            selected.append(select(group, why, keep, rules.downsample, rules.advantage, rng, counted))
+            selected.append(select(group, why, keep, rules.downsample, self._advantage, rng, counted))
         return selected
 
     def _train_on(

@@ -89,6 +89,35 @@ class Span:
 
 
 @dataclass(frozen=True)
+class KeptSets:
+    """Which ids truncation left where each token of a rollout was drawn: `counts` of them, one number per token and 0
+    for a token that was not drawn so, and the ids themselves, one token's after the other. Both are int32 as bytes: 4
+    for an id, exact in any precision, and still a value that can be compared."""
+
+    ids: bytes
+    counts: bytes
+
+    @classmethod
+    def of(cls, sets: Sequence[np.ndarray]) -> KeptSets:
+        """From the ids of each token."""
+        ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
+        return cls(ids.tobytes(), np.array([len(one) for one in sets], dtype=np.int32).tobytes())
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
+        """Of parts of a rollout, each with its number of tokens, which may have none. None if no part has any."""
+        if all(kept is None for kept, _ in parts):
+            return None
+        found = [kept or cls(b"", bytes(4 * tokens)) for kept, tokens in parts]
+        return cls(b"".join(one.ids for one in found), b"".join(one.counts for one in found))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and counts, read-only."""
+        return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
     `EOS`.
@@ -97,7 +126,7 @@ class Rollout:
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
     most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
     tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
-    nothing where all is drawn. The step that asked knows the version.
+    nothing where all is drawn. The step that asked knows the version. `kept` is there if `sampling.kept_set` asked.
     """
 
     request: Request
@@ -106,6 +135,7 @@ class Rollout:
     finish: Finish
     kept_kv: int
     spans: tuple[Span, ...] = ()
+    kept: KeptSets | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -259,6 +289,8 @@ class Batch:
     are trained on have been selected.
     `lags` is by how many updates the weights that drew a token are older than those at the start of the step, `GIVEN`
     (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
+    Where truncation left some ids only, log-probabilities are over those: `kept_ids[start:end]` with the token's start
+    and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -271,6 +303,8 @@ class Batch:
     advantages: Float[Tensor, "B"]
     lengths: Int[Tensor, "B"]  # prompt + response tokens of each row
     lags: Int[Tensor, "B T"] | None = None
+    kept_ids: Int[Tensor, "K"] | None = None
+    kept_bounds: Int[Tensor, "B T 2"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

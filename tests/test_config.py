@@ -63,6 +63,8 @@ def test_every_choice_can_be_composed(file):
     others = {"collector=dars": ["advantage=dr_grpo"], "advantage=median": ["n=9"], "downsample=median": ["n=9"]}
     others["advantage=median_release"] = ["n=9"]
     others["curriculum=profile"] = [f"train.history={trace}"]
+    others["advantage=a2po"] = others["curriculum=profile"]
+    others["loss=a2po"] = ["advantage=a2po", f"train.history={trace}"]
     others["replay=folder"] = [f"replay.path={trace.parent}"]
     besides = others.get(f"{group}={file.stem}", [])
     check(settings(f"{group}={file.stem}", *predictor, *fewer, *besides, *required))
@@ -177,7 +179,8 @@ def test_numbers_are_not_rounded_or_converted_but_from_whole_to_float():
 @pytest.mark.parametrize(
     ("words", "key", "way_out"),
     [
-        ("n=1", "n=1", "at least 2"),
+        ("n=0", "n=0", "at least 1"),
+        ("n=1", "n=1", "take n of 2 or more"),
         ("train.micro_batch_tokens=0", "train.micro_batch_tokens=0", "at least 1"),
         ("train.max_generated=-5e6", "train.max_generated=-5000000.0", "more than 0"),
         ("train.count_by=promt", "train.count_by=promt", "rollout, prompt; did you mean prompt?"),

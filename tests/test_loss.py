@@ -16,7 +16,7 @@ from grpo_cli.config.choices import choices
 from grpo_cli.rules import loss
 from grpo_cli.types import Batch, Totals
 
-LOSSES = choices("loss")
+LOSSES = [name for name in choices("loss") if isinstance(made.loss(name), loss.Clipped)]
 PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "aggregation": "sequence"}
 
 
@@ -61,6 +61,7 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
     for i in range(rows):
         tokens = [t for t in range(width) if batch.loss_mask[i, t]]
         differences = {t: float(logprobs[i, t] - batch.policy_logprobs[i, t]) for t in tokens}
+        far = [t for t in tokens if variant == "mu_grpo" and abs(differences[t]) > math.log(2.0)]
         for t in tokens:
             share, advantage = share_of(batch, i, totals, aggregation), float(batch.advantages[i])
             ratio = math.exp(sum(differences.values()) / len(tokens) if variant == "gspo" else differences[t])
@@ -71,6 +72,8 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
             else:
                 clipped = bounded * advantage < ratio * advantage
                 value = -min(ratio * advantage, bounded * advantage)
+                if far and t > far[0] and advantage < 0:
+                    value, clipped = 0.0, True
                 slope = 0.0 if clipped else -ratio * advantage
             behind = float(batch.ref_logprobs[i, t] - logprobs[i, t])
             weight, kl = float(batch.weights[i, t]), math.exp(behind) - behind - 1
@@ -135,6 +138,19 @@ def test_gspo_has_the_gradient_of_its_sequence_form():
     value, gradient, _ = run("gspo", logprobs, batch, totals, clip_low=0.9, clip_high=9.0)
     assert value == pytest.approx(float(sequence_loss.detach()), abs=1e-6)
     torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_mu_grpo_by_hand():
+    """Ratios 1, 3, 1, 1/3 and a clip too wide to act. With A = -2 what follows the 3 adds nothing, and the 3 itself
+    does; with A = 1 all do. The third reply begins with 1/3, which is below 1 / 2.9."""
+    ratios = torch.tensor([1.0, 3.0, 1.0, 1 / 3])
+    logprobs = torch.stack([ratios, ratios, ratios.flip(0)]).log()
+    batch = plain_batch(torch.ones(3, 4), advantages=torch.tensor([-2.0, 1.0, -1.0]), policy_logprobs=torch.zeros(3, 4))
+    value, gradient, metrics = run("mu_grpo", logprobs, batch, Totals(3, 12, 4), clip_low=1.0, clip_high=9.0, veto=2.9)
+    assert value == pytest.approx(((2 + 6) - (1 + 3 + 1 + 1 / 3) + 1 / 3) / 4 / 3)
+    wanted = [[2, 6, 0, 0], [-1, -3, -1, -1 / 3], [1 / 3, 0, 0, 0]]
+    torch.testing.assert_close(gradient * 12, torch.tensor(wanted))
+    assert metrics["loss/clip_fraction"] == pytest.approx(5 / 12)
 
 
 def test_cispo_keeps_a_bounded_gradient_where_grpo_drops_it():

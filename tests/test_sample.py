@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import some_requests
 
-from grpo_cli.engine.step.sample import SamplingTable, inverse, truncate, uniforms
+from grpo_cli.engine.step.sample import SamplingTable, _truncated, inverse, truncate, uniforms
 from grpo_cli.settings import Sampling
 
 CPU = torch.device("cpu")
@@ -120,6 +120,20 @@ def test_top_k_and_top_p_renormalise_what_is_left() -> None:
     # top-k 2: {0, 1}; top-p 0.6: the smallest set that reaches it, {0, 1}; both: 3 left, then 0.4 + 0.3 of 0.9 < 0.8
     assert tokens.tolist() == [1, 1, 2]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([3 / 7, 3 / 7, 2 / 9]))
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 300, 900])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999, 1.0])
+def test_a_row_that_is_not_sorted_as_a_whole_keeps_the_same(top_p: float, top_k: int) -> None:
+    """Some sets end among the first 256 tokens, others do not; which ones is no matter of who else is there."""
+    scale = torch.tensor([0.1, 1.0, 3.0, 8.0])[:, None]
+    logits = scale * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    words = torch.full((4,), top_p), torch.full((4,), top_k)
+    found = truncate(logits, *words)
+    assert torch.equal(found, _truncated(logits, *words))
+    for row in range(4):
+        one = slice(row, row + 1)
+        assert torch.equal(truncate(logits[one], words[0][one], words[1][one]), found[one])
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12), st.floats(0.01, 1.0), st.integers(0, 12))

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from grpo_cli.settings import Sampling
-from grpo_cli.types import ENVIRONMENT, Finish, Group, Prompt, Request, Rollout, Span
+from grpo_cli.collect.stored import plain_sets, sampling_of, sets_of
+from grpo_cli.types import ENVIRONMENT, Finish, Group, KeptSets, Prompt, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -64,6 +64,7 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         # What was read as prompt is also held: nothing that evicts goes on with partial rollouts.
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
+        kept=KeptSets.joined([(partial.kept, len(partial)), (rest.kept, len(rest))]),
     )
 
 
@@ -75,6 +76,7 @@ def answered(episode: Rollout, reply: Sequence[int]) -> Rollout:
         sampler_logprobs=episode.sampler_logprobs + (math.nan,) * len(reply),
         finish=Finish.PARTIAL,
         spans=(*episode.spans, Span(ENVIRONMENT, len(reply))),
+        kept=KeptSets.joined([(episode.kept, len(episode)), (None, len(reply))]),
     )
 
 
@@ -103,6 +105,7 @@ def to_plain(group: Group) -> dict[str, Any]:
                 "finish": rollout.finish.value,
                 "kept_kv": rollout.kept_kv,
                 "spans": [(span.version, span.count) for span in rollout.spans],
+                "kept": plain_sets(rollout),
             }
             for rollout in group.rollouts
         ],
@@ -119,16 +122,13 @@ def from_plain(state: Mapping[str, Any]) -> Group:
 def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Rollout, ...]:
     return tuple(
         Rollout(
-            Request(prompt, state["sample"], int(state["seed"]), _sampling(state["sampling"])),
+            Request(prompt, state["sample"], int(state["seed"]), sampling_of(state["sampling"])),
             tuple(state["token_ids"].tolist()),
             tuple(state["logprobs"].tolist()),
             Finish(state["finish"]),
             state["kept_kv"],
             tuple(Span(*span) for span in state["spans"]),
+            sets_of(state),
         )
         for state in states
     )
-
-
-def _sampling(state: Mapping[str, Any]) -> Sampling:
-    return Sampling(**{"max_turn_tokens": None, **state, "stop": tuple(state["stop"])})

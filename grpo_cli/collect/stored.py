@@ -1,4 +1,5 @@
-"""A scored group as plain values and tensors, for stores and checkpoints, at 12 bytes per token."""
+"""A scored group as plain values and tensors, for stores and checkpoints, at 12 bytes per token and 4 more for
+each id that truncation left."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Request, Reward, Rollout, ScoredGroup, Span
+from grpo_cli.types import Finish, KeptSets, Prompt, Request, Reward, Rollout, ScoredGroup, Span
 
 
 def to_plain(group: ScoredGroup) -> dict[str, Any]:
@@ -43,7 +44,24 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
+        "kept": plain_sets(rollout),
     }
+
+
+def plain_sets(rollout: Rollout) -> tuple[torch.Tensor, ...] | None:
+    """What truncation left of each token: ids and counts, int32."""
+    return None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays)
+
+
+def sets_of(state: Mapping[str, Any]) -> KeptSets | None:
+    """The inverse, from what is kept of a rollout; older stores say nothing of it."""
+    kept = state.get("kept")
+    return None if kept is None else KeptSets(*(one.numpy().tobytes() for one in kept))
+
+
+def sampling_of(state: Mapping[str, Any]) -> Sampling:
+    """The inverse of `asdict`; older stores lack some settings."""
+    return Sampling(**{"max_turn_tokens": None, "kept_set": False, **state, "stop": tuple(state["stop"])})
 
 
 def from_plain(state: Mapping[str, Any]) -> ScoredGroup:
@@ -67,10 +85,9 @@ def prompt_of(state: Mapping[str, Any]) -> Prompt:
 def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
-    sampling = Sampling(**{"max_turn_tokens": None, **fate["sampling"], "stop": tuple(fate["sampling"]["stop"])})
-    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling)
+    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling_of(fate["sampling"]))
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans)
+    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans, sets_of(fate))
 
 
 def drawn(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from grpo_cli.collect.profile import no_history
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, refused_by
+from grpo_cli.config.instantiate import engine_parts, fact_of, refused_by
 from grpo_cli.config.rehearsal import Tried, try_rules
 from grpo_cli.settings import (
     EvalRunSettings,
@@ -138,6 +138,11 @@ def _group_problems(settings: RunSettings) -> Iterator[str]:
         yield f"m={m} must be at least 1: nothing would be trained on"
     elif m > n:
         yield f"m={m} must not be more than n={n}: only {n} rollouts of a prompt are generated"
+    elif n == 1 and not fact_of("advantage", parts["advantage"], "alone"):
+        yield (
+            f"n=1 leaves advantage={choice_of('advantage', parts['advantage'])} nothing to compare with: GRPO compares "
+            "the rollouts of a prompt with each other; take n of 2 or more, or advantage=a2po"
+        )
     elif m == 1 and parts["advantage"].get("stats_over") == "kept":
         yield (
             f"m=1 leaves advantage={choice_of('advantage', parts['advantage'])} nothing to compare with: take m of 2 "
@@ -167,11 +172,16 @@ def _stop_problems(sampling: SampleSettings) -> Iterator[str]:
 
 def _sampling_problems(sampling: Sampling) -> Iterator[str]:
     yield from _stop_problems(sampling)
-    if sampling.truncated:
+    if sampling.truncated and not sampling.kept_set:
         yield (
             f"sampling.top_p={sampling.top_p} sampling.top_k={sampling.top_k}: training on truncated sampling biases "
-            "the importance ratio, since the policy is not what was sampled from; "
-            "use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
+            "the importance ratio, since the policy is not what was sampled from; give sampling.kept_set=true, with "
+            "which it is, or use sampling.top_p=1 sampling.top_k=0 (grpo eval takes both)"
+        )
+    if sampling.kept_set and not sampling.truncated:
+        yield (
+            "sampling.kept_set=true records what truncation keeps, and nothing is truncated: give sampling.top_p or "
+            "sampling.top_k, or leave it out"
         )
 
 

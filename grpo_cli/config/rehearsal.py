@@ -16,7 +16,7 @@ from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
 from grpo_cli.config.kinds import RULES
-from grpo_cli.history import History
+from grpo_cli.history import PROFILED, History, Visit, with_history
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
 from grpo_cli.rules.downsample import choose
@@ -99,7 +99,8 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     of_kept, of_group = (torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group))
     numbers = tuple(rollout.request.sample for rollout in kept.rollouts)
     inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))))
-    advantages = advantages_of(rules.advantage, of_kept, of_group, inputs)
+    history = History({group.prompt.id: [Visit(PROFILED, 1, 2)]})
+    advantages = advantages_of(with_history(rules.advantage, history), of_kept, of_group, inputs)
     _expect("advantage", advantages, (m,))
     if rules.correction.rejects and takes_advantages(rules.correction):
         raise UserError(

@@ -62,11 +62,14 @@ def problems(settings: RunSettings) -> Iterator[str]:
     others = chosen(settings)
     yield from others.of_each("goes_with")
     yield from _drawn_problems(others)
-    if others.says("curriculum", "needs_history") and settings.train.history is None and settings.resume is None:
-        # a resumed run has it in its checkpoint
-        from grpo_cli.collect.profile import WRITE_IT
+    if settings.sampling.kept_set:
+        yield from _kept_problems(others)
+    for group in ("curriculum", "advantage"):
+        if others.says(group, "needs_history") and settings.train.history is None and settings.resume is None:
+            # a resumed run has it in its checkpoint
+            from grpo_cli.collect.profile import WRITE_IT
 
-        yield f"{others.named('curriculum')} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
+            yield f"{others.named(group)} needs train.history=<samples.jsonl>; write it with {WRITE_IT}"
 
 
 def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[str]:
@@ -127,6 +130,23 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
         yield (
             f"correction.prox=drawn takes the sampler for the old policy, and {others.named('replay')} brings what "
             "other policies drew; use correction.prox=now"
+        )
+
+
+def _kept_problems(others: Chosen) -> Iterator[str]:
+    """Conflicts of recording what truncation keeps with what cannot record it."""
+    if (said := others.says("engine", "kept_sets")) is not True:
+        why = f" ({said})" if said else ""
+        yield (
+            "sampling.kept_set=true needs an engine that records what truncation keeps, which "
+            f"{others.named('engine')} does not{why}: use engine=torch, or sampling.top_p=1 sampling.top_k=0 "
+            "sampling.kept_set=false"
+        )
+    if others.says("replay", "foreign"):
+        yield (
+            f"sampling.kept_set=true renormalises over what truncation kept, which the records of "
+            f"{others.named('replay')} do not hold; use replay=fifo, or sampling.top_p=1 sampling.top_k=0 "
+            "sampling.kept_set=false"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_cli.learner.batch import micro_batch_rows
-from grpo_cli.learner.logprobs import PLAIN, ByRow, Entropy, chosen_logprobs, logprobs_at, token_logprobs
+from grpo_cli.learner.logprobs import (
+    PLAIN,
+    ByRow,
+    Entropy,
+    chosen_logprobs,
+    kept_tokens,
+    logprobs_at,
+    token_logprobs,
+)
 from grpo_cli.model.anatomy import is_llama_shaped, place_of, unwrapped
 from grpo_cli.model.packed import Tree, allow_packing, packed_hidden
 from grpo_cli.model.transfer import send
@@ -117,7 +126,7 @@ class Padded(Forward):
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        return token_logprobs(model, *given, self.by_row, entropy)
+        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part))
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,8 @@ class PaddingFree(Forward):
         # pass of plain indexing does so in an order that differs from run to run.
         states = packed_hidden(model, ids, packed.trees).index_select(0, predicting)
         room = None if entropy is None else entropy.room(*places)
-        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room)
+        kept = kept_tokens(part, packed.rows[packed.targets], packed.columns[packed.targets])
+        chosen = chosen_logprobs(model, states, labels, self.temperature, self.chunk, self.by_row, room, kept)
         return torch.zeros(part.input_ids.shape, device=device).index_put(tuple(places), chosen)
 
 

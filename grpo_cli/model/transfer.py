@@ -28,13 +28,14 @@ def send(device: torch.device, *tables: np.ndarray) -> list[Tensor]:
 
 
 class Fetched:
-    """Columns of equal length, integers below 2^31 or float32, in transfer to the host."""
+    """Columns [R] of equal length, or several at once [R, W], in transfer to the host: integers below 2^31, float32."""
 
     def __init__(self, *columns: Tensor) -> None:
         self._columns = columns
         if columns[0].device.type == "cpu":
             return
-        packed = torch.stack([c if c.dtype == torch.float32 else c.int().view(torch.float32) for c in columns])
+        numbers = [c if c.dtype == torch.float32 else c.int().view(torch.float32) for c in columns]
+        packed = torch.cat([c[None] if c.dim() == 1 else c.T for c in numbers])
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._host.copy_(packed, non_blocking=True)
         self._arrived = torch.cuda.Event()
@@ -45,9 +46,10 @@ class Fetched:
         if self._columns[0].device.type == "cpu":
             return [column.numpy() for column in self._columns]
         self._arrived.synchronize()
+        ends = np.cumsum([1 if column.dim() == 1 else column.shape[1] for column in self._columns])
         return [
-            row if column.dtype == torch.float32 else row.view(np.int32)
-            for row, column in zip(self._host.numpy(), self._columns, strict=True)
+            (rows if column.dtype == torch.float32 else rows.view(np.int32)).T.reshape(column.shape)
+            for rows, column in zip(np.split(self._host.numpy(), ends[:-1]), self._columns, strict=True)
         ]
 
 

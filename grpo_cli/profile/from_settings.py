@@ -102,6 +102,13 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
     if fact_of("replay", settings.parts["replay"], "foreign"):
         replay = choice_of("replay", settings.parts["replay"])
         notes.append(f"replay={replay}: groups of other runs are predicted as if this one had made them, of n rollouts")
+    if settings.sampling.kept_set:
+        most = f", at most sampling.top_k={settings.sampling.top_k} for a token" * (settings.sampling.top_k > 0)
+        notes.append(
+            f"sampling.kept_set=true: the ids that truncation keeps are as many as the policy has it{most} "
+            "(rollouts/kept_ids). Each takes 4 bytes of the host's memory, and 20 on the device while it is among "
+            "those of train.logprob_chunk tokens; neither is predicted, but what drawing takes for them is"
+        )
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "
@@ -126,7 +133,7 @@ def step_of(
     packed = bool(settings.parts["engine"].get("packed_weights"))
     several = settings.train.epochs * settings.train.minibatches > 1
     graphs = bool(settings.parts["engine"].get("cuda_graph"))
-    engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, graphs=graphs)
+    engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, None, graphs, settings.sampling)
     step = StepShape(
         rollouts=rollouts,
         m=settings.m if settings.m < settings.n else rollouts.n,

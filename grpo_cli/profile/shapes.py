@@ -56,6 +56,7 @@ class EngineShape:
     packed: bool = False
     rollouts: int | None = None
     graphs: bool = False
+    sampling: Sampling | None = None  # None: plain
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,9 @@ class ShapeModel:
     def _rollouts(self, work: Workload, engine: EngineShape) -> tuple[Sizes, Sizes]:
         """Prefill and decode of one `generate`."""
         requests = work.requests
+        if engine.sampling is not None:
+            drawn = replace(engine.sampling, max_new_tokens=work.max_new_tokens)
+            requests = [replace(request, sampling=drawn) for request in requests]
         with self.watched(training=False) as allocations, self.precision():
             decoder, sampler = self._decoder(engine.packed, allocations), Capped(engine.sampler, engine.rollouts)
             workspace = Workspace.of(decoder, sampler, engine.sparsity, requests, None, engine.prefix)

@@ -225,7 +225,7 @@ def test_stop_strings_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_words_of_sampling_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [dict(temperature=0.0), dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5)]
+    words = [dict(temperature=0.0), dict(temperature=0.7), dict(top_p=0.9), dict(top_k=5, kept_set=True)]
     requests = [
         replace(request, sampling=replace(request.sampling, max_new_tokens=3 + place, **words[place % 4]))
         for place, request in enumerate(some_requests(prompts=1, n=5))

@@ -28,7 +28,7 @@ from grpo_cli.types import EngineStats, Finish, Request, Rollout
 Decode = Callable[[Sequence[int]], str]
 
 
-@facts(any_family=True)
+@facts(any_family=True, kept_sets=True)
 class GenerateEngine:
     """Whole rounds, each decoded to the end of its longest reply. The modules are the trainer's own."""
 

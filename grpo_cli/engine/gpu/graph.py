@@ -24,8 +24,8 @@ from grpo_cli.support.memory import tensors_of
 WORTH_CAPTURING = 4
 
 
-# For each row: its last hidden state [R, H], the token drawn from it, and that token's log-probability.
-TurnOutput = tuple[Tensor, Tensor, Tensor]
+# For each row: its last hidden state [R, H], and what was drawn from it (`SamplingTable.draw`).
+TurnOutput = tuple[Tensor, ...]
 # A turn of these rows with these uniforms in [0, 1).
 Turn = Callable[[Rows, Float[Tensor, "R"]], TurnOutput]
 # Runs the function until its kernels are loaded, and returns a function that replays it with the same addresses.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_cli.model.transfer import send
@@ -22,6 +22,9 @@ BLOCK = 256
 # How many lower-precision logits a CPU converts to float32 at a time: as many as fit a core's cache. Converting all at
 # once allocated fresh memory in each step, and drawing took four times as long.
 _AT_ONCE = 1 << 19
+
+# How many of the most probable tokens a CPU looks at before it sorts them all, which takes many times as long.
+FIRST = 256
 
 
 def uniforms(seeds: Sequence[int], count: int) -> np.ndarray:
@@ -42,8 +45,8 @@ class SamplingTable:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._device = device
-        # Temperature, top_p and top_k of each slot; temperature is NaN if the slot was never used.
-        self._words = np.array([[np.nan, 1.0, 0.0]] * slots).T
+        # Temperature, top_p, top_k and kept_set of each slot; temperature is NaN if the slot was never used.
+        self._words = np.array([[np.nan, 1.0, 0.0, 0.0]] * slots).T
         self.temperature, self.top_p = torch.ones(2, slots, device=device)
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self._send()
@@ -51,16 +54,16 @@ class SamplingTable:
     @property
     def asked(self) -> tuple[bool, ...]:
         """Which steps `draw` has to do."""
-        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated
+        return self.any_tempered, self.any_greedy, self.all_greedy, self.any_truncated, self.any_kept
 
     def clear(self) -> None:
         """Reset every slot to unused."""
-        self._words[:] = [[np.nan], [1.0], [0.0]]
+        self._words[:] = [[np.nan], [1.0], [0.0], [0.0]]
         self._send()
 
     def put(self, slots: Sequence[int], settings: Sequence[Sampling]) -> None:
         """Set the rows at `slots`; free if nothing changes."""
-        self._set(slots, np.array([(one.temperature, one.top_p, one.top_k) for one in settings]).T)
+        self._set(slots, np.array([(s.temperature, s.top_p, s.top_k, s.kept_set) for s in settings]).T)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._set(targets, self._words[:, sources])
@@ -72,18 +75,21 @@ class SamplingTable:
 
     def _send(self) -> None:
         """Send the whole table, in one copy and to the same addresses."""
-        for own, new in zip((self.temperature, self.top_p, self.top_k), send(self._device, *self._words), strict=True):
+        there = send(self._device, *self._words[:3])
+        for own, new in zip((self.temperature, self.top_p, self.top_k), there, strict=True):
             own.copy_(new)
-        temperatures, top_ps, top_ks = self._words[:, ~np.isnan(self._words[0])]
+        temperatures, top_ps, top_ks, kept = self._words[:, ~np.isnan(self._words[0])]
         self.any_tempered = bool((temperatures != 1.0).any())
         self.any_greedy = bool((temperatures == 0.0).any())
         self.all_greedy = self.any_greedy and bool((temperatures == 0.0).all())
         self.any_truncated = bool(((top_ps < 1.0) | (top_ks > 0)).any())
+        self.any_kept = self.any_truncated and bool(kept.any())
 
     def draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-        """One token per row and its log-probability, float32; `rows` says which slots the rows belong to.
+    ) -> tuple[Tensor, ...]:
+        """One token per row and its log-probability, float32, both [R]; `rows` says which slots the rows belong to.
+        Third, where any slot wants it, what truncation left of the vocabulary (`in_bits`), [R, W].
 
         A greedy row draws from a point mass, so its log-probability is 0.
         """
@@ -94,12 +100,11 @@ class SamplingTable:
         parts = [
             self._draw(x.float(), u, r) for x, u, r in zip(logits.split(few), uniform.split(few), places, strict=True)
         ]
-        tokens, logprobs = zip(*parts, strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def _draw(
         self, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], rows: Int[Tensor, "R"] | slice
-    ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+    ) -> tuple[Tensor, ...]:
         if self.all_greedy:
             return logits.argmax(-1), logits.new_zeros(logits.shape[0])
         scaled = logits
@@ -116,7 +121,7 @@ class SamplingTable:
             greedy = self.temperature[rows] == 0
             tokens = torch.where(greedy, logits.argmax(-1), tokens)
             chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
-        return tokens, chosen
+        return (tokens, chosen, in_bits(scaled > -torch.inf)) if self.any_kept else (tokens, chosen)
 
 
 def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) -> Int[Tensor, "R 1"]:
@@ -149,12 +154,50 @@ def inverse(probabilities: Float[Tensor, "R V"], uniform: Float[Tensor, "R 1"]) 
 
 def truncate(logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
     """Logits with everything outside each row's top-k and nucleus set to -inf (top-k first, as in Holtzman et al. 2020
-    combined the usual way). The most probable token always stays."""
+    combined the usual way). The most probable token always stays.
+
+    On a CPU a row is sorted as a whole only if its set may not end among the first tokens; a GPU would wait for that
+    answer, and the tensors of a plan have none."""
+    if type(logits) is not Tensor or logits.device.type != "cpu" or logits.shape[1] <= FIRST:
+        return _truncated(logits, top_p, top_k)
+    first, order = logits.topk(FIRST)
+    outside = (top_k[:, None] > 0) & (torch.arange(FIRST) >= top_k[:, None])
+    first = first.masked_fill(outside, -torch.inf)
+    of_all = torch.where(top_k > 0, first.double().logsumexp(-1), logits.double().logsumexp(-1))
+    outside |= _beyond((first.double() - of_all[:, None]).exp(), top_p)
+    kept = torch.full_like(logits, -torch.inf).scatter_(1, order, first.masked_fill(outside, -torch.inf))
+    longer = (~outside[:, -1] | (top_k > FIRST)).nonzero()[:, 0]
+    kept[longer] = _truncated(logits[longer], top_p[longer], top_k[longer])
+    return kept
+
+
+def _beyond(probabilities: Float[Tensor, "R N"], top_p: Float[Tensor, "R"]) -> Bool[Tensor, "R N"]:
+    """Which tokens, the most probable first, come after those that reach top_p."""
+    before = probabilities.cumsum(-1) - probabilities
+    later = torch.arange(probabilities.shape[1], device=probabilities.device) > 0
+    return (before >= top_p[:, None]) & later & (top_p[:, None] < 1.0)
+
+
+def _truncated(
+    logits: Float[Tensor, "R V"], top_p: Float[Tensor, "R"], top_k: Int[Tensor, "R"]
+) -> Float[Tensor, "R V"]:
     ordered, order = logits.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     outside = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     ordered = ordered.masked_fill(outside, -torch.inf)
-    probabilities = ordered.double().softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    outside = outside | ((before >= top_p[:, None]) & (rank > 0) & (top_p[:, None] < 1.0))
+    outside = outside | _beyond(ordered.double().softmax(-1), top_p)
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+
+
+def in_bits(kept: Bool[Tensor, "R V"]) -> Int[Tensor, "R W"]:
+    """A bit for each token of the vocabulary, 32 in a number: a fixed size, so that a GPU sends it without a wait."""
+    bits = torch.nn.functional.pad(kept, (0, -kept.shape[1] % 32)).unflatten(1, (-1, 8))
+    return (bits * (1 << torch.arange(8, device=kept.device)).byte()).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def ids_of(bits: np.ndarray) -> list[np.ndarray]:
+    """What `in_bits` has packed, on the host: the ids of each row, int32, ascending."""
+    rows, words = bits.nonzero()  # most are 0
+    which, bit = np.unpackbits(bits[rows, words][:, None].view(np.uint8), axis=1, bitorder="little").nonzero()
+    ends = np.bincount(rows[which], minlength=len(bits)).cumsum()
+    return np.split((words[which] * 32 + bit).astype(np.int32), ends[:-1])

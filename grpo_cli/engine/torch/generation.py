@@ -245,9 +245,9 @@ class Generation:
         self.slots.make_room(running, self.prompts)
         if self._replies is not None:
             self._feed(running)
-        hidden, tokens, logprobs = self._turn(*self.slots.rows(running, self.prompts))
+        hidden, *drawn = self._turn(*self.slots.rows(running, self.prompts))
         self.slots.advance(running)
-        self._drawn.append(self.slots.go_on(running, tokens, logprobs))
+        self._drawn.append(self.slots.go_on(running, drawn))
         self._steps += 1
         self._row_steps += running
         parking = [] if park_at is None else self.slots.that_made(park_at)
@@ -395,10 +395,8 @@ class Generation:
 
     def _rollout(self, sequence: Sequence, finish: Finish) -> Rollout:
         index = sequence.index
-        transcripts = self._transcripts
-        return Rollout(
-            sequence.request, *transcripts.of(index), finish, transcripts.kept(index), transcripts.spans(index)
-        )
+        of = self._transcripts
+        return Rollout(sequence.request, *of.of(index), finish, of.kept(index), of.spans(index), of.sets(index))
 
     def _finish(self, sequence: Sequence) -> Finish:
         if self._transcripts.last(sequence.index) in self._eos_ids:

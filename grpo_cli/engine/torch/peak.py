@@ -88,6 +88,7 @@ def _like(x: Tensor) -> Tensor:
 def _prefill(generation: Generation, decoder: Decoder, grown_to: Callable[[Sequence[Tensor]], None]) -> int:
     """Returns how many prompts are held from now on: all that the first rollouts need."""
     pool, slots, kv = generation.prompts, generation.slots, generation.kv
+    slots.draw_as(generation.waiting[0].request.sampling)
     prompts = {s.request.prompt.id: len(s.request.prompt.token_ids) for s in generation.waiting[: slots.count]}
     names, rows = list(prompts), min(slots.count, len(generation.waiting))
 

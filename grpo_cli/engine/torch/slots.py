@@ -27,6 +27,7 @@ from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
 from grpo_cli.model.transfer import Fetched, send
+from grpo_cli.settings import Sampling
 
 Index = slice | Int[Tensor, "R"]  # slots, on the device
 
@@ -123,28 +124,31 @@ class Slots:
         index, uniform = send(self._last.device, rows, self._uniforms[rows, 0])
         return self._drawn(rows, self.draw(index, logits, uniform), ())
 
-    def go_on(self, running: int, tokens: Int[Tensor, "R"], logprobs: Float[Tensor, "R"]) -> StepTokens:
+    def go_on(self, running: int, drawn: Seq[Tensor]) -> StepTokens:
         """What a step has drawn for the first slots, which have advanced."""
         kept = self.keeper.prompt_kept(running)
-        return self._drawn(np.arange(running), (tokens[:running], logprobs[:running]), kept)
+        return self._drawn(np.arange(running), [one[:running] for one in drawn], kept)
 
-    def draw(
-        self, rows: Index, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]
-    ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-        """Draw each row's next token, to be fed in the next step, and its log-probability."""
-        tokens, logprobs = self._sampling.draw(logits, uniform, rows)
-        self._last[rows] = tokens
-        return tokens, logprobs
+    def draw(self, rows: Index, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> tuple[Tensor, ...]:
+        """Draw each row's next token, to be fed in the next step, and what `SamplingTable.draw` says of it."""
+        drawn = self._sampling.draw(logits, uniform, rows)
+        self._last[rows] = drawn[0]
+        return drawn
+
+    def draw_as(self, settings: Sampling) -> None:
+        """Set how all slots draw, whoever is in them."""
+        self._sampling.put(range(self.count), [settings] * self.count)
 
     def feed(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Make these slots read given tokens next instead of those that they drew."""
         index, given = send(self._last.device, slots, tokens)
         self._last[index] = given
 
-    def _drawn(self, rows: np.ndarray, drawn: tuple[Tensor, Tensor], prompt_kept: Seq[Tensor]) -> StepTokens:
+    def _drawn(self, rows: np.ndarray, drawn: Seq[Tensor], prompt_kept: Seq[Tensor]) -> StepTokens:
         sequences = np.array([s.index for row in rows.tolist() if (s := self.sequences[row]) is not None])
         _, made, held, seen, _ = self._numbers[:, rows]
-        return StepTokens(sequences, made, held, seen > 0, Fetched(*drawn, *prompt_kept))
+        tokens, logprobs, *sets = drawn
+        return StepTokens(sequences, made, held, seen > 0, Fetched(tokens, logprobs, *prompt_kept, *sets), bool(sets))
 
     def make_room(self, running: int, prompts: PromptPool) -> None:
         """Cut down those of the first `running` slots that lack room for one more key, and count what they hold."""

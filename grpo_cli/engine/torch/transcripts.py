@@ -12,15 +12,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from grpo_cli.engine.step.sample import ids_of
 from grpo_cli.model.transfer import Fetched
-from grpo_cli.types import ENVIRONMENT, Request, Span
+from grpo_cli.types import ENVIRONMENT, KeptSets, Request, Span
 
 
 @dataclass(frozen=True)
 class StepTokens:
     """The tokens that a step has drawn, in transfer; entry i of each array is for its row i at that time.
 
-    `fetched` holds tokens, log-probabilities and, if prompt keys can be evicted, how many a slot still has.
+    `fetched` holds tokens, log-probabilities, if prompt keys can be evicted how many a slot still has, and last, if
+    `has_sets`, which ids truncation left.
     """
 
     sequences: np.ndarray
@@ -28,6 +30,7 @@ class StepTokens:
     held: np.ndarray  # keys in the slot
     sees_prompt: np.ndarray  # in the pool, so that none of its keys lies in the slot
     fetched: Fetched
+    has_sets: bool = False
 
 
 class Turns:
@@ -80,12 +83,14 @@ class Transcripts:
         self._logprobs = np.zeros(self._tokens.shape, dtype=np.float32)
         self._made, self._kept = np.zeros((2, len(limits)), dtype=np.int64)
         self._over = np.zeros(len(limits), dtype=bool)
+        self._sets: dict[int, dict[int, np.ndarray]] = {}  # of a sequence, by position
         self.turns = turns
 
     def note(self, drawn: StepTokens) -> tuple[int, list[int], list[int]]:
         """Record a step's tokens. Returns how many sequences were still running, which of them have drawn a token, and
         which of those end with it, or end a turn."""
         tokens, logprobs, *prompt_kept = drawn.fetched.read()
+        sets = ids_of(prompt_kept.pop()) if drawn.has_sets else []
         new = ~self._over[drawn.sequences]
         who, made = drawn.sequences[new], drawn.made[new]
         self._made[who] = made
@@ -97,6 +102,9 @@ class Transcripts:
             who, made = who[own], made[own]
         tokens = tokens[new]
         self._tokens[who, made - 1], self._logprobs[who, made - 1] = tokens, logprobs[new]
+        if sets:
+            for sequence, place, row in zip(who.tolist(), (made - 1).tolist(), np.flatnonzero(new), strict=True):
+                self._sets.setdefault(sequence, {})[place] = sets[row]
         ended = (tokens[:, None] == self._eos).any(1) | (made >= self._limits[who])
         if self.turns is not None:
             # A restarted one ends its earlier turns again, and already has their answers.
@@ -155,6 +163,12 @@ class Transcripts:
         """Its tokens and their log-probabilities."""
         made = self._made[sequence]
         return tuple(self._tokens[sequence, :made].tolist()), tuple(self._logprobs[sequence, :made].tolist())
+
+    def sets(self, sequence: int) -> KeptSets | None:
+        """What truncation left for each of its tokens, if that was recorded."""
+        found = self._sets.get(sequence)
+        none = np.zeros(0, dtype=np.int32)
+        return None if found is None else KeptSets.of([found.get(t, none) for t in range(self._made[sequence])])
 
     def spans(self, sequence: int) -> tuple[Span, ...]:
         """Which of its tokens are the environment's; empty if none is."""

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from grpo_cli import metrics, select
 from grpo_cli.cli.main import app
 from grpo_cli.collect.requests import group_rollouts
-from grpo_cli.config.choices import choices
+from grpo_cli.config.choices import choices, shipped
 from grpo_cli.learner import batch, logprobs
 from grpo_cli.methods import pods
 from grpo_cli.rules import downsample, loss
@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     **{
         f"advantage.{rule}.{over}": (partial(select.advantages_of, made.advantage(rule, stats_over=over)), ADVANTAGES)
         for rule in choices("advantage")
+        if "stats_over" in shipped("advantage", rule)  # else it has a test of its own
         for over in ("kept", "group")
     },
     **{
@@ -86,8 +87,10 @@ CASES: dict[str, tuple[Callable[..., Any], list[Any]]] = {
             [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)],
         )
         for rule in choices("loss")
+        if "aggregation" in shipped("loss", rule)
         for how in loss.AGGREGATIONS
     },
+    "loss.a2po": (made.loss("a2po"), [new_logprobs(), a_batch(), batch.totals(a_batch(), 5)]),
     "correction": (
         made.correction(importance="token", is_threshold=1.2, rejection="veto", mask_low=0.5, mask_high=1.5),
         [a_batch().sampler_logprobs, new_logprobs(), a_batch().response_mask],

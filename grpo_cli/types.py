@@ -90,30 +90,19 @@ class Span:
 
 @dataclass(frozen=True)
 class KeptSets:
-    """Which ids truncation left where each token of a rollout was drawn: `counts` of them, one number per token and 0
-    for a token that was not drawn so, and the ids themselves, one token's after the other. Both are int32 as bytes: 4
-    for an id, exact in any precision, and still a value that can be compared."""
+    """Which ids truncation left for each token of a rollout, one token's after the other, and how many (`counts`; 0: it
+    was not drawn so). Both are int32 as bytes: exact in any precision, and a value that can be compared."""
 
     ids: bytes
     counts: bytes
 
     @classmethod
     def of(cls, sets: Sequence[np.ndarray]) -> KeptSets:
-        """From the ids of each token."""
         ids = np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32)
         return cls(ids.tobytes(), np.array([len(one) for one in sets], dtype=np.int32).tobytes())
 
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[KeptSets | None, int]]) -> KeptSets | None:
-        """Of parts of a rollout, each with its number of tokens, which may have none. None if no part has any."""
-        if all(kept is None for kept, _ in parts):
-            return None
-        found = [kept or cls(b"", bytes(4 * tokens)) for kept, tokens in parts]
-        return cls(b"".join(one.ids for one in found), b"".join(one.counts for one in found))
-
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and counts, read-only."""
         return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
 
 

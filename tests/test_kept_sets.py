@@ -35,7 +35,7 @@ from grpo_cli.profile.shapes import EngineShape, ShapeModel
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.examples import examples
-from grpo_cli.types import Finish, Group, KeptSets, Reward, Rollout, ScoredGroup
+from grpo_cli.types import Finish, Group, Reward, Rollout, ScoredGroup
 
 CUT = {"top_p": 0.8, "kept_set": True}
 
@@ -181,7 +181,7 @@ def test_sets_come_back_from_stores_and_go_on_with_partial_rollouts() -> None:
     assert resuming.joined(begun, rest, 0).kept == whole.kept
     answered = resuming.answered(begun, (5, 6, 7))
     assert sets_of(answered) == [*sets_of(begun), [], [], []]
-    assert KeptSets.joined([(None, 2), (None, 1)]) is None
+    assert resuming.joined_sets((None, 2), (None, 1)) is None
 
 
 def test_a_record_does_not_say_what_is_over_a_set_alone() -> None:

@@ -105,6 +105,14 @@ def test_others_end_with_the_tokens_of_the_baseline_of_their_seed_and_the_belt_a
     assert study.baselines(alone) == [] and {run.part for run in study.others(alone, tmp_path)} == {"belt"}
 
 
+def test_each_part_ends_with_the_tokens_of_its_own_baseline(tmp_path: Path) -> None:
+    args = study.options(["rivals", "--seeds", "1", "--arms", "random", "tail"])
+    for run, steps in zip(study.baselines(args), (7, 5), strict=True):
+        figures(tmp_path / run.name, (0, 0.1), (steps, 0.5))
+    ends = {(run.arm, word) for run in study.others(args, tmp_path) for word in run.words if "max_generated" in word}
+    assert ends == {("random", "train.max_generated=700"), ("tail", "train.max_generated=500")}
+
+
 def test_a_study_is_refused_before_anything_is_done(model: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="scripts/get_smollm2.sh .*nowhere"):
         study.main(["pods_real", "--model", str(tmp_path / "nowhere")])

@@ -213,14 +213,15 @@ def baselines(args: argparse.Namespace) -> list[Run]:
 
 def others(args: argparse.Namespace, out: Path) -> list[Run]:
     """All runs but the baselines, each round beginning one arm later: every arm comes at every time of the study."""
-    spent = {run.seed: int(read_rows(run, out)[-1]["tokens/generated"]) for run in baselines(args)}
+    spent = {(r.part, r.arm, r.seed): int(read_rows(r, out)[-1]["tokens/generated"]) for r in baselines(args)}
     arms = [(p, a) for p, part in args.plan.parts.items() if p in args.parts for a in part.arms if a in args.arms]
     arms = [(part, arm) for part, arm in arms if (part, arm) != baseline_of(args, part)]
 
     def run(part: str, arm: str, seed: int) -> Run:
         if not args.plan.parts[part].baseline:
             return run_of(args, part, arm, seed)
-        steps, tokens, more = args.plan.parts[part].longest * args.steps, spent[seed], tuple[str, ...]()
+        steps, more = args.plan.parts[part].longest * args.steps, tuple[str, ...]()
+        tokens = spent[(*baseline_of(args, part), seed)]
         if arm == args.plan.profiled:
             file, cost = profile_of(seed, out)
             # Its phases are parts of train.steps: about as many as its tokens will last.

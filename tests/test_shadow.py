@@ -15,7 +15,7 @@ from made import full, infinite, micro, prefix_head
 from small import make_engine, plain_batch, small_model, some_requests
 from test_config import refusal
 from test_kept_sets import group_of, learner_of
-from test_resume import cut_off_and_resumed, rows
+from test_resume import cut_off_and_resumed, rows, trained
 from test_sparsity import KINDS, Recorder, make, visible, watched
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -190,6 +190,20 @@ def test_groups_that_were_set_aside_are_recorded_after_a_resumption_too(tmp_path
     steps = [row for row in rows(tmp_path / "cut") if "mismatch/ratio_mean" in row]
     assert any(row["collect/long_step"] for row in steps)
     assert all(abs(float(row["mismatch/ratio_mean"]) - 1) <= 1e-5 for row in steps)
+
+
+@pytest.mark.parametrize("more", [("sparsity.protect_prompt=false",), ("sampler=infinite", "sampler.slots=3")])
+def test_an_episode_s_answers_are_evicted_and_hidden_like_what_was_drawn(more: tuple[str, ...], tmp_path: Path) -> None:
+    trained(tmp_path, *EVICTS["rkv"], *more, "correction=shadow", "task=guess", "train.steps=1")
+    (step,) = [row for row in rows(tmp_path) if "mismatch/ratio_mean" in row]
+    assert step["turns/mean"] > 1 and step["loss/distill"] > 1e-4
+    assert abs(step["mismatch/ratio_min"] - 1) <= 3e-5 and step["mismatch/kl"] <= 1e-8
+
+
+def test_the_clip_may_measure_from_a_sampler_whose_view_the_learner_has(tmp_path: Path) -> None:
+    words = *EVICTS["rkv"], "correction.prox=drawn", "train.steps=1"
+    trained(tmp_path, *words, *SHADOW)
+    assert "sparsity=rkv is not" in refusal(*words)
 
 
 @pytest.mark.parametrize(

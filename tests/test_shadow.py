@@ -185,7 +185,7 @@ def test_a_run_has_no_mismatch_and_goes_on_as_one_left_alone(policy: str, tmp_pa
 
 def test_groups_that_were_set_aside_are_recorded_after_a_resumption_too(tmp_path: Path) -> None:
     cut_off_and_resumed(
-        tmp_path, *SHADOW, *EVICTS["rkv"], "collector=tail", "collector.surplus=1", "train.steps=4", step=4
+        tmp_path, *SHADOW, *EVICTS["rkv"], "collector=tail", "collector.surplus=1", "train.checkpoint_every=1", step=2
     )
     steps = [row for row in rows(tmp_path / "cut") if "mismatch/ratio_mean" in row]
     assert any(row["collect/long_step"] for row in steps)

@@ -170,9 +170,11 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
+    | correction | same_view | whether the learner's pass hides the keys that were evicted (see `SameView`) |
     | sparsity | evicts | whether KV entries are dropped |
     | engine | is_policy | whether it draws from the trainer's own policy (left to `engine.inner` where there is one) |
     | engine | kept_sets | True: it records `Rollout.kept`; or why it does not (left to `engine.inner`, as above) |
+    | engine | views | whether it records `Rollout.view` (left to `engine.inner`, as above) |
     | engine | stops_early | whether it can stop rollouts before their end |
     | engine | any_family | whether it takes causal models of any family, not only Llama-shaped ones |
     | engine | answers_in_place | whether `generate` takes `replies`, and goes on with a row once its turn is answered |
@@ -377,6 +379,22 @@ class Correction(Protocol):
         policy_logprobs: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
     ) -> Verdict: ...
+
+
+@runtime_checkable
+class SameView(Correction, Protocol):
+    """A correction for which the learner sees what the sampler saw: the engine records it (`Rollout.view`), and every
+    pass over the batch, the reference's too, hides the same keys, in padded rows."""
+
+    same_view: bool
+
+    @property
+    def needs_dense(self) -> bool:
+        """Whether `term` reads `batch.dense_logprobs`, for which a step makes another pass where something was
+        evicted."""
+
+    def term(self, logprobs: Float[Tensor, "B T"], batch: Batch, totals: Totals) -> LossOutput:
+        """What is added to the loss; as `LossFn`."""
 
 
 @runtime_checkable

@@ -75,6 +75,8 @@ METRICS: Mapping[str, str] = {
     "loss/total": "The scalar that was minimised: policy loss plus weighted KL, mean over the step's updates.",
     "loss/policy": "The policy-gradient part of the loss.",
     "loss/kl": "Estimated KL divergence from the policy to the reference, before its coefficient.",
+    "loss/distill": "Estimated KL divergence from the policy under eviction to that of the step's start which sees "
+    "all, before correction.distill.",
     "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "

@@ -19,7 +19,7 @@ from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
 from grpo_cli.history import with_history
-from grpo_cli.interfaces import Forgets, Marks, Parts, Remembers, Warmup
+from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
@@ -31,7 +31,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
-from grpo_cli.types import Batch, Finish, Record, ScoredGroup, Verdict
+from grpo_cli.types import Batch, Finish, LossOutput, Record, ScoredGroup, Totals, Verdict
 
 
 class Step:
@@ -42,11 +42,13 @@ class Step:
         self._parts = parts
         self._span = parts.meter.span
         model, train = parts.bench.model, settings.train
+        correction = parts.rules.correction
+        self._same_view = correction if isinstance(correction, SameView) else None
+        loss = parts.rules.loss if self._same_view is None else _sum_of(parts.rules.loss, self._same_view.term)
         self.learner = Learner(
-            model, parts.rules.loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
+            model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
         self._advantage = with_history(parts.rules.advantage, parts.history)
-        correction = parts.rules.correction
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
@@ -141,6 +143,7 @@ class Step:
             tokens_left=math.inf if most is None else most - progress.generated_tokens,
             zero_truncated=settings.train.truncated == "zero",
             has_advantage=lambda group: self._has_advantage(group, step),
+            views=self._same_view is not None,
         )
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
@@ -235,7 +238,7 @@ class Step:
         batch, by_credit = self._batch_of(selected, everything)
         asked_before, rejections = verdict is not None, list[str]()
         with self._span("logprobs"):
-            batch = self._with_reference(batch)
+            batch = self._with_dense(self._with_reference(batch))
             if verdict is None and (self._old_policy_first or self.old_policy.apart):
                 batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
@@ -266,6 +269,12 @@ class Step:
             return batch
         with self._span("ref_logprobs"):
             return replace(batch, ref_logprobs=self.learner.logprobs(self._parts.reference, batch))
+
+    def _with_dense(self, batch: Batch) -> Batch:
+        if batch.seen_until is None or self._same_view is None or not self._same_view.needs_dense:
+            return batch
+        dense = self.learner.logprobs(self._parts.bench.model, replace(batch, seen_until=None))
+        return replace(batch, dense_logprobs=dense)
 
     def _settled(self, updates: Sequence[Update], mismatch: Mapping[str, float]) -> Mapping[str, float]:
         """Tell the old policy how the step went, if any weights moved; a loss need not report what it clipped."""
@@ -356,6 +365,15 @@ class Step:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value for name, value in vars(batch).items() if value is not None}, path)
         return path
+
+
+def _sum_of(*losses: LossFn) -> LossFn:
+    def total(logprobs: Tensor, batch: Batch, totals: Totals) -> LossOutput:
+        said = [loss(logprobs, batch, totals) for loss in losses]
+        metrics = {name: share for one in said for name, share in one.metrics.items()}
+        return LossOutput(torch.stack([one.loss for one in said]).sum(), metrics)
+
+    return total
 
 
 def _marked(rule: Remembers) -> Callable[[], Mapping[str, Any]]:

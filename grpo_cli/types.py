@@ -48,6 +48,7 @@ class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
     `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
+    With `views` it is recorded which keys each token attended to (`Rollout.view`).
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
     may have begun there.
@@ -60,6 +61,7 @@ class Request:
     held_out: bool = False
     resumed: int = 0
     in_turn: int = 0
+    views: bool = False
 
     @property
     def teaches_length(self) -> bool:
@@ -106,6 +108,23 @@ class KeptSets:
         return np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
 
 
+NEVER = 2**31 - 1  # what is never evicted
+
+
+@dataclass(frozen=True)
+class View:
+    """What the tokens of a rollout attended to: the key of each position was seen from its own token on until that of
+    position `until`, which no longer saw it. int32 [layers, key-value heads, T] as bytes, as in `KeptSets`."""
+
+    until: bytes
+    layers: int
+    heads: int
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.until, np.int32).reshape(self.layers, self.heads, -1)
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One completion, or an episode of several turns. `token_ids` ends with the end-of-sequence token when `finish` is
@@ -115,7 +134,8 @@ class Rollout:
     from (temperature, truncation and evicted KV entries included), and NaN for a token that was given. `kept_kv` is the
     most response tokens whose KV the engine held for this rollout in any layer. `spans` says which weights drew which
     tokens and which are the environment's; an engine says no more than the latter, with version 0 for what it drew, and
-    nothing where all is drawn. The step that asked knows the version. `kept` is there if `sampling.kept_set` asked.
+    nothing where all is drawn. The step that asked knows the version. `kept` is there if `sampling.kept_set` asked,
+    `view` if its request did and something was evicted.
     """
 
     request: Request
@@ -125,6 +145,7 @@ class Rollout:
     kept_kv: int
     spans: tuple[Span, ...] = ()
     kept: KeptSets | None = None
+    view: View | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -280,6 +301,8 @@ class Batch:
     (-1) or `FOREIGN` (-2) where there is no such number; None: all are of now.
     Where truncation left some ids only, log-probabilities are over those: `kept_ids[start:end]` with the token's start
     and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
+    `seen_until` says of each position, layer and key-value head from which position on its key is no longer seen; None:
+    all are. `dense_logprobs` are the policy's of the step's start, which saw all, if a correction asks for them.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -294,6 +317,8 @@ class Batch:
     lags: Int[Tensor, "B T"] | None = None
     kept_ids: Int[Tensor, "K"] | None = None
     kept_bounds: Int[Tensor, "B T 2"] | None = None
+    seen_until: Int[Tensor, "B T L H"] | None = None
+    dense_logprobs: Float[Tensor, "B T"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

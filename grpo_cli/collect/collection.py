@@ -32,7 +32,7 @@ class StepCollection:
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
-    `has_advantage` says whether the step would give some rollout of a group an advantage.
+    `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class StepCollection:
         tokens_left: float = math.inf,
         zero_truncated: bool = False,
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
+        views: bool = False,
     ) -> None:
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
-        self._has_advantage = has_advantage
+        self._has_advantage, self._views = has_advantage, views
         self.n, self.prompts, self.step, self.version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
         self._curriculum, self._task, self.history = curriculum, task, history
@@ -170,6 +171,8 @@ class StepCollection:
         if len({_key(rollout.request) for rollout in found}) < len(found):
             raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
         found += map(begun, self._requests(wanted, number))
+        if self._views:  # a group that was set aside may be a checkpoint's
+            found = [replace(one, request=replace(one.request, views=True)) for one in found]
         for rollout in found:
             self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
         return found

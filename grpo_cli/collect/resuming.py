@@ -65,6 +65,7 @@ def joined(partial: Rollout, rest: Rollout, version: int) -> Rollout:
         kept_kv=len(partial) + rest.kept_kv if len(rest) else partial.kept_kv,
         spans=_longer(partial.spans, version, rest),
         kept=joined_sets((partial.kept, len(partial)), (rest.kept, len(rest))),
+        view=rest.view,  # nothing that evicts goes on with partial rollouts
     )
 
 

@@ -120,7 +120,8 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
     inner = others.setting("engine", INNER)
     engine = others.named("engine") if inner is None else f"engine.{INNER}={inner}"
     other = [engine] * (others.says("engine", "is_policy") is False)
-    other += [others.named("sparsity")] * bool(others.says("sparsity", "evicts"))
+    hidden = others.says("sparsity", "evicts") and not others.says("correction", "same_view")
+    other += [others.named("sparsity")] * bool(hidden)
     for setting in other:
         yield (
             f"correction.prox=drawn takes the sampler for the old policy, which {setting} is not; use "

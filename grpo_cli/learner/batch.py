@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import ENVIRONMENT, GIVEN, Batch, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
@@ -60,6 +60,7 @@ def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) 
         lags=lags,
         kept_ids=kept_ids,
         kept_bounds=kept_bounds,
+        seen_until=_seen_until(rollouts, input_ids.shape),
     )
 
 
@@ -78,6 +79,19 @@ def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size)
             pool.append(ids)
             used += len(ids)
     return torch.from_numpy(np.concatenate(pool)), bounds
+
+
+def _seen_until(rollouts: Sequence[Rollout], shape: torch.Size) -> Tensor | None:
+    """`Batch.seen_until`; None if nothing was evicted."""
+    views = [None if rollout.view is None else torch.tensor(rollout.view.array) for rollout in rollouts]
+    first = next((view for view in views if view is not None), None)
+    if first is None:
+        return None
+    until = torch.full((*shape, *first.shape[:2]), NEVER, dtype=torch.int32)
+    for row, view in enumerate(views):
+        if view is not None:
+            until[row, : view.shape[2]] = view.permute(2, 0, 1)
+    return until
 
 
 def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size, version: int) -> Tensor | None:
@@ -151,10 +165,10 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """A batch moved from the host to the device, through pinned memory so that nothing waits. What truncation left
-    stays: only the forward pass reads it."""
+    stays, and what was evicted: only the forward pass reads it."""
     if device.type == "cpu":
         return batch
-    batch = replace(batch, kept_ids=None, kept_bounds=None)
+    batch = replace(batch, kept_ids=None, kept_bounds=None, seen_until=None)
     moved = {name: value.pin_memory().to(device, non_blocking=True) for name, value in _tensors(batch).items()}
     return replace(batch, **moved)
 

@@ -94,9 +94,10 @@ class Learner:
     def logprobs(self, model: Any, batch: Batch) -> Float[Tensor, "B T"]:
         """Log-probabilities of the batch's response tokens under `model`, on the CPU, without gradient."""
         self._forward.prepare(model)
-        parts = self._forward.micro_batches(batch)
+        forward = self._way(batch)
+        parts = forward.micro_batches(batch)
         with self.autocast():
-            values = [self._forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
+            values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
@@ -105,7 +106,7 @@ class Learner:
         Raises UserError if the step leaves a weight that is not finite; none of them is to be saved then."""
         self._optimizer.zero_grad(set_to_none=True)
         divisors = totals(batch, self._max_new_tokens)
-        if not self._compared:
+        if not self._compared and batch.seen_until is None:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
             with self._span("forward"):
                 self._compare(some, divisors)
@@ -113,12 +114,13 @@ class Learner:
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
         with self._training():
-            for rows in (parts := self._forward.micro_batches(batch)):
+            forward = self._way(batch)
+            for rows in (parts := forward.micro_batches(batch)):
                 part = rows_of(batch, rows)
                 there = to_device(part, self._device)
                 entropy = Entropy(there.trained_mask, num_trained)
                 with self._span("forward"), self.autocast():
-                    values = self._forward.logprobs(self._model, part, entropy)
+                    values = forward.logprobs(self._model, part, entropy)
                 output = (loss or self._loss)(values, there, divisors)
                 with self._span("backward"):
                     output.loss.backward()
@@ -140,6 +142,10 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
+
+    def _way(self, batch: Batch) -> Forward:
+        """Only the plain way hides keys that were evicted."""
+        return self._forward if batch.seen_until is None else self._plain
 
     def _compare(self, some: Batch, divisors: Totals) -> None:
         """Raises UserError if the forward that was asked for is not right for this model; what nobody asked for is then

@@ -154,15 +154,16 @@ def token_logprobs(
     by_row: ByRow = PLAIN,
     entropy: Entropy | None = None,
     kept: Callable[..., KeptTokens | None] = lambda rows, columns: None,
+    **inputs: Any,
 ) -> Float[Tensor, "B T"]:
     """log p(token t | tokens before t) at the sampling temperature, float32; zero outside `response_mask`. `kept` says
-    over which ids p sums to 1 for the tokens at some places.
+    over which ids p sums to 1 for the tokens at some places; `inputs` are for the backbone, beside the ids.
 
     The inputs are on the host, where the number of tokens is then known; the result is on the model's device. Rows are
     right-padded, so the causal mask alone hides the padding and none other is built."""
     device, places = place_of(model), response_mask.nonzero(as_tuple=True)
     ids, rows, columns = send(device, *(x.numpy() for x in (input_ids, *places)))
-    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy, kept(*places))
+    chosen = logprobs_at(model, ids, rows, columns, temperature, chunk, by_row, entropy, kept(*places), **inputs)
     return torch.zeros(input_ids.shape, device=device).index_put((rows, columns), chosen)
 
 
@@ -176,9 +177,10 @@ def logprobs_at(
     by_row: ByRow = PLAIN,
     entropy: Entropy | None = None,
     kept: KeptTokens | None = None,
+    **inputs: Any,
 ) -> Float[Tensor, "N"]:
     """The same for the tokens at these places only, none of them in the first column."""
-    hidden = last_states(model, input_ids=input_ids)
+    hidden = last_states(model, input_ids=input_ids, **inputs)
     states, labels = hidden[rows, columns - 1], input_ids[rows, columns]
     room = None if entropy is None else entropy.room(rows, columns)
     return chosen_logprobs(model, states, labels, temperature, chunk, by_row, room, kept)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from grpo_cli.model.anatomy import backbone
+from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
 from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
@@ -69,7 +70,7 @@ def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
 
 
 def allow_packing(model: Any) -> None:
-    """Make the model's attention accept a `Layout`. Without one it is unchanged: PyTorch's, causal."""
+    """Make the model's attention accept a `Layout`, or `Evicted`. Without one it is unchanged: PyTorch's, causal."""
     backbone(model).config._attn_implementation = _NAME
 
 
@@ -104,7 +105,7 @@ def _attention(
     key: Float[Tensor, "B H N D"],
     value: Float[Tensor, "B H N D"],
     attention_mask: Tensor | None,
-    packed_layout: Layout | None = None,
+    packed_layout: Layout | Evicted | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in every layer: a GPU's flash kernel over the run, or else part by part. The latter splits
@@ -113,6 +114,9 @@ def _attention(
         return causal(query, key, value, kwargs["scaling"]).transpose(1, 2).contiguous(), None
     if packed_layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if isinstance(packed_layout, Evicted):
+        found = packed_layout.attention(module.layer_idx, query, key, value, kwargs["scaling"])
+        return found.transpose(1, 2).contiguous(), None
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
     if _KERNEL.takes(query):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))

@@ -109,6 +109,13 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
             "(rollouts/kept_ids). Each takes 4 bytes of the host's memory, and 20 on the device while it is among "
             "those of train.logprob_chunk tokens; neither is predicted, but what drawing takes for them is"
         )
+    if fact_of("correction", settings.parts["correction"], "same_view"):
+        name = choice_of("correction", settings.parts["correction"])
+        notes.append(
+            f"correction={name}: passes are predicted as if nothing were evicted; else they are of padded rows, with "
+            "the scores of all pairs of a layer's tokens, and what was evicted takes 4 bytes of the host's memory for "
+            "each token, layer and key-value head"
+        )
     if settings.model.quantize != "none":
         notes.append(
             f"model.quantize={settings.model.quantize}: passes are those of plain layers whose weights are made whole "

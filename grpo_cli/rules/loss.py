@@ -78,7 +78,7 @@ class Clipped(ABC):
             "a KL term without reference log-probabilities"
         )
         if batch.ref_logprobs is not None:
-            kl = aggregate(_k3(logprobs, batch.ref_logprobs, mask), mask, totals, self.aggregation)
+            kl = aggregate(k3(logprobs, batch.ref_logprobs, mask), mask, totals, self.aggregation)
             metrics["loss/kl"] = kl.detach()
             if self.kl_coef:
                 loss = policy + self.kl_coef * kl
@@ -131,7 +131,7 @@ def log_policy_ratio(logprobs: Float[Tensor, "B T"], batch: Batch) -> Float[Tens
     return learner - masked_float(batch.policy_logprobs, batch.loss_mask).detach()
 
 
-def _k3(
+def k3(
     logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
     """Schulman's k3 estimator of KL(learner || reference): exp(d) - d - 1 >= 0 with d = log(reference / learner)."""

@@ -56,6 +56,8 @@ class Due:
     prompt: int  # candidates in the prompt pool; from now on the row reads only its slot
     sinks: np.ndarray  # candidates at the front that must stay, for each row
     left: int  # keys in the slot afterwards
+    first: np.ndarray  # position of the first candidate, for each row
+    now: np.ndarray  # position of the token that no longer sees what is dropped, for each row
 
 
 class KeepAll:
@@ -85,7 +87,7 @@ class KeepAll:
     def due(self, tally: Tally) -> Sequence[Due]:
         return ()
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> None:
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> Sequence[Tensor]:
         raise AssertionError("nothing is ever due")
 
     def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
@@ -185,12 +187,15 @@ class Keeper:
         shapes = np.stack([tally.held[rows], evictable[rows]], axis=1)
         before = tally.prompt if policy.protect_prompt else np.zeros_like(tally.prompt)
         sinks = np.maximum(policy.sinks - before, 0)
+        now = tally.prompt + tally.made - 1
         for own, prompt in np.unique(shapes, axis=0).tolist():
             some = rows[(shapes == (own, prompt)).all(axis=1)]
-            yield Due(some, own, prompt, sinks[some], policy.budget)
+            yield Due(some, own, prompt, sinks[some], policy.budget, before[some], now[some])
 
-    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> None:
-        """Cut the rows down; `requests` and `entries` are theirs, in the same order."""
+    def evict(self, due: Due, requests: Sequence[int], entries: Sequence[int], kv: KvArena) -> list[Tensor]:
+        """Cut the rows down; `requests` and `entries` are theirs, in the same order. Returns which of the candidates
+        stay, [L, R, H, B] for a few rows after the other."""
+        stay = list[Tensor]()
         self._evictions += len(due.rows)
         to_send = (due.rows, due.sinks, kv.rows.pages[due.rows, 0], kv.prompt_pages(entries, due.prompt))
         parts = zip(*(one.split(self._rows_at_once) for one in send(kv.device, *to_send)), strict=True)
@@ -213,6 +218,8 @@ class Keeper:
             if self._policy.observer is not None:
                 first = place * self._rows_at_once
                 self._policy.observer.evicted(requests[first : first + len(rows)], due.prompt, kept)
+            stay.append(kept)
+        return stay
 
     def prompt_kept(self, rows: int) -> Sequence[Int[Tensor, "R"]]:
         """If prompt keys can be evicted: how many each of the first `rows` slots still has, in the layer and head with

@@ -33,7 +33,7 @@ from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
-@facts(is_policy=True, kept_sets=True, answers_in_place=True)
+@facts(is_policy=True, kept_sets=True, views=True, answers_in_place=True)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
     `invariance.py` finds that possible, which `facts` reports.

@@ -255,7 +255,7 @@ def refusal(*overrides: str) -> str:
         (["search=particle", "search.alpha=0.5"], "search.alpha=0.5 must be from 1 to 100"),
         (["search=particle", "search.every=0"], "search.every=0 must be at least 1"),
         (["search=majority", "eval.problems=0"], "eval.problems=0 must be at least 1"),
-        (["search=particle", "sparsity=snapkv"], "use sparsity=dense, or search=majority"),
+        (["search=particle", "sparsity=snapkv"], "use sparsity=dense, or search=best"),
         (["search=particle", "task=guess"], "search=particle copies replies of one turn, and task=guess has several"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -73,6 +73,7 @@ class Searching:
         return np.random.default_rng(seed_of(self._seed, "search", prompt.id))
 
 
+@runtime_checkable
 class Search(Protocol):
     """Which whole rollout is the answer to each problem, in their order. None: nothing is searched."""
 

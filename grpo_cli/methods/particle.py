@@ -31,7 +31,7 @@ from grpo_cli.types import Finish, Rollout
 
 
 def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
-    named, instead = others.named("search"), "or search=majority"
+    named, instead = others.named("search"), "or search=best"
     if others.says("sparsity", "evicts"):
         yield (
             f"{named} goes on with replies that are copied, whose tokens {others.named('sparsity')} would count as "

@@ -144,6 +144,7 @@ def test_best_is_the_likeliest_per_token_and_not_the_shortest_or_right_one() -> 
         ((1, 1, 1, 1), 0.5, [0, 1, 2, 3]),
         ((1, 0, 0, 3), 0.5, [0, 3, 3, 3]),
         ((5,), 0.9, [0]),
+        ((0, 1), 0.0, [1, 1]),  # what has no weight is never chosen
     ],
 )
 def test_particles_are_chosen_by_their_shares(weights: Sequence[float], u: float, places: list[int]) -> None:

@@ -49,7 +49,9 @@ class Searching:
 
     def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
         """Partial replies with at most `tokens` more, None: to their ends. The others are returned as they are."""
-        partial = {_key(one): one for row in replies for one in row if one.finish is Finish.PARTIAL}
+        unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
+        partial = {_key(one): one for one in unfinished}
+        assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
         short = [_shortened(one, tokens) for one in partial.values()]
         made = {_key(one): one for one in play(self._engine, self._task, short)} if short else {}
         assert made.keys() == partial.keys(), "each comes back once"

@@ -12,14 +12,15 @@ from grpo_cli.collect.episodes import play
 from grpo_cli.collect.profile import MOST_PROFILED
 from grpo_cli.collect.requests import group_rollouts, requests_for, score_all
 from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.search import Search, Searching
 from grpo_cli.interfaces import Bench, Engine, Task
 from grpo_cli.runs.files import json_line, write_atomically
 from grpo_cli.runs.layout import SAMPLES
-from grpo_cli.settings import ExamSettings, SampleSettings, Sampling
+from grpo_cli.settings import ExamSettings, SampleSettings, Sampling, SplitExamSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.intervals import mean_interval, pass_at_k, wilson_interval
 from grpo_cli.tracking.examples import example
-from grpo_cli.types import Example, Prompt, Request, Rollout, ScoredGroup
+from grpo_cli.types import Example, Finish, Prompt, Request, Rollout, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,38 @@ def evaluate_with(
 ) -> EvalResult:
     """Evaluate as `settings` says: its problems (-1: the whole split), sampled at its temperature. UserError if the
     whole split would be too many."""
-    prompts = bench.task.prompts(split)
+    drawn = sampling.at(settings.temperature)
+    return evaluate(bench.engine, bench.task, _asked(bench.task, settings, split), drawn, settings.k, seed)
+
+
+def search_with(
+    bench: Bench, search: Search, settings: SplitExamSettings, sampling: SampleSettings, seed: int
+) -> EvalResult:
+    """What `search` answers to the same problems, drawn at the same temperature; nothing if it does not search."""
+    prompts = _asked(bench.task, settings, settings.split)
+    searching = Searching(bench.engine, bench.task, prompts, sampling.at(settings.temperature), seed)
+    given = search(searching)
+    if given is None:
+        return EvalResult({}, ())
+    if [one.request.prompt for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
+        raise UserError("search has to give one whole rollout for each of searching.prompts, in their order")
+    groups = _scored(bench.task, prompts, given)
+    spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}
+    metrics = _accuracy("search/accuracy", groups)
+    metrics |= {f"search/{name}": count / len(prompts) for name, count in spent.items()}
+    return EvalResult(metrics, tuple(_examples(bench.task, groups, "searched")))
+
+
+def _asked(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:
+    """The problems that an evaluation asks."""
+    prompts = task.prompts(split)
     if settings.problems == -1 and split == "train" and len(prompts) > MOST_PROFILED:
         raise UserError(
             f"eval.problems=-1 eval.split=train asks for all {len(prompts)} problems to train on, more than "
             f"{MOST_PROFILED}: set task.train_problems=512, or give eval.problems a number"
         )
     count = len(prompts) if settings.problems == -1 else min(settings.problems, len(prompts))
-    drawn = sampling.at(settings.temperature)
-    return evaluate(bench.engine, bench.task, [prompts[i] for i in range(count)], drawn, settings.k, seed)
+    return [prompts[i] for i in range(count)]
 
 
 def write_samples(run_dir: Path, examples: Sequence[Example]) -> None:
@@ -78,13 +102,16 @@ def _scored(task: Task, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) 
     return score_all(task, group_rollouts(prompts, rollouts))
 
 
-def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _accuracy(name: str, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Of groups of one rollout each."""
     right = sum(group.solved for group in groups)
     low, high = wilson_interval(right, len(groups))
+    return {name: right / len(groups), f"{name}_low": low, f"{name}_high": high}
+
+
+def _greedy_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {
-        "eval/accuracy": right / len(groups),
-        "eval/accuracy_low": low,
-        "eval/accuracy_high": high,
+        **_accuracy("eval/accuracy", groups),
         "eval/problems": float(len(groups)),
         "eval/length_mean": float(np.mean([len(group.rollouts[0]) for group in groups])),
     }

@@ -153,6 +153,11 @@ METRICS: Mapping[str, str] = {
     "eval/pass@<k>": "Probability that at least one of k sampled answers is right, unbiased, mean over problems.",
     "eval/pass@<k>_low": "Lower end of the 95 % interval of that pass@k.",
     "eval/pass@<k>_high": "Upper end of the 95 % interval of that pass@k.",
+    "search/accuracy": "Share of problems solved by the answer that search= chose, beside greedy eval/accuracy.",
+    "search/accuracy_low": "Lower end of the 95 % interval of search/accuracy.",
+    "search/accuracy_high": "Upper end of the 95 % interval of search/accuracy.",
+    "search/tokens": "Tokens that the search drew for a problem, in all its replies, mean: compare at equal ones.",
+    "search/sequential": "Those of them that had to be drawn one after the other, mean over problems.",
     "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
 }
 

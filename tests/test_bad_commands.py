@@ -96,6 +96,9 @@ def numbers() -> Iterator[Bad]:
             words = (f"{group}={choice}", *NEEDS.get(choice, ()), *TOGETHER.get(choice, ()))
             for key in (f"{group}.{name}" for name in numbers_of(group, choice)):
                 yield from (train(key, *words, f"{key}={value}") for value in not_numbers(key))
+    for choice in choices("search"):
+        for key in (f"search.{name}" for name in numbers_of("search", choice)):
+            yield from ((key, ("eval", f"search={choice}", f"{key}={value}")) for value in not_numbers(key))
     for name in shipped("task", "_text")["weights"]:
         yield from (train(f"task.weights.{name}", *GOOD, f"task.weights.{name}={value}") for value in NO_NUMBERS)
 

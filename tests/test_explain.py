@@ -16,6 +16,7 @@ from grpo_cli.config.comments import Setting, flow, read_choice, read_conf
 from grpo_cli.config.elsewhere import ROWS
 from grpo_cli.metrics import METRICS
 
+GROUPS = sorted({*parts_of("train"), *parts_of("eval")})
 BASE = """# What the base is for.
 # How far.
 far: 1
@@ -75,7 +76,7 @@ def test_a_file_s_comments_are_read_along_with_those_of_its_bases(tmp_path):
     assert (base.about, base.settings["far"].comment) == ("What the base is for.", "How far.")
 
 
-@pytest.mark.parametrize("group", ["model", *parts_of("train")])
+@pytest.mark.parametrize("group", ["model", *GROUPS])
 def test_every_choice_says_what_it_is_and_what_each_of_its_settings_is(group):
     for choice in choices(group):
         told = read_choice(group, choice)
@@ -174,7 +175,7 @@ def test_a_word_may_be_a_part_of_a_name_a_concept_or_another_program_s():
 
 def every_word() -> list[str]:
     """What a person may meet: choices, settings, metrics and their parts, concepts, and the words of others."""
-    words = [choice for group in parts_of("train") for choice in choices(group)]
+    words = [choice for group in GROUPS for choice in choices(group)]
     words += [key.rpartition(".")[2] for key in read_conf(config_dir() / "train.yaml").settings]
     words += [part for name in METRICS for part in (name, *name.split("/")) if "<" not in part]
     return sorted({*words, *CONCEPTS, *(word for row in ROWS for word in (*row.trl, *row.verl))})
@@ -187,7 +188,7 @@ def test_every_word_that_a_person_may_meet_is_explained(capsys: pytest.CaptureFi
 
 
 def test_a_concept_names_settings_and_groups_that_exist():
-    keys = [key for group in (*parts_of("train"), "model") for key in (group, *keys_of(group))]
+    keys = [key for group in (*GROUPS, "model") for key in (group, *keys_of(group))]
     keys += read_conf(config_dir() / "train.yaml").settings
     keys += [name for name in METRICS] + ["resume"]
     for word, text in CONCEPTS.items():

@@ -88,7 +88,7 @@ def declared(kind: Any, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def of_parts() -> Iterator[tuple[str, str, str, Any]]:
     """The settings of every part that `conf/` has, once for choices that are of one class or function."""
-    for group in parts_of("train"):
+    for group in sorted({*parts_of("train"), *parts_of("eval")}):
         of_target = {shipped(group, choice)["_target_"]: choice for choice in choices(group)}
         for target, choice in of_target.items():
             for name, value in declared(hydra.utils.get_object(target), shipped(group, choice)):

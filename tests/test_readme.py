@@ -77,11 +77,11 @@ def test_pictures_are_small(name):
     assert (ROOT / "scripts" / "figures" / f"{name}.svg").stat().st_size < 60_000
 
 
-@pytest.mark.parametrize("group", [*parts_of("train"), "model", "experiment"])
+@pytest.mark.parametrize("group", sorted({*groups_of("train"), *groups_of("eval")}))
 def test_the_front_page_lists_the_choices_of_a_group_its_default_first(group):
     named = re.findall(r"`(\w+)`", row_of(group))
     assert sorted(named) == choices(group)
-    assert named[0] == defaults_of("train")[group]
+    assert named[0] == {**defaults_of("eval"), **defaults_of("train")}[group]
 
 
 def test_every_command_of_the_program_stands_on_the_front_page():

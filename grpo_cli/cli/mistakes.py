@@ -42,6 +42,8 @@ def unusable(command: str, flags: Sequence[str], overrides: Sequence[str]) -> It
         group, _, choice = word.lstrip("+").partition("=")
         if group in groups_of(command) and not word.startswith("~") and choice in ("null", "true", "false", ""):
             yield f"{word} is none of the choices of {group}: {', '.join(choices(group))}"
+        if group in groups_of("eval") and group not in groups_of(command):
+            yield f"{word} is for grpo eval alone: leave it out"
         if group == "hydra.sweeper.max_batch_size" and not (choice == "null" or choice.isdecimal() and int(choice)):
             yield f"{word} must be a whole number of at least 1, or null"
     if "--resolve" in flags and not {"--cfg", "-c", "--help"} & {flag.partition("=")[0] for flag in flags}:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from grpo_cli.collect.profile import no_history
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, fact_of, refused_by
+from grpo_cli.config.instantiate import engine_parts, fact_of, refused_by, rule_of
 from grpo_cli.config.rehearsal import Tried, try_rules
 from grpo_cli.settings import (
     EvalRunSettings,
@@ -126,9 +126,11 @@ def check_eval(settings: EvalRunSettings) -> None:
     count = settings.eval.problems
     problems = [f"eval.problems={count} must be at least 1, or -1 for all"] if count < 1 and count != -1 else []
     problems += [*_stop_problems(settings.sampling), *_turn_problems(settings)]
-    problems += _model_problems(settings.model, settings.device)
+    problems += [*_model_problems(settings.model, settings.device), *together.eval_problems(settings)]
     with gathered(problems):
         engine_parts(settings.parts, {"seed": settings.seed}, early=True)
+    with gathered(problems):
+        rule_of("search", settings.parts["search"])
     refuse(problems)
 
 

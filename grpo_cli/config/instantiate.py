@@ -95,7 +95,7 @@ def _fits(factory: Any, offered: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 def function(name: str, part: Mapping[str, Any]) -> Any:
     """A callable rule: an instance, or a function with its settings bound. UserError if it does not take the arguments
     of its kind."""
-    called_with, factory = RULES[name].called_with, _factory(name, part, {})
+    called_with, factory = KINDS[name].called_with, _factory(name, part, {})
     rule = make(name, part, {}) if isinstance(factory.func, type) else factory
     signature = inspect.signature(rule)
     named = {word: word for word in _BY_NAME.get(name, ()) if word in signature.parameters}
@@ -199,15 +199,16 @@ def rules_of(parts: Mapping[str, Mapping[str, Any]]) -> Rules:
     problems: list[str] = []
     for name in RULES:
         with gathered(problems):
-            made[name] = _rule(name, parts[name])
+            made[name] = rule_of(name, parts[name])
     refuse(problems)
     return Rules(**made)
 
 
-def _rule(name: str, part: Mapping[str, Any]) -> Any:
+def rule_of(name: str, part: Mapping[str, Any]) -> Any:
+    """A rule, untried. UserError if it cannot be made."""
     if not is_function(name):
         made = make(name, part, {})
         refuse([*_unspoken(name, part, made)])
         return made
     rule = function(name, part)
-    return OwnLoss(rule) if RULES[name].protocol is Loss and not isinstance(rule, Loss) else rule
+    return OwnLoss(rule) if KINDS[name].protocol is Loss and not isinstance(rule, Loss) else rule

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_cli import interfaces
+from grpo_cli.collect.search import Search
 from grpo_cli.engine.batching import Sampler
 from grpo_cli.engine.interfaces import Predictor, Scheduler
 
@@ -50,6 +51,7 @@ KINDS: Mapping[str, Kind] = {
     "curriculum": Kind.of(interfaces.Curriculum),
     "replay": Kind.of(interfaces.Replay),
     "logger": Kind.of(interfaces.Tracker),
+    "search": Kind.of(Search),
     **RULES,
 }
 # Rules that may be plain functions although their protocol has other members (`instantiate.OwnLoss`).
@@ -58,4 +60,4 @@ ADAPTED = ("loss",)
 
 def is_function(group: str) -> bool:
     """Whether a plain function can be a part of this group."""
-    return group in RULES and (group in ADAPTED or not RULES[group].members)
+    return group in ADAPTED or (group in KINDS and bool(KINDS[group].called_with) and not KINDS[group].members)

@@ -33,7 +33,8 @@ def overrides_of_run(record: RunRecord, typed: Sequence[str] = ()) -> list[str]:
     experiment nor a changed default makes a difference. `_target_`s of ours come from the current choices, since code
     may have moved. UserError if something is missing, or has to be `typed` on this command line (`config.trust`).
     """
-    groups, resolving = ("model", *parts_of("eval")), dict[str, str]()
+    groups = ["model", *(group for group in parts_of("eval") if group in parts_of("train"))]
+    resolving = dict[str, str]()
     try:
         run: Any = OmegaConf.create(without_resolvers(record.config, resolving))
         values = {"seed": run.seed}

@@ -14,7 +14,7 @@ from grpo_cli.collect.rehearsal import CollectionSize
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.instantiate import INNER, fact_of, inner_engine
 from grpo_cli.interfaces import Rules
-from grpo_cli.settings import RunSettings
+from grpo_cli.settings import EvalRunSettings, RunSettings
 from grpo_cli.support.errors import own_code_unless_ours
 
 
@@ -55,6 +55,12 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
 
 def chosen(settings: RunSettings) -> Chosen:
     return Chosen(settings.parts, settings.n, settings.m, settings.train.prompts)
+
+
+def eval_problems(settings: EvalRunSettings) -> Iterator[str]:
+    """What cannot work in an evaluation, whose k samples of a problem are the only group that there is."""
+    k = settings.eval.k
+    yield from Chosen(settings.parts, k, k, settings.eval.problems).of_each("goes_with")
 
 
 def problems(settings: RunSettings) -> Iterator[str]:

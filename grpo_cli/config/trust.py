@@ -220,7 +220,7 @@ def _unknown_options(key: str, value: Any) -> Iterator[str]:
 
 def _against_code(group: str, module: str, name: str, here: _Trusted) -> Iterator[str]:
     """Why a class or function is not accepted as a part of the group. Imports the user's own module."""
-    if group not in (*parts_of("train"), *OWN):
+    if group not in (*parts_of("train"), *parts_of("eval"), *OWN):
         yield f"{group} is no group of parts"
     elif module.startswith("grpo_cli."):
         if group in OWN or f"{module}.{name}" not in {shipped(group, one).get(TARGET) for one in choices(group)}:

@@ -120,6 +120,10 @@ class Arithmetic(GeneratedTask[Sum]):
     def answer(self, problem: Sum) -> str:
         return str(sum(problem.terms))
 
+    def reads(self, rollout: Rollout) -> str | None:
+        completion = self._verbatim.completion(rollout)
+        return None if completion is None else final_answer(completion)
+
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         completion = self._verbatim.completion(rollout)
         correct = float(completion is not None and final_answer(completion) == prompt.answer)

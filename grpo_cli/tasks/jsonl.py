@@ -114,6 +114,12 @@ class Jsonl(Speaks):
             for own, completion, (_, rollout) in judged
         ]
 
+    @property
+    def reads(self) -> Callable[[Rollout], str | None] | None:
+        """What the judge reads in the last turn, as text; None for one that does not read numbers."""
+        judge = self._judge
+        return (lambda rollout: judge.reads(self.text(rollout.turns[-1]))) if isinstance(judge, Numbers) else None
+
     def counted(self) -> Mapping[str, float]:
         """What the judge has counted since this was last asked."""
         return self._judge.counted() if isinstance(self._judge, ModelJudge) else {}

@@ -167,6 +167,10 @@ class WordProblems(GeneratedTask[Story], Speaks):
     def distinct_by(self, problem: Story, question: str) -> str:
         return question
 
+    def reads(self, rollout: Rollout) -> str | None:
+        value = extract_answer(self.text(rollout.turns[-1])).value
+        return None if value is None or (self._must_end and not rollout.finish.complete) else str(value)
+
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         ended = rollout.finish.complete
         right = self._is_right(prompt, self.text(rollout.turns[-1]))

@@ -1,0 +1,97 @@
+"""Search at evaluation (`search`): more than one reply to a problem, of which one is the answer that is judged.
+
+A search sees no reward, since that is what is measured. Methods are in `methods/`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from grpo_cli.collect.episodes import play
+from grpo_cli.collect.requests import requests_for, seed_of
+from grpo_cli.collect.resuming import begun
+from grpo_cli.interfaces import Engine, Task
+from grpo_cli.settings import Sampling
+from grpo_cli.types import Finish, Prompt, Rollout
+
+Replies = list[list[Rollout]]  # of each problem, in order of the sample number
+
+
+@runtime_checkable
+class Reads(Task, Protocol):
+    """A task whose judge reads an answer in a reply, and compares nothing but that."""
+
+    @property
+    def reads(self) -> Callable[[Rollout], str | None] | None:
+        """The answer in a reply, None where there is none: equal texts are right or wrong together. None in its place:
+        this judge does not say."""
+
+
+class Searching:
+    """What a search may use: replies to `prompts`, whole or in parts, and what the judge reads in them. It counts the
+    tokens that were drawn, in all (`tokens`) and one after the other for each problem (`sequential`)."""
+
+    def __init__(self, engine: Engine, task: Task, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
+        self._engine, self._task, self._sampling, self._seed = engine, task, sampling, seed
+        self.prompts = prompts
+        self.tokens, self.sequential = 0, Counter[str]()
+
+    def begin(self, count: int) -> Replies:
+        """`count` replies to each problem, without any tokens yet: the first ones that pass@k samples."""
+        requests = requests_for(self.prompts, count, self._sampling, self._seed, "eval", held_out=True)
+        rows = [begun(request) for request in requests]
+        return [rows[start : start + count] for start in range(0, len(rows), count)]
+
+    def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
+        """Partial replies with at most `tokens` more, None: to their ends. The others are returned as they are."""
+        unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
+        partial = {_key(one): one for one in unfinished}
+        assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
+        short = [_shortened(one, tokens) for one in partial.values()]
+        made = {_key(one): one for one in play(self._engine, self._task, short)} if short else {}
+        assert made.keys() == partial.keys(), "each comes back once"
+        longest = Counter[str]()
+        for key, one in made.items():
+            more, prompt = one.num_drawn - partial[key].num_drawn, key[0]
+            self.tokens += more
+            longest[prompt] = max(longest[prompt], more)
+            cut = one.finish is Finish.LENGTH and len(one) < self._sampling.max_new_tokens and tokens is not None
+            made[key] = replace(one, request=partial[key].request, finish=Finish.PARTIAL if cut else one.finish)
+        self.sequential += longest
+        return [[made.get(_key(one), one) for one in row] for row in replies]
+
+    @property
+    def reader(self) -> Callable[[Rollout], str | None] | None:
+        """What reads the answer of a reply (see `Reads`), None if the task does not say it."""
+        return self._task.reads if isinstance(self._task, Reads) else None
+
+    def rng(self, prompt: Prompt) -> np.random.Generator:
+        """The search's own random stream for a problem."""
+        return np.random.default_rng(seed_of(self._seed, "search", prompt.id))
+
+
+@runtime_checkable
+class Search(Protocol):
+    """Which whole rollout is the answer to each problem, in their order. None: nothing is searched."""
+
+    def __call__(self, searching: Searching) -> Sequence[Rollout] | None: ...
+
+
+def no_search(searching: Searching) -> None:
+    """Only the plain answers are evaluated."""
+
+
+def _key(rollout: Rollout) -> tuple[str, int]:
+    return rollout.request.prompt.id, rollout.request.sample
+
+
+def _shortened(partial: Rollout, tokens: int | None) -> Rollout:
+    """The reply, whose request ends after so many tokens more."""
+    sampling = partial.request.sampling
+    most = sampling.max_new_tokens if tokens is None else min(sampling.max_new_tokens, len(partial) + tokens)
+    return replace(partial, request=replace(partial.request, sampling=replace(sampling, max_new_tokens=most)))

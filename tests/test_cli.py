@@ -142,7 +142,7 @@ def test_every_example_in_the_help_composes():
         ("fast", "fast", "key=value or group=choice"),
         ("=5", "=5", "key=value or group=choice"),
         ("n=[1", "n=[1", "key=value or group=choice"),
-        ("n=0", "n=0", "at least 2"),
+        ("n=0", "n=0", "at least 1"),
         ("--config-name=other", "other", ""),
         ("--no-such-flag", "--no-such-flag", ""),
     ],
@@ -233,7 +233,7 @@ def test_a_sweep_runs_every_combination_below_one_folder(monkeypatch, elsewhere)
 def test_a_sweep_without_a_job_that_can_run_ends_with_the_reason(launcher):
     result = grpo("train", "-m", "n=0,1", f"hydra/launcher={launcher}")
     assert result.exit_code == 2
-    assert "n=0 must be at least 2" in result.stderr
+    assert "n=0 must be at least 1" in result.stderr
 
 
 def test_modules_in_the_current_folder_can_be_named_and_hide_nothing(monkeypatch, elsewhere):

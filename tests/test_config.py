@@ -67,6 +67,7 @@ def test_every_choice_can_be_composed(file):
     others["advantage=median_release"] = ["n=9"]
     others["curriculum=profile"] = [f"train.history={trace}"]
     others["advantage=a2po"] = others["curriculum=profile"]
+    others["correction=shadow"] = ["sparsity=rkv"]
     others["loss=a2po"] = ["advantage=a2po", f"train.history={trace}"]
     others["replay=folder"] = [f"replay.path={trace.parent}"]
     besides = others.get(f"{group}={file.stem}", [])

@@ -28,7 +28,7 @@ class Sorted(Partial):
     kind = "sorted"
 
     def __init__(self, *, loads: Annotated[int, Range(2, 1000, "a load of one step is collector=equal")]) -> None:
-        super().__init__(surplus=loads - 1, max_lag=sys.maxsize)
+        super().__init__(surplus=float(loads - 1), max_lag=sys.maxsize)
 
     def _fresh(self, under_way: int, held: int) -> int:
         return 0 if held else under_way

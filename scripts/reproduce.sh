@@ -7,7 +7,7 @@
 #     scripts/reproduce.sh sparse_rl           training on rollouts from evicted caches, against dense (arXiv 2601.10079)
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
 #     scripts/reproduce.sh dapo                asking until enough groups teach, at equal tokens (arXiv 2503.14476)
-#     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail and sorted batches
+#     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail, sorted; shadow masks
 #     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:

@@ -106,11 +106,12 @@ def test_others_end_with_the_tokens_of_the_baseline_of_their_seed_and_the_belt_a
 
 
 def test_each_part_ends_with_the_tokens_of_its_own_baseline(tmp_path: Path) -> None:
-    args = study.options(["rivals", "--seeds", "1", "--arms", "random", "tail"])
-    for run, steps in zip(study.baselines(args), (7, 5), strict=True):
+    args = study.options(["rivals", "--seeds", "1", "--arms", "random", "tail", "rkv"])
+    for run, steps in zip(study.baselines(args), (7, 5, 3), strict=True):
         figures(tmp_path / run.name, (0, 0.1), (steps, 0.5))
     ends = {(run.arm, word) for run in study.others(args, tmp_path) for word in run.words if "max_generated" in word}
-    assert ends == {("random", "train.max_generated=700"), ("tail", "train.max_generated=500")}
+    tokens = {"random": 700, "tail": 500, "rkv": 300}
+    assert ends == {(arm, f"train.max_generated={count}") for arm, count in tokens.items()}
 
 
 def test_a_study_is_refused_before_anything_is_done(model: Path, tmp_path: Path) -> None:

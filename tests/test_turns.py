@@ -272,7 +272,7 @@ GUESS = ["task=guess", "sampling.max_turn_tokens=4", "sampling.max_new_tokens=40
 
 def test_a_run_that_is_cut_off_in_the_middle_of_episodes_goes_on_as_one_left_alone(tmp_path):
     words = [*GUESS, "collector=partial", "collector.surplus=2.0", "correction=tis", "record.tokens=true"]
-    cut_off_and_resumed(tmp_path, *words, "train.steps=4", step=2)
+    cut_off_and_resumed(tmp_path, *words, "train.steps=4", step=4)
     found = rows(tmp_path / "alone")
     assert any(row.get("collect/carried_tokens", 0) for row in found), "episodes were carried over"
     assert all(row["turns/mean"] > 1 and row["tokens/environment"] > 0 for row in found[1:]), "but for step 0"

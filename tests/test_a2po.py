@@ -141,6 +141,6 @@ def test_a_run_learns_from_one_rollout_of_each_problem(tmp_path: Path) -> None:
     solved_before = {prompt.id: place % 2 == 0 for place, prompt in enumerate(prompts)}
     assert len(made_rows) == 8
     step = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert step["group/zero_std"] == 0, "nobody is warned of groups that there are none of"
+    assert step["group/zero_std"] == 0, "a rollout that is alone is no group of equal rewards"
     for row in made_rows:
         assert row["advantage"] == pytest.approx(row["solved"] - solved_before[row["prompt_id"]], abs=1e-6)

@@ -294,7 +294,7 @@ def test_what_a_kill_has_left_is_cleared_and_what_it_set_aside_comes_back(run: P
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A stand-in for the hub's client that records its calls; nobody is logged in."""
+    """A stand-in for the hub's client that records its calls, with no token stored."""
     api = create_autospec(huggingface_hub.HfApi, instance=True)
     api.repo_exists.return_value = False
     api.create_repo.return_value = "https://hub/me/mine"

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from grpo_cli.support.memory import storages
 
+_DEVICE = torch.ops.prim.device.default
 LOGITS, ACTIVATIONS, GRADIENTS = "logits", "activations", "gradients"
 
 
@@ -70,6 +72,8 @@ class Allocations(TorchDispatchMode):
         return {kind: size for kind, size in peak.items() if size}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _DEVICE:  # two of three calls: autograd asks it of every fake tensor, which knows it
+            return args[0].fake_device
         if self._inner:
             for tensor in args:
                 if isinstance(tensor, Tensor):

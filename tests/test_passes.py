@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grpo_cli.learner.batch import rows_of
 from grpo_cli.learner.forward import Padded, PaddingFree, RowShape, pack
 from grpo_cli.learner.learner import Learner
-from grpo_cli.model import packed
+from grpo_cli.model import packed, varlen
 from grpo_cli.model.load import load_model
 from grpo_cli.model.packed import Tree
-from grpo_cli.model.varlen import Flash, Spans
+from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Spans
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.meter import NullMeter
@@ -114,22 +114,54 @@ class WrittenOut:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("by", ["processor", "kernel", "parts"])
 def test_every_way_gives_the_same_logprobs_and_gradient(
-    family: str, share: bool, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, share: bool, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part by part, and by a kernel over the whole run."""
+    """By a processor's kernel tree by tree, as by another one; and part by part where no kernel takes the type."""
     model, batch, kernel = small_model(family), make_batch(UNEVEN), WrittenOut()
     plain = computed(Padded(10_000, 64, 0.7), model, batch)
-    if by_kernel:
-        monkeypatch.setattr(packed, "_KERNEL", kernel)
+    if by != "processor":
+        monkeypatch.setattr(packed, "_KERNELS", (kernel,) if by == "kernel" else ())
     for tokens in (10_000, 30, 1):  # one micro-batch, groups cut between rows, every row by itself
         kernel.calls = 0
         values, gradient = computed(PaddingFree(tokens, 5, 0.7, share=share), model, batch)
         torch.testing.assert_close(values, plain[0], atol=1e-5, rtol=0)
         assert (gradient - plain[1]).norm() < 1e-5 * plain[1].norm()
-        if tokens == 10_000:  # two calls a layer, forward and backward, whatever the run is made of; one without trunks
-            assert kernel.calls == by_kernel * 2 * (1 + share) * model.config.num_hidden_layers
+        if tokens == 10_000 and by == "kernel":  # one call a sequence, or two a tree with branches; and back
+            sequences, trees, alone = sum(len(replies) for _, replies in UNEVEN), len(UNEVEN), 1
+            calls = 2 * trees - alone if share else sequences
+            assert kernel.calls == 2 * calls * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("short", [0, 2**18])
+def test_the_kernel_of_a_processor_is_right_in_both_precisions_of_its_backward_pass(
+    dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two trees and a sequence, with grouped heads, against the same in float64 from the definition."""
+    monkeypatch.setattr(varlen, "SHORT", short)
+    layout = packed.Layout([Tree(6, (9, 5)), Tree(10), Tree(1, (3,))], torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    runs = [torch.randn(34, heads, 16, generator=generator).to(dtype).requires_grad_() for heads in (6, 2, 2)]
+    exact = [run.detach().double().requires_grad_() for run in runs]
+    weights = torch.randn(34, 6, 16, generator=generator)
+    kernel: Kernel = OnProcessor()
+    out = varlen.attention(*runs, layout.parts, 0.25, kernel)
+    (out * weights).sum().backward()
+    seen = torch.zeros(34, 34, dtype=torch.bool)
+    for start, stop, trunk in ((0, 6, 0), (6, 15, 6), (15, 20, 6), (20, 30, 0), (30, 31, 0), (31, 34, 1)):
+        seen[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        first = 0 if start < 20 else 30
+        seen[start:stop, first : first + trunk] = True
+    q, k, v = (run.repeat_interleave(6 // run.shape[1], 1) for run in exact)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.25
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    (expected * weights).sum().backward()
+    near = 1e-6 if dtype == torch.float32 else 6e-3
+    for found, right in ((out, expected), *((run.grad, one.grad) for run, one in zip(runs, exact, strict=True))):
+        assert found is not None and right is not None
+        assert (found.double() - right).norm() < near * right.norm()
 
 
 def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
@@ -226,13 +258,12 @@ def test_an_update_is_the_same_whatever_the_way(train: dict[str, bool]) -> None:
 
 
 def test_a_way_that_differs_is_found_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here replies that do not see their prompt's first token, as a mask that is off by one would have it."""
+    """Here replies that do not see their prompt."""
 
     class Blind(packed.Layout):
         def __init__(self, *words: Any) -> None:
             super().__init__(*words)
-            for mask in self.masks.values():
-                mask[:, 0] = False
+            self.parts = tuple(replace(part, trunks=None) for part in self.parts)
 
     monkeypatch.setattr(packed, "Layout", Blind)
     model = small_model()

@@ -23,10 +23,10 @@ from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
-from grpo_cli.model.varlen import Flash, Spans, Trunks, attention
+from grpo_cli.model.varlen import Flash, OnProcessor, Part, Spans, Trunks, attention
 
 _NAME = "grpo_packed"
-_KERNEL = Flash()
+_KERNELS = (Flash(), OnProcessor())
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ class Layout:
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         self.trees = tuple(trees)
         self.sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
-        self.own = Spans.of(self.sizes, self.sizes, True, device)
-        self.trunks = _trunks_of(trees, device)
+        together = [[tree] for tree in trees] if device.type == "cpu" else [list(trees)]
+        starts = accumulate((sum(map(len, some)) for some in together), initial=0)
+        self.parts = tuple(_part(some, start, device) for some, start in zip(together, starts, strict=False))
         shapes = {(size, tree.trunk) for tree in trees for size in tree.branches}
         # A branch sees its whole trunk, and itself causally: ones up to the diagonal shifted right by `trunk`.
         self.masks = {
@@ -56,17 +57,24 @@ class Layout:
         }
 
 
+def _part(trees: Sequence[Tree], start: int, device: torch.device) -> Part:
+    sizes = [size for tree in trees for size in (tree.trunk, *tree.branches)]
+    return Part(start, sum(sizes), Spans.of(sizes, sizes, True, device), _trunks_of(trees, device))
+
+
 def _trunks_of(trees: Sequence[Tree], device: torch.device) -> Trunks | None:
     """The trunks that branches attend to; None without branches."""
     starts = accumulate((len(tree) for tree in trees), initial=0)
     split = [(tree, start) for tree, start in zip(trees, starts, strict=False) if tree.branches]
     if not split:
         return None
+    spans = Spans.of([sum(tree.branches) for tree, _ in split], [tree.trunk for tree, _ in split], False, device)
+    if len(trees) == 1:
+        return Trunks(slice(trees[0].trunk, None), slice(trees[0].trunk), spans)
     branches = np.concatenate([np.arange(start + tree.trunk, start + len(tree)) for tree, start in split])
     trunks = np.concatenate([np.arange(start, start + tree.trunk) for tree, start in split])
-    sizes = [sum(tree.branches) for tree, _ in split], [tree.trunk for tree, _ in split]
     places, of = send(device, branches, trunks)
-    return Trunks(places, of, Spans.of(*sizes, False, device))
+    return Trunks(places, of, spans)
 
 
 def allow_packing(model: Any) -> None:
@@ -118,9 +126,12 @@ def _attention(
         found = packed_layout.attention(module.layer_idx, query, key, value, kwargs["scaling"])
         return found.transpose(1, 2).contiguous(), None
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
-    if _KERNEL.takes(query):
+    if torch.is_autocast_enabled(query.device.type):  # as PyTorch's own attention would, but once and not in each part
+        query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
+    kernel = next((kernel for kernel in _KERNELS if kernel.takes(query)), None)
+    if kernel is not None:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        return attention(q, k, v, packed_layout.own, packed_layout.trunks, scale, _KERNEL)[None], None
+        return attention(q, k, v, packed_layout.parts, scale, kernel)[None], None
     group = module.num_key_value_groups
     queries = iter(query.split(sizes, dim=2))
     keys, values = (iter(repeat_kv(x, group).split(sizes, dim=2)) for x in (key, value))

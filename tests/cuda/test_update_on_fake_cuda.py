@@ -115,7 +115,7 @@ def test_the_kernel_of_a_gpu_is_asked_as_it_is_declared(monkeypatch: pytest.Monk
     with gpu(monkeypatch) as watched, torch.no_grad():
         q, k, v = (torch.empty(30, heads, 64, device=CUDA, dtype=torch.bfloat16) for heads in (6, 2, 2))
         layout = Layout([Tree(6, (9, 5)), Tree(10)], q.device)
-        out = varlen._Attention.forward(ctx, q, k, v, layout.own, layout.trunks, 0.125, varlen.Flash())
+        out = varlen._Attention.forward(ctx, q, k, v, layout.parts, 0.125, varlen.Flash())
         gradients = varlen._Attention.backward(ctx, out)
     assert out.shape == q.shape and [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
     assert not watched.waits

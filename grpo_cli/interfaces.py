@@ -161,6 +161,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | of | fact | says |
     |---|---|---|
     | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
+    | advantage, credit | reads | what it reads in rollouts: some of entropies, top, features (see `Readout`) |
     | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
     | advantage | divides | whether it divides by the deviation of the group |
     | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
@@ -280,7 +281,8 @@ class Replay(Protocol):
 class Credit(Protocol):
     """How much each token of a step's batch counts, before it is split: factors of the policy loss.
 
-    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike.
+    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike. One that
+    has a parameter `readout` is given what was read in the batch's rows by that name (`facts`: reads).
     """
 
     def __call__(self, batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None: ...
@@ -288,7 +290,7 @@ class Credit(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A curriculum, collector, replay or credit that learns from each step. Its state is part of the checkpoint."""
+    """A curriculum, a replay or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
@@ -336,7 +338,8 @@ class AdvantageFn(Protocol):
     """Rewards to advantages. Both come along so that the baseline is the function's choice.
 
     One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
-    what the run knows of its problems.
+    what the run knows of its problems. `inputs.readout` is what was read in the group's rollouts (`facts`: reads; None
+    where it is asked before the step's rollouts are all made, see `Collection.teaches`).
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...

@@ -78,6 +78,7 @@ METRICS: Mapping[str, str] = {
     "loss/distill": "Estimated KL divergence from the policy under eviction to that of the step's start which sees "
     "all, before correction.distill.",
     "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
+    "loss/clip_mean": "How far from 1 loss=echo lets policy ratios be, mean over trained tokens.",
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
@@ -133,6 +134,7 @@ METRICS: Mapping[str, str] = {
     "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
     "time/update": "Seconds of this step spent on forward, backward and optimizer.",
     "time/policy_logprobs": "Of time/logprobs, what the policy's own took.",
+    "time/readout": "Of time/logprobs, what the pass took that reads entropies or hidden states for a rule.",
     "time/ref_logprobs": "Of time/logprobs, what the reference's took.",
     "time/forward": "Of time/update, what the passes forward took.",
     "time/backward": "Of time/update, what the passes backward took.",

@@ -63,6 +63,9 @@ METRICS: Mapping[str, str] = {
     "curriculum/predicted_rate": "Mean share of right rollouts that curriculum=target expected of the step's problems.",
     "curriculum/phase": "Size of group whose problems curriculum=profile trains on in this step.",
     "curriculum/<figure>": "A figure that the chosen curriculum reports about itself.",
+    "probe/correlation": "Of what advantage=probe predicted of each rollout from itself and its reward, before it has "
+    "learnt from the step; its baseline is made of the others' predictions.",
+    "probe/rows": "Rollouts that advantage=probe has learnt from, in its window of steps.",
     "credit/weight_max": "Most that credit=gdro had a rollout of the step weigh, where their mean is about 1.",
     "credit/<figure>": "A figure that the chosen credit reports about itself.",
     "tokens/generated": "Tokens generated for training since the run began.",

@@ -52,7 +52,7 @@ class Step:
         self._advantage = with_history(parts.rules.advantage, parts.history)
         self._read_by_advantage = reads_of(parts.rules.advantage)
         self._reads = self._read_by_advantage | reads_of(parts.rules.credit)
-        self._layer = layer_read(parts.rules)
+        self._layer = layer_read(parts.rules, model)
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.

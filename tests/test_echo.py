@@ -86,6 +86,9 @@ def test_the_most_uncertain_fifth_counts_five_times() -> None:
 def test_of_equal_entropies_the_first_count() -> None:
     found = factors("entropy", entropies=0.3 * MASK, keep=0.5)
     assert found.nonzero().tolist() == [[0, 1], [0, 2], [0, 3]]
+    many = torch.full((1, 5000), 0.3)
+    chosen = credit("entropy", keep=0.5)(plain_batch(many > 0), ["a"], History(), Readout(-many, many))
+    assert bool((chosen[0, :2500] == 2).all())
 
 
 @given(st.integers(1, 40), st.floats(0.01, 1.0))

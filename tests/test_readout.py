@@ -42,11 +42,11 @@ def read_of(model: Any, batch: Batch, reads: Any = READS, layer: int | None = No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_is_as_one_reads_it_in_the_whole_models_answer(family: str) -> None:
     """Row by row, from logits and hidden states as transformers gives them; with an environment's gap."""
-    model, batch = small_model(family, num_hidden_layers=3), make_batch(UNEVEN)
+    model, batch = small_model(family, num_hidden_layers=3), make_batch([*UNEVEN, (15, [14])])
     batch.response_mask[0, 9:11] = False
     found = read_of(model, batch)
     assert found.entropies is not None and found.top_ids is not None and found.top_probs is not None
-    assert found.features is not None and found.features.shape == (10, 64) and found.features.dtype == torch.float32
+    assert found.features is not None and found.features.shape == (11, 64) and found.features.dtype == torch.float32
     torch.testing.assert_close(found.logprobs, said_by(model, batch, TEMPERATURE), atol=1e-5, rtol=0)
     for row, length in enumerate(batch.lengths.tolist()):
         with torch.no_grad():

@@ -38,13 +38,17 @@ def reads_of(rule: Any) -> frozenset[str]:
     return said
 
 
-def layer_read(rules: Rules) -> int | None:
-    """The layer whose features the rules read; None: the default. UserError if they read two."""
+def layer_read(rules: Rules, model: Any = None) -> int | None:
+    """The layer whose features the rules read; None: the default. UserError if they read two, or one that `model` does
+    not have."""
     reading = [rule for rule in (rules.advantage, rules.credit) if "features" in reads_of(rule)]
     layers = {getattr(rule, "keywords", vars(rule)).get("layer") for rule in reading}
     if len(layers) > 1:
         raise UserError("advantage.layer and credit.layer are two layers, and one pass reads one: give both the same")
-    return next(iter(layers), None)
+    layer = next(iter(layers), None)
+    if reading and model is not None:
+        layer_of(model, layer)
+    return layer
 
 
 @torch.no_grad()

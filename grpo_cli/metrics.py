@@ -63,6 +63,10 @@ METRICS: Mapping[str, str] = {
     "curriculum/predicted_rate": "Mean share of right rollouts that curriculum=target expected of the step's problems.",
     "curriculum/phase": "Size of group whose problems curriculum=profile trains on in this step.",
     "curriculum/<figure>": "A figure that the chosen curriculum reports about itself.",
+    "prune/kept": "Share of the rollouts that had not ended after collector.at tokens which collector=arrol let go on. "
+    "Those that it did not are in none of reward/*, group/* and response/*, but in tokens/generated.",
+    "prune/saved_tokens": "Tokens that the others would have had, if those had as many on average as what went on.",
+    "prune/auc": "Chance that of two rollouts that went on the right one had the higher score from collector=arrol.",
     "probe/correlation": "Of what advantage=probe predicted of each rollout from itself and its reward, before it has "
     "learnt from the step; its baseline is made of the others' predictions.",
     "probe/rows": "Rollouts that advantage=probe has learnt from, in its window of steps.",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
-from grpo_cli.types import Batch, Finish, LossOutput, Readout, Record, ScoredGroup, Totals, Verdict
+from grpo_cli.types import Batch, Finish, Group, LossOutput, Readout, Record, ScoredGroup, Totals, Verdict
 
 
 class Step:
@@ -151,7 +151,12 @@ class Step:
             zero_truncated=settings.train.truncated == "zero",
             has_advantage=lambda group: self._has_advantage(group, step),
             views=self._same_view is not None,
+            read=self._read_in_collection,
         )
+
+    def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+        with self._span("readout"):
+            return self.learner.read(collate(groups, self._parts.bench.pad_token_id), reads, layer, last)
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
         """Whether a rollout that would be trained on has one, as far as is known before a correction is asked."""

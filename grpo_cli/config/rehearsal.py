@@ -61,7 +61,7 @@ def try_rules(settings: RunSettings) -> Tried | None:
         return None
     size = CollectionSize.equal(n, prompts)
     with gathered(problems):
-        size = rehearsed(rules.collector, n, prompts)
+        size = rehearsed(rules.collector, n, prompts, settings.sampling.max_new_tokens)
         refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
     with gathered(problems):
         tried = _try_choice(rules, n, m)

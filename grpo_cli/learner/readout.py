@@ -42,12 +42,17 @@ def layer_read(rules: Rules, model: Any = None) -> int | None:
     """The layer whose features the rules read; None: the default. UserError if they read two, or one that `model` does
     not have."""
     reading = [rule for rule in (rules.advantage, rules.credit) if "features" in reads_of(rule)]
-    layers = {getattr(rule, "keywords", vars(rule)).get("layer") for rule in reading}
+    layers = {_layer(rule) for rule in reading}
     if len(layers) > 1:
         raise UserError("advantage.layer and credit.layer are two layers, and one pass reads one: give both the same")
-    layer = next(iter(layers), None)
-    if reading and model is not None:
-        layer_of(model, layer)
+    for rule in (*reading, *([rules.collector] if "features" in reads_of(rules.collector) else ())):
+        if model is not None:
+            layer_of(model, _layer(rule))
+    return next(iter(layers), None)
+
+
+def _layer(rule: Any) -> int | None:
+    layer: int | None = getattr(rule, "keywords", vars(rule)).get("layer")
     return layer
 
 

@@ -109,7 +109,8 @@ class Poise:
         return {"kind": "probe", **self._probe.state()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._probe.load(of_kind(state, "advantage", "probe"), "advantage")
+        found = of_kind(state, "advantage", "probe")
+        self._probe.load(found, "advantage")
 
 
 def _of_others(values: Float[np.ndarray, " G"]) -> Float[np.ndarray, " G"]:

@@ -53,6 +53,7 @@ class Growing(Scripted):
         for request in requests:
             size, start = request.sample + 1 - request.resumed, 10 + request.resumed
             most = request.sampling.max_new_tokens
+            assert most > 0, "an engine is not asked for nothing"
             tokens = tuple(range(start, start + min(size, most)))
             finish = Finish.EOS if size <= most else Finish.LENGTH
             yield Rollout(request, tokens, (-1.0,) * len(tokens), finish, 0)

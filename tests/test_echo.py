@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small import plain_batch, small_model
+from test_config import refusal
 from test_readout import credit
 from test_train import NO_EXAM, make_trainer, records_of, settings_for
 
@@ -145,6 +146,15 @@ def test_without_a_slope_it_is_grpo_with_the_middle_clip(tmp_path: Path) -> None
     ours, theirs = (loss(now, batch, Totals(4, 36, 9)) for loss in (flat, plain))
     torch.testing.assert_close(ours.loss, theirs.loss)
     assert all(torch.allclose(ours.metrics[name], value) for name, value in theirs.metrics.items())
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["credit=entropy credit.keep=0", "credit=echo credit.bound=0", "credit=echo credit.amount=-1"]
+    + ["loss=echo loss.tail=0", "loss=echo loss.slope=-1", "loss=echo loss.clip_low=1.5"],
+)
+def test_numbers_out_of_range_are_refused(words: str) -> None:
+    assert words.split()[1].partition("=")[0] in refusal(*words.split())
 
 
 def test_a_run_with_both(tmp_path: Path) -> None:

@@ -269,6 +269,13 @@ def test_groups_that_come_again_are_refused() -> None:
     assert "learns from each step's rewards" in said and "use replay=none, or advantage=rloo" in said
 
 
+@pytest.mark.parametrize("group", ["advantage=probe", "collector=arrol"])
+def test_more_rollouts_than_a_window_ever_has_are_refused(group: str) -> None:
+    name = group.partition("=")[0]
+    said = refusal(group, "n=4", "train.prompts=4", f"{name}.window=2", f"{name}.min_rollouts=33")
+    assert f"{name}.min_rollouts=33 is more than the 32 rollouts of {name}.window=2 steps" in said
+
+
 def test_another_width_or_layer_is_refused() -> None:
     rule = probe()
     rule.load_state_dict(taught(probe(), width=3).state_dict())

@@ -11,7 +11,8 @@ balanced already is pruned at random.
 The head is learnt online, from what passed `at` and was judged. Ours: the formula of s_i (of the paper's own too little
 could be read), the ridge in place of a logistic head, and its calibration by the share of right ones in each tenth of
 its scores. What is left is not reweighed by 1 / s_i, so the gradient leans to balanced groups; rewards, lengths and
-groups in the record are those of what is left. `rule=random` prunes as many without looking, as a control.
+groups in the record, and what curricula know of problems, are those of what is left. `rule=random` prunes as many
+without looking, as a control. No predictor of lengths learns from such rounds.
 
 Not measured.
 """
@@ -26,7 +27,7 @@ from jaxtyping import Float
 
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Collection, Others, Rounds, facts
-from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, narrowed
+from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, narrowed, never_enough
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, OneOf, Range, Share
 from grpo_cli.types import Finish, Group, GroupRequest, Round, ScoredGroup
@@ -48,6 +49,8 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
     for group in ("advantage", "downsample"):
         if others.says(group, "needs_middle"):
             yield f"{name} leaves groups of any size, and {others.named(group)} needs a middle one; use collector=equal"
+    if own["rule"] == "probe":
+        yield from never_enough("collector", own, others)
 
 
 @facts(goes_with=_goes_with, reads=("features",))

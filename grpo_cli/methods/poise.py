@@ -29,7 +29,7 @@ from torch import Tensor
 
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import Others, facts
-from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, correlation, narrowed
+from grpo_cli.rules.ridge import ProbeRows, RidgeProbe, correlation, narrowed, never_enough
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range, Share
 from grpo_cli.types import AdvantageInputs, Readout, Rollout, ScoredGroup
@@ -43,6 +43,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
             f"{others.named('advantage')} learns from each step's rewards, so that the baseline of a group that comes "
             f"again with {others.named('replay')} would know them; use replay=none, or advantage=rloo"
         )
+    yield from never_enough("advantage", own, others)
 
 
 @facts(divides=False, reads=("entropies", "features"), goes_with=_goes_with)

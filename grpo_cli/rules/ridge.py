@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
+from grpo_cli.interfaces import Others
 from grpo_cli.support.errors import UserError
 
 _ARRAYS = ("features", "targets", "predicted")
@@ -142,6 +143,15 @@ class RidgeProbe:
 
 def _shown(layer: int | None) -> str:
     return "null" if layer is None else str(layer)
+
+
+def never_enough(group: str, own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What is wrong with `min_rollouts`, if a probe's window never has so many."""
+    if own["min_rollouts"] > (most := own["window"] * others.n * others.prompts):
+        yield (
+            f"{group}.min_rollouts={own['min_rollouts']} is more than the {most} rollouts of {group}.window="
+            f"{own['window']} steps, so that nothing would ever be predicted: lower it, or raise the window"
+        )
 
 
 def correlation(predicted: Float[np.ndarray, "N"], targets: Float[np.ndarray, "N"]) -> float | None:

@@ -23,6 +23,7 @@ from grpo_cli.types import (
     Group,
     LossOutput,
     Prompt,
+    Readout,
     Record,
     Request,
     Reward,
@@ -161,6 +162,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | of | fact | says |
     |---|---|---|
     | any | goes_with | a function `(own settings, Others)` that yields why it cannot work beside the others |
+    | advantage, credit, collector | reads | what it reads in rollouts: some of entropies, top, features (`Readout`) |
     | any | undone_by | the same, of what the others undo: refused, but a run that began so goes on, with a warning |
     | advantage | divides | whether it divides by the deviation of the group |
     | advantage, downsample | needs_middle | whether it looks for the rollout in the middle of a group |
@@ -220,11 +222,13 @@ class Collection(Protocol):
     """What a collector may use while it collects one step's rollouts.
 
     `n` is the size of a plain group and `prompts` how many problems a plain step has; `rng` is the step's own stream.
+    `max_new_tokens` are the most that a rollout has.
     `version` is how many updates the weights have seen, which is what a `Span` says of the tokens drawn now.
     """
 
     n: int
     prompts: int
+    max_new_tokens: int
     step: int
     version: int
     rng: np.random.Generator
@@ -245,6 +249,13 @@ class Collection(Protocol):
     def teaches(self, group: ScoredGroup) -> bool:
         """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
         advantage. What a correction will reject is not known yet."""
+
+    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+        """One pass of the policy over the groups' rollouts, ended or not, a row each in their order: `reads` as in
+        `facts`, of the last `last` tokens of prompt and response, from `layer` (None: that at two thirds)."""
+
+    def drop(self, groups: Sequence[Group]) -> None:
+        """End the partial rollouts of these groups where they are: they are not judged and not trained on."""
 
     def note(self, figure: str, value: int | float) -> None:
         """A number for the record, as `collect/<figure>`."""
@@ -280,7 +291,8 @@ class Replay(Protocol):
 class Credit(Protocol):
     """How much each token of a step's batch counts, before it is split: factors of the policy loss.
 
-    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike.
+    `problems` has the id of each row's problem, `history` is that of the steps before. None: all count alike. One that
+    has a parameter `readout` is given what was read in the batch's rows by that name (`facts`: reads).
     """
 
     def __call__(self, batch: Batch, problems: Sequence[str], history: History) -> Float[Tensor, "B T"] | None: ...
@@ -288,7 +300,7 @@ class Credit(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A curriculum, collector, replay or credit that learns from each step. Its state is part of the checkpoint."""
+    """A curriculum, a replay or a rule (`Rules`) that learns from each step. Its state is part of the checkpoint."""
 
     def observe(self, step: int, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Learn from a step; called once per step. Returns metrics by their full names. A curriculum is told of all
@@ -336,7 +348,8 @@ class AdvantageFn(Protocol):
     """Rewards to advantages. Both come along so that the baseline is the function's choice.
 
     One that has a parameter `inputs` is given an `AdvantageInputs` by that name, too, and with a parameter `history`
-    what the run knows of its problems.
+    what the run knows of its problems. `inputs.readout` is what was read in the group's rollouts (`facts`: reads; None
+    where it is asked before the step's rollouts are all made, see `Collection.teaches`).
     """
 
     def __call__(self, kept_rewards: Float[Tensor, "K"], group_rewards: Float[Tensor, "G"]) -> Float[Tensor, "K"]: ...

@@ -63,6 +63,13 @@ METRICS: Mapping[str, str] = {
     "curriculum/predicted_rate": "Mean share of right rollouts that curriculum=target expected of the step's problems.",
     "curriculum/phase": "Size of group whose problems curriculum=profile trains on in this step.",
     "curriculum/<figure>": "A figure that the chosen curriculum reports about itself.",
+    "prune/kept": "Share of the rollouts that had not ended after collector.at tokens which collector=arrol let go on. "
+    "Those that it did not are in none of reward/*, group/* and response/*, but in tokens/generated.",
+    "prune/saved_tokens": "Tokens that the others would have had, if those had as many on average as what went on.",
+    "prune/auc": "Chance that of two rollouts that went on the right one had the higher score from collector=arrol.",
+    "probe/correlation": "Of what advantage=probe predicted of each rollout from itself and its reward, before it has "
+    "learnt from the step; its baseline is made of the others' predictions.",
+    "probe/rows": "Rollouts that advantage=probe has learnt from, in its window of steps.",
     "credit/weight_max": "Most that credit=gdro had a rollout of the step weigh, where their mean is about 1.",
     "credit/<figure>": "A figure that the chosen credit reports about itself.",
     "tokens/generated": "Tokens generated for training since the run began.",
@@ -78,6 +85,7 @@ METRICS: Mapping[str, str] = {
     "loss/distill": "Estimated KL divergence from the policy under eviction to that of the step's start which sees "
     "all, before correction.distill.",
     "loss/clip_fraction": "Share of trained tokens whose policy ratio was clipped.",
+    "loss/clip_mean": "How far from 1 loss=echo lets policy ratios be, mean over trained tokens.",
     "loss/policy_ratio_mean": "Mean over trained tokens of learner probability / old policy probability.",
     "policy/entropy": "Exact entropy, in nats, of the policy's distribution over the next token at "
     "sampling.temperature: mean over trained tokens (as tokens/trained counts them), then over the step's updates, of "
@@ -133,6 +141,7 @@ METRICS: Mapping[str, str] = {
     "time/logprobs": "Seconds of this step spent on log-probabilities that need no gradient.",
     "time/update": "Seconds of this step spent on forward, backward and optimizer.",
     "time/policy_logprobs": "Of time/logprobs, what the policy's own took.",
+    "time/readout": "Of time/logprobs, what the pass took that reads entropies or hidden states for a rule.",
     "time/ref_logprobs": "Of time/logprobs, what the reference's took.",
     "time/forward": "Of time/update, what the passes forward took.",
     "time/backward": "Of time/update, what the passes backward took.",

@@ -18,9 +18,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_cli.interfaces import AdvantageFn, DownsampleRule
+from grpo_cli.history import History
+from grpo_cli.interfaces import AdvantageFn, Credit, DownsampleRule
 from grpo_cli.rules.downsample import choose
-from grpo_cli.types import AdvantageInputs, Batch, ScoredGroup
+from grpo_cli.types import AdvantageInputs, Batch, Readout, ScoredGroup
 
 NOT_CHOSEN = "not chosen by the down-sample rule"
 CUT_OFF = "cut off: left out by train.truncated"
@@ -58,11 +59,13 @@ def select(
     advantage: AdvantageFn,
     rng: np.random.Generator,
     count_rejected: bool,
+    readout: Readout | None = None,
 ) -> Selection:
     """Choose `keep` rollouts of a group, fewer if fewer are left, and compute their advantages.
 
     `rejections` says of each rollout why it is rejected, empty if it is not. With `count_rejected` the
-    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy).
+    rewards of the rejected still belong to the group's statistics (they were drawn from the same policy). `readout` has
+    the group's rows.
     """
     size = len(group.rollouts)
     left = [index for index in range(size) if not rejections[index]]
@@ -70,7 +73,7 @@ def select(
     candidates = left if keep < size else baseline
     chosen = [candidates[place] for place in choose(rule, group.take(candidates), keep, rng)]
     totals = torch.tensor(group.totals)
-    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline))
+    inputs = AdvantageInputs(group, tuple(chosen), tuple(baseline), readout)
     answer = advantages_of(advantage, totals[chosen], totals[baseline], inputs) if chosen else torch.zeros(0)
     trained = set(chosen)
     reasons = tuple(why or ("" if index in trained else NOT_CHOSEN) for index, why in enumerate(rejections))
@@ -102,6 +105,16 @@ def advantages_of(
     """What `advantage` returns, unchecked; it gets `inputs` only if it has a parameter of that name."""
     named = {"inputs": inputs} if "inputs" in inspect.signature(advantage).parameters else {}
     return advantage(kept_rewards, group_rewards, **named)
+
+
+def factors_of(
+    credit: Credit, batch: Batch, problems: Sequence[str], history: History, readout: Readout | None
+) -> Float[Tensor, "B T"] | None:
+    """What `credit` returns, unchecked; it gets `readout`, with the rows of `batch`, if it has such a parameter."""
+    called: Callable[..., Any] = credit
+    named = {"readout": readout} if "readout" in inspect.signature(credit).parameters else {}
+    factors: Tensor | None = called(batch, problems, history, **named)
+    return factors
 
 
 def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:

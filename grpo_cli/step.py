@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,16 @@ from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameVi
 from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
+from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, factors_of, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
 from grpo_cli.tracking.examples import examples
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics, warmup_metrics
-from grpo_cli.types import Batch, Finish, LossOutput, Record, ScoredGroup, Totals, Verdict
+from grpo_cli.types import Batch, Finish, Group, LossOutput, Readout, Record, ScoredGroup, Totals, Verdict
 
 
 class Step:
@@ -49,6 +50,9 @@ class Step:
             model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
         )
         self._advantage = with_history(parts.rules.advantage, parts.history)
+        self._read_by_advantage = reads_of(parts.rules.advantage)
+        self._reads = self._read_by_advantage | reads_of(parts.rules.credit)
+        self._layer = layer_read(parts.rules, model)
         self.old_policy = old_policy(correction.prox, correction.prox_window, model, self.learner)
         # With one update per step, and without dropout, the learner's own forward pass gives the old policy's
         # log-probabilities, so that measuring the mismatch can wait for it.
@@ -72,11 +76,14 @@ class Step:
             cut_off = self._cut_off(groups)
             if any(cut_off):
                 everything = without_rows(everything, cut_off)
-            if self._parts.rules.correction.rejects:  # then it must be asked before any are chosen
+            rejects, readout = self._parts.rules.correction.rejects, None
+            if self._read_by_advantage or (rejects and self._reads):
+                readout = self._read(everything)
+            if rejects:  # then it must be asked before any are chosen
                 with self._span("logprobs"):
-                    everything, verdict = self._corrected(everything)
-            selected = self._selected(groups, verdict, cut_off, step)
-            trained = self._train_on(selected, everything, verdict, step, progress)
+                    everything, verdict = self._corrected(everything, readout)
+            selected = self._selected(groups, verdict, cut_off, step, readout)
+            trained = self._train_on(selected, everything, verdict, step, progress, readout)
             learnt = self._observe(step, scored, made)
         progress.train_seconds += time.perf_counter() - start
         stats = collection.stats
@@ -144,7 +151,12 @@ class Step:
             zero_truncated=settings.train.truncated == "zero",
             has_advantage=lambda group: self._has_advantage(group, step),
             views=self._same_view is not None,
+            read=self._read_in_collection,
         )
+
+    def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+        with self._span("readout"):
+            return self.learner.read(collate(groups, self._parts.bench.pad_token_id), reads, layer, last)
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
         """Whether a rollout that would be trained on has one, as far as is known before a correction is asked."""
@@ -164,9 +176,7 @@ class Step:
         return {name: value for rule, groups in told for name, value in rule.observe(step, groups).items()}
 
     def _remembering(self) -> Iterator[tuple[str, Remembers]]:
-        rules = self._parts.rules
-        named = {"curriculum": self._parts.curriculum, "collector": rules.collector}
-        named |= {"replay": self._parts.replay, "credit": rules.credit}
+        named = {"curriculum": self._parts.curriculum, "replay": self._parts.replay, **vars(self._parts.rules)}
         yield from ((name, rule) for name, rule in named.items() if isinstance(rule, Remembers))
 
     def mark(self) -> Callable[[], dict[str, Any]]:
@@ -205,18 +215,25 @@ class Step:
             )
 
     def _selected(
-        self, scored: Sequence[ScoredGroup], verdict: Verdict | None, cut_off: Sequence[bool], step: int
+        self,
+        scored: Sequence[ScoredGroup],
+        verdict: Verdict | None,
+        cut_off: Sequence[bool],
+        step: int,
+        readout: Readout | None = None,
     ) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
         rejected = verdict.reasons if verdict else [""] * len(cut_off)
         reasons = iter([CUT_OFF if cut else why for cut, why in zip(cut_off, rejected, strict=True)])
-        selected = []
+        selected, start = [], 0
         for group in scored:
+            end = start + len(group.rollouts)
+            of_group, start = readout and readout.take(slice(start, end)), end
             rng = np.random.default_rng(seed_of(settings.seed, step, group.prompt.id, "downsample"))
             why, counted = [next(reasons) for _ in group.rollouts], rules.correction.count_rejected
             # m = n trains on all, also of a group that is larger than n
             keep = settings.m if settings.m < settings.n else len(group.rollouts)
-            selected.append(select(group, why, keep, rules.downsample, self._advantage, rng, counted))
+            selected.append(select(group, why, keep, rules.downsample, self._advantage, rng, counted, of_group))
         return selected
 
     def _train_on(
@@ -226,6 +243,7 @@ class Step:
         verdict: Verdict | None,
         step: int,
         progress: Progress,
+        readout: Readout | None = None,
     ) -> Trained:
         """Build the batch of what was selected, add the log-probabilities that it lacks, and update with it.
 
@@ -235,12 +253,12 @@ class Step:
             self._warn_of_rejection(step, selected)
             progress.empty_steps += 1
             return Trained((), selected, 0, verdict.metrics if verdict else {}, {})
-        batch, by_credit = self._batch_of(selected, everything)
+        batch, readout, by_credit = self._batch_of(selected, everything, readout)
         asked_before, rejections = verdict is not None, list[str]()
         with self._span("logprobs"):
             batch = self._with_dense(self._with_reference(batch))
             if verdict is None and (self._old_policy_first or self.old_policy.apart):
-                batch, verdict = self._corrected(batch)
+                batch, verdict = self._corrected(batch, readout)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
         tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
@@ -256,13 +274,23 @@ class Step:
         of_all = asked_before or len(batch) == len(everything)
         return Trained(updates, selected, tokens, mismatch if of_all else of_trained(mismatch), reuse)
 
-    def _batch_of(self, selected: Sequence[Selection], everything: Batch) -> tuple[Batch, bool]:
-        """The selected rows, with advantages and each token's weight before a correction; and whether the credit has
-        set all of those weights to 0."""
-        advantages = torch.cat([selection.advantages for selection in selected])
-        batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
-        credited = self._credited(batch, selected)
-        return credited, bool(batch.weights.any()) and not credited.weights.any()
+    def _batch_of(
+        self, selected: Sequence[Selection], everything: Batch, readout: Readout | None
+    ) -> tuple[Batch, Readout | None, bool]:
+        """The selected rows, with advantages and each token's weight before a correction; what was read in them; and
+        whether the credit has set all of those weights to 0."""
+        advantages, rows = torch.cat([selection.advantages for selection in selected]), batch_rows(selected)
+        batch = replace(rows_of(everything, rows), advantages=advantages)
+        if readout is not None:
+            readout = readout.take(rows, batch.input_ids.shape[1])
+        elif self._reads:
+            readout = self._read(batch)
+        credited = self._credited(batch, selected, readout)
+        return credited, readout, bool(batch.weights.any()) and not credited.weights.any()
+
+    def _read(self, batch: Batch) -> Readout:
+        with self._span("logprobs"), self._span("readout"):
+            return self.learner.read(batch, self._reads, self._layer)
 
     def _with_reference(self, batch: Batch) -> Batch:
         if self._parts.reference is None:
@@ -284,18 +312,22 @@ class Step:
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
-    def _credited(self, batch: Batch, selected: Sequence[Selection]) -> Batch:
+    def _credited(self, batch: Batch, selected: Sequence[Selection], readout: Readout | None) -> Batch:
         """The batch with the weight of each row and token, before a correction changes them."""
         if self._settings.train.count_by == "prompt":
             batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        factors = self._parts.rules.credit(batch, problems, self._parts.history)
+        factors = factors_of(self._parts.rules.credit, batch, problems, self._parts.history, readout)
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
-    def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
-        """The batch with the old policy's log-probabilities and the correction applied, and its verdict."""
-        with self._span("policy_logprobs"):
-            policy = self.old_policy.logprobs(batch)
+    def _corrected(self, batch: Batch, readout: Readout | None) -> tuple[Batch, Verdict]:
+        """The batch with the old policy's log-probabilities and the correction applied, and its verdict. A readout has
+        them where the learner is the old policy."""
+        if readout is not None and not self.old_policy.apart:
+            policy = readout.logprobs
+        else:
+            with self._span("policy_logprobs"):
+                policy = self.old_policy.logprobs(batch)
         verdict = self._verdict(batch, policy)
         return corrected(replace(batch, policy_logprobs=policy), verdict), verdict
 

@@ -206,7 +206,8 @@ class Round:
 
     `resumed` are groups of this step or an earlier one whose partial rollouts go on, each as the same sample with the
     same random stream. Once `enough` of the step's groups are complete, the round ends and unfinished rollouts come
-    back partial; None: it ends when all are finished. `held` are whole groups of earlier steps, as they
+    back partial; None: it ends when all are finished. With `limit` a rollout that has so many tokens comes back
+    partial. `held` are whole groups of earlier steps, as they
     were judged then, which join those of this step.
     """
 
@@ -214,6 +215,7 @@ class Round:
     resumed: tuple[Group, ...] = ()
     enough: int | None = None
     held: tuple[ScoredGroup, ...] = ()
+    limit: int | None = None
 
 
 # Beyond it (either side of 0) float64 cannot represent every integer, and many squares overflow float32.
@@ -278,13 +280,36 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True)
+class Readout:
+    """What one pass of the policy, before a step's updates, has read in rollouts: a row each, on the CPU, without
+    gradient. What no part of the run reads is None.
+
+    `entropies` are in nats, of the distribution that each token was predicted from at the sampling temperature, and
+    `top_ids` and `top_probs` its two likeliest tokens, the first first; all are 0 outside responses, as `logprobs` are.
+    `features` are the means of a layer's hidden states over the last tokens of the prompt, then of the response.
+    """
+
+    logprobs: Float[Tensor, "B T"]
+    entropies: Float[Tensor, "B T"] | None = None
+    top_ids: Int[Tensor, "B T 2"] | None = None
+    top_probs: Float[Tensor, "B T 2"] | None = None
+    features: Float[Tensor, "B F"] | None = None
+
+    def take(self, rows: Int[Tensor, "K"] | slice, width: int | None = None) -> Readout:
+        """Only these rows, and the first `width` places of each."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        return Readout(**{k: v[rows] if k == "features" else v[rows, :width] for k, v in fields.items()})
+
+
+@dataclass(frozen=True)
 class AdvantageInputs:
-    """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, and which ones'
-    rewards are passed as the group's."""
+    """What an advantage may use beyond rewards: the whole group, which of its rollouts are kept, which ones' rewards
+    are passed as the group's, and what was read in its rollouts, if an advantage reads."""
 
     group: ScoredGroup
     kept: tuple[int, ...]
     baseline: tuple[int, ...]
+    readout: Readout | None = None
 
 
 @dataclass(frozen=True)

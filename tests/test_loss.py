@@ -61,11 +61,16 @@ def oracle(variant, logprobs, batch, totals, clip_low, clip_high, kl_coef, aggre
     for i in range(rows):
         tokens = [t for t in range(width) if batch.loss_mask[i, t]]
         differences = {t: float(logprobs[i, t] - batch.policy_logprobs[i, t]) for t in tokens}
+        low, high = clip_low, clip_high
+        if variant == "echo" and tokens:
+            certain = sum(math.exp(float(batch.policy_logprobs[i, t])) for t in tokens) / len(tokens)  # fewer than 16
+            low = high = clip_low + (clip_high - clip_low) / (1 + math.exp(-4 * (1 - certain)))
+            metrics["loss/clip_mean"] = metrics.get("loss/clip_mean", 0.0) + low * len(tokens) / totals.tokens
         far = [t for t in tokens if variant == "mu_grpo" and abs(differences[t]) > math.log(2.0)]
         for t in tokens:
             share, advantage = share_of(batch, i, totals, aggregation), float(batch.advantages[i])
             ratio = math.exp(sum(differences.values()) / len(tokens) if variant == "gspo" else differences[t])
-            bounded = min(max(ratio, 1 - clip_low), 1 + clip_high)
+            bounded = min(max(ratio, 1 - low), 1 + high)
             if variant == "cispo":
                 value, slope = -bounded * advantage * float(logprobs[i, t]), -bounded * advantage
                 clipped = bounded != ratio

@@ -16,6 +16,7 @@ from made import mean_length, prefix_head
 
 from grpo_cli.engine.order.lengths import LengthMeans, kendall_tau, read_trace
 from grpo_cli.engine.order.predict import NoPredictor, Oracle, PrefixHead
+from grpo_cli.rules.ridge import WIDTH
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import Finish, Prompt, Request, Rollout
@@ -264,7 +265,7 @@ def test_wide_states_are_narrowed_and_still_read():
     predictor = prefix_head(min_rollouts=64)
     for seed in range(3):
         *_, metrics = generate(predictor, seed, count=300, width=300, noise=0.0)
-    assert predictor.state()["features"].shape[1] == PrefixHead.WIDTH + 4
+    assert predictor.state()["features"].shape[1] == WIDTH + 4
     assert metrics["predictor/kendall_tau"] > 0.3
 
 

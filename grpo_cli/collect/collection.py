@@ -14,14 +14,14 @@ import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
 from grpo_cli.collect.requests import score_all, seed_of
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
 from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
+from grpo_cli.types import EngineStats, Finish, Group, Prompt, Readout, Request, Reward, Rollout, Round, ScoredGroup
 
 MOST_ROUNDS = 1000  # a collector that asks for more is considered endless
 MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
@@ -32,7 +32,8 @@ class StepCollection:
 
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
-    `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`.
+    `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`;
+    `read` is called as `Collection.read`.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class StepCollection:
         zero_truncated: bool = False,
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
         views: bool = False,
+        read: Callable[..., Readout] | None = None,
     ) -> None:
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
-        self._has_advantage, self._views = has_advantage, views
+        self._has_advantage, self._views, self._read = has_advantage, views, read
+        self.max_new_tokens = sampling.max_new_tokens
         self.n, self.prompts, self.step, self.version = n, prompts, step, version
         self._sampling, self._seed = sampling, seed
         self._curriculum, self._task, self.history = curriculum, task, history
@@ -65,6 +68,7 @@ class StepCollection:
         self._picked: dict[str, Prompt] = {}
         self._rollouts: dict[str, dict[int, Rollout]] = {}  # by problem and sample, in order of the requests
         self._rewards: dict[str, dict[int, Reward]] = {}  # of those that were judged
+        self._dropped = Counter[str]()  # rollouts, by problem
         self._held: set[str] = set()  # problems of groups that an earlier step has made
         self._notes: dict[str, float] = {}
         self._rounds, self._spent = 0, Spent()
@@ -97,6 +101,25 @@ class StepCollection:
                 rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
+
+    def read(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+        assert self._read is not None, "there is a model to read"
+        return self._read(groups, reads, layer, last)
+
+    def drop(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            own = self._rollouts.get(group.prompt.id, {})
+            for rollout in group.rollouts:
+                sample = rollout.request.sample
+                if sample not in own or own[sample].finish is not Finish.PARTIAL:
+                    raise UserError(
+                        f"the collector drops sample {sample} of problem {group.prompt.id!r}, which is not one of this "
+                        "step's partial rollouts: drop only those"
+                    )
+                del own[sample]
+                self._dropped[group.prompt.id] += 1
+            if not own:
+                self._rollouts.pop(group.prompt.id, None)
 
     def teaches(self, group: ScoredGroup) -> bool:
         return group.mixed and self._has_advantage(group)
@@ -142,7 +165,7 @@ class StepCollection:
             except StopIteration as end:
                 return self._trained_on(self.score(self._chosen(end.value)))
             partial = self._begun(wanted, number)
-            self._make(partial, self._goal(wanted.enough, partial, number), engine)
+            self._make(partial, self._goal(wanted.enough, partial, number), engine, wanted.limit)
             answer = self.groups
         raise UserError(f"the collector has no end: it asked for more than {MOST_ROUNDS} rounds in one step")
 
@@ -165,6 +188,11 @@ class StepCollection:
             raise UserError(f"round {number + 1} of the collector is a {kind}: yield Round((GroupRequest(...), ...))")
         if not wanted.requests and not wanted.resumed and not wanted.held:
             raise UserError(f"round {number + 1} of the collector is empty: leave it out")
+        if (limit := wanted.limit) is not None and (wanted.enough is not None or not 0 < limit < self.max_new_tokens):
+            raise UserError(
+                f"round {number + 1} of the collector stops rollouts at limit={limit} tokens: it has to be from 1 to "
+                f"less than sampling.max_new_tokens={self.max_new_tokens}, and goes with no enough"
+            )
         for held in wanted.held:
             self._join(held, number)
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
@@ -242,7 +270,11 @@ class StepCollection:
                     f"round {number + 1} of the collector asks for {group.count} rollouts of problem {name!r}: 1 is "
                     "the least, and a problem that is to have none is left out"
                 )
-            first = len(self._rollouts.get(name, {})) + sum(request.prompt.id == name for request in made)
+            first = (
+                len(self._rollouts.get(name, {}))
+                + self._dropped[name]
+                + sum(request.prompt.id == name for request in made)
+            )
             made += [
                 Request(group.prompt, sample, seed_of(self._seed, self.step, name, sample), self._sampling)
                 for sample in range(first, first + group.count)
@@ -258,13 +290,17 @@ class StepCollection:
             )
         return None if enough is None else _Goal(enough, whole, partial)
 
-    def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine) -> None:
+    def _make(self, partial: Sequence[Rollout], goal: _Goal | None, engine: Engine, limit: int | None) -> None:
+        if limit is not None:
+            partial = [limited(one, limit) for one in partial if len(one) < limit]
         if not partial:  # all that the round asks for is there
             return
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
-                self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
+                own = self._rollouts[rollout.request.prompt.id]
+                before = own[rollout.request.sample]
+                own[rollout.request.sample] = rollout if limit is None else unlimited(rollout, before)
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+import torch
+
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.interfaces import Collector
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import own_code
-from grpo_cli.types import EngineStats, Finish, Prompt, Request, Reward, Rollout
+from grpo_cli.types import EngineStats, Finish, Group, Prompt, Readout, Request, Reward, Rollout
 
 # The most rollouts of a made-up group, and enough for a made-up step: more would only take time.
 MOST_REHEARSED, ENOUGH = 4096, 1024
@@ -47,14 +49,14 @@ class CollectionSize:
         return cls(prompts, prompts, n * prompts, n * prompts, 1, n * prompts)
 
 
-def rehearsed(collector: Collector, n: int, prompts: int) -> CollectionSize:
-    """Runs copies of `collector` through steps whose rollouts are all wrong, alternating, and all right. UserError if
-    it makes impossible requests or does not end."""
+def rehearsed(collector: Collector, n: int, prompts: int, longest: int = 3) -> CollectionSize:
+    """Runs copies of `collector` through steps whose rollouts are all wrong, alternating, and all right, and may have
+    `longest` tokens. UserError if it makes impossible requests or does not end."""
     size = min(n, MOST_REHEARSED)
     problems = max(1, min(prompts, ENOUGH // size))
-    seen = [_tried(collector, size, problems, [script], History()) for script in _SCRIPTS]
+    seen = [_tried(collector, size, problems, longest, [script], History()) for script in _SCRIPTS]
     few = max(problems, min(prompts, len(_SOLVED)))
-    later = _tried(collector, size, few, _SCRIPTS, _visited(few))
+    later = _tried(collector, size, few, longest, _SCRIPTS, _visited(few))
 
     def most(name: str, times: float) -> int:
         return ceil(times * max(getattr(one, name) for one in seen))
@@ -85,10 +87,10 @@ def _name(place: int) -> str:
 
 
 def _tried(
-    collector: Collector, n: int, prompts: int, scripts: Sequence[Sequence[float]], history: History
+    collector: Collector, n: int, prompts: int, longest: int, scripts: Sequence[Sequence[float]], history: History
 ) -> CollectionSize:
     """The size of a step, or of two if the first leaves partial rollouts that the second may resume."""
-    made_up, collector = _MadeUp(scripts), copy.deepcopy(collector)
+    made_up, collector = _MadeUp(scripts, longest), copy.deepcopy(collector)
     first = _step(collector, n, prompts, made_up, 0, history)
     if not first.partial:
         return first
@@ -101,7 +103,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
     collection = StepCollection(
         n=n,
         prompts=prompts,
-        sampling=Sampling.plain(3),
+        sampling=Sampling.plain(made_up.longest),
         seed=0,
         step=step,
         curriculum=made_up,
@@ -110,6 +112,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         version=step,
         span=lambda name: nullcontext(),
         most=MOST_ASKED,
+        read=_made_up_readout,
     )
     before, made_up.rounds, made_up.stopped = made_up.picked, [], False
     with own_code("collector"):
@@ -129,13 +132,21 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
     )
 
 
+def _made_up_readout(groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
+    rows = sum(len(group.rollouts) for group in groups)
+    ones = torch.ones((rows, 1))
+    top = torch.ones((rows, 1, 2))
+    return Readout(-ones, ones, top.long(), top / 2, torch.ones((rows, 2)))
+
+
 class _MadeUp:
     """Curriculum, engine and task of a rehearsal."""
 
     reads_stop_strings = False
 
-    def __init__(self, scripts: Sequence[Sequence[float]]) -> None:
+    def __init__(self, scripts: Sequence[Sequence[float]], longest: int) -> None:
         self._scripts = scripts  # of the problems in turn
+        self.longest = longest
         self.picked = 0
         self.rounds: list[Sequence[Request]] = []
         self.stopped = False
@@ -147,7 +158,8 @@ class _MadeUp:
     def generate(
         self, requests: Sequence[Request], enough: Callable[[Rollout], bool] | None = None
     ) -> Iterator[Rollout]:
-        """One token each; of the stopped ones every second has one, too."""
+        """One token each; of the stopped ones every second has one, too. Where a round has a limit, every second
+        rollout reaches it."""
         self.rounds.append(requests)
         stop = False
         for request in requests:
@@ -156,7 +168,10 @@ class _MadeUp:
                 self.stopped = True
                 yield Rollout(request, (0,) * tokens, (-1.0,) * tokens, Finish.PARTIAL, 0)
                 continue
-            rollout = Rollout(request, (0,), (-1.0,), Finish.EOS, 0)
+            most = request.sampling.max_new_tokens
+            cut = request.resumed + most < self.longest and request.sample % 2
+            tokens, finish = (most, Finish.LENGTH) if cut else (1, Finish.EOS)
+            rollout = Rollout(request, (0,) * tokens, (-1.0,) * tokens, finish, 0)
             yield rollout
             stop = enough is not None and enough(rollout)
 

@@ -48,6 +48,20 @@ def rest_of(partial: Rollout) -> Request:
     )
 
 
+def limited(partial: Rollout, limit: int) -> Rollout:
+    """A partial rollout whose request ends once it has `limit` tokens. How long it gets says nothing, so that nothing
+    may be learned from it."""
+    sampling = partial.request.sampling
+    cut = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
+    return replace(partial, request=replace(partial.request, sampling=cut, held_out=True))
+
+
+def unlimited(made: Rollout, before: Rollout) -> Rollout:
+    """What was made of a limited rollout, under the request that it had before; partial if the limit has ended it."""
+    cut = made.finish is Finish.LENGTH and len(made) < before.request.sampling.max_new_tokens
+    return replace(made, request=before.request, finish=Finish.PARTIAL if cut else made.finish)
+
+
 def first_seed(request: Request) -> int:
     """The seed that a rollout started with, from the request for its rest."""
     return (request.seed - request.resumed * GOLDEN) % 2**64

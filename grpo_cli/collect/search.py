@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import requests_for, seed_of
-from grpo_cli.collect.resuming import begun
+from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.interfaces import Engine, Task
 from grpo_cli.settings import Sampling
 from grpo_cli.types import Finish, Prompt, Rollout
@@ -52,7 +51,7 @@ class Searching:
         unfinished = [one for row in replies for one in row if one.finish is Finish.PARTIAL]
         partial = {_key(one): one for one in unfinished}
         assert len(partial) == len(unfinished), "a copy has the request, and so the random stream, of its own place"
-        short = [_shortened(one, tokens) for one in partial.values()]
+        short = [one if tokens is None else limited(one, len(one) + tokens) for one in partial.values()]
         made = {_key(one): one for one in play(self._engine, self._task, short)} if short else {}
         assert made.keys() == partial.keys(), "each comes back once"
         longest = Counter[str]()
@@ -60,8 +59,7 @@ class Searching:
             more, prompt = one.num_drawn - partial[key].num_drawn, key[0]
             self.tokens += more
             longest[prompt] = max(longest[prompt], more)
-            cut = one.finish is Finish.LENGTH and len(one) < self._sampling.max_new_tokens and tokens is not None
-            made[key] = replace(one, request=partial[key].request, finish=Finish.PARTIAL if cut else one.finish)
+            made[key] = one if tokens is None else unlimited(one, partial[key])
         self.sequential += longest
         return [[made.get(_key(one), one) for one in row] for row in replies]
 
@@ -88,10 +86,3 @@ def no_search(searching: Searching) -> None:
 
 def _key(rollout: Rollout) -> tuple[str, int]:
     return rollout.request.prompt.id, rollout.request.sample
-
-
-def _shortened(partial: Rollout, tokens: int | None) -> Rollout:
-    """The reply, whose request ends after so many tokens more."""
-    sampling = partial.request.sampling
-    most = sampling.max_new_tokens if tokens is None else min(sampling.max_new_tokens, len(partial) + tokens)
-    return replace(partial, request=replace(partial.request, sampling=replace(sampling, max_new_tokens=most)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from grpo_cli.config.kinds import RULES
 from grpo_cli.history import PROFILED, History, Visit, with_history
 from grpo_cli.interfaces import Loss, Rules
 from grpo_cli.learner.batch import corrected, takes_advantages, verdict_on
+from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.rules.downsample import choose
-from grpo_cli.select import advantages_of
+from grpo_cli.select import advantages_of, factors_of
 from grpo_cli.settings import RunSettings, Sampling
 from grpo_cli.support.errors import UserError, gathered, own_code, refuse
 from grpo_cli.types import (
@@ -29,6 +31,7 @@ from grpo_cli.types import (
     Finish,
     LossOutput,
     Prompt,
+    Readout,
     Request,
     Reward,
     Rollout,
@@ -58,7 +61,7 @@ def try_rules(settings: RunSettings) -> Tried | None:
         return None
     size = CollectionSize.equal(n, prompts)
     with gathered(problems):
-        size = rehearsed(rules.collector, n, prompts)
+        size = rehearsed(rules.collector, n, prompts, settings.sampling.max_new_tokens)
         refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
     with gathered(problems):
         tried = _try_choice(rules, n, m)
@@ -98,9 +101,10 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
     m = len(kept.rollouts)
     of_kept, of_group = (torch.tensor(scored.totals, dtype=torch.float32) for scored in (kept, group))
     numbers = tuple(rollout.request.sample for rollout in kept.rollouts)
-    inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))))
+    readout = _made_up_readout(len(group.rollouts))
+    inputs = AdvantageInputs(group, numbers, tuple(range(len(group.rollouts))), readout)
     history = History({group.prompt.id: [Visit(PROFILED, 1, 2)]})
-    advantages = advantages_of(with_history(rules.advantage, history), of_kept, of_group, inputs)
+    advantages = advantages_of(with_history(copy.deepcopy(rules.advantage), history), of_kept, of_group, inputs)
     _expect("advantage", advantages, (m,))
     if rules.correction.rejects and takes_advantages(rules.correction):
         raise UserError(
@@ -114,7 +118,8 @@ def _rehearse(rules: Rules, group: ScoredGroup, kept: ScoredGroup) -> None:
         raise UserError(f"correction: asked for a Verdict on {m} rollouts, the answer was {verdict!r}")
     _expect("correction", verdict.weights, (m, 4))
     _expect("correction", verdict.mask, (m, 4))
-    factors = copy.deepcopy(rules.credit)(batch, ["rehearsal"] * m, History())
+    _require_reads(rules)
+    factors = factors_of(copy.deepcopy(rules.credit), batch, ["rehearsal"] * m, History(), _made_up_readout(m))
     if factors is not None:
         _expect("credit", factors, (m, 4))
         batch = replace(batch, weights=batch.weights * factors)
@@ -176,6 +181,22 @@ def _made_up_batch(advantages: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         advantages=advantages,
         lengths=torch.full((rows,), 4),
     )
+
+
+def _made_up_readout(rows: int) -> Readout:
+    ones = torch.ones((rows, 4))
+    top = torch.zeros((rows, 4, 2))
+    return Readout(-ones, ones, top.long(), top + 0.5, torch.ones((rows, 2)))
+
+
+def _require_reads(rules: Rules) -> None:
+    """UserError if what rules read is not in a readout, or if one takes a readout and says nothing that it reads."""
+    layer_read(rules)
+    if "readout" in inspect.signature(rules.credit).parameters and not reads_of(rules.credit):
+        raise UserError(
+            "credit: its parameter readout would be None, as it does not say what it reads; decorate it with "
+            "@facts(reads=(...)) of grpo_cli.interfaces"
+        )
 
 
 def _expect(name: str, answer: Any, shape: tuple[int, ...]) -> None:

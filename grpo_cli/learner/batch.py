@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
@@ -22,7 +22,7 @@ PASS_COST = 512
 _POOL = "kept_ids"  # of all rows
 
 
-def collate(groups: Sequence[ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
+def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: int = 0) -> Batch:
     """One row per rollout, group by group, on the CPU. `version` is that of the weights at the start of the step.
 
     Every response token is trained on with weight 1 until a correction says otherwise; an environment's answers are

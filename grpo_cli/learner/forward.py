@@ -128,11 +128,14 @@ class Padded(Forward):
 
     def logprobs(self, model: Any, part: Batch, entropy: Entropy | None = None) -> Float[Tensor, "B T"]:
         given = part.input_ids, part.response_mask, self.temperature, self.chunk
-        view: dict[str, Any] = {}
-        if part.seen_until is not None:
-            allow_packing(model)
-            view["packed_layout"] = Evicted(part.seen_until.to(place_of(model)))
-        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part), **view)
+        return token_logprobs(model, *given, self.by_row, entropy, partial(kept_tokens, part), **self.view(model, part))
+
+    def view(self, model: Any, part: Batch) -> dict[str, Any]:
+        """What the backbone is told of evicted keys, if there are any."""
+        if part.seen_until is None:
+            return {}
+        allow_packing(model)
+        return {"packed_layout": Evicted(part.seen_until.to(place_of(model)))}
 
 
 @dataclass(frozen=True)

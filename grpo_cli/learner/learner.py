@@ -5,7 +5,7 @@ It knows nothing about prompts, rewards or rollouts. Only the model and the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +20,14 @@ from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights
+from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_freed
-from grpo_cli.types import Batch, Totals
+from grpo_cli.types import Batch, Readout, Totals
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Learner:
         with self.autocast():
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
+
+    def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
+        """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
+        with self.autocast():
+            return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
         """Gradients of the whole batch, then one optimizer step, unless they are not finite or all exactly zero.

@@ -41,23 +41,23 @@ class ByRow:
 
 def _chosen_in_parts(logits: Float[Tensor, "N V"], ids: Int[Tensor, "N"], temperature: float) -> Float[Tensor, "N"]:
     chosen = logits.new_empty(ids.shape, dtype=torch.float32)
-    for some, which, out in _few_rows(logits, ids, chosen):
-        out.copy_(_log_softmax(some, temperature).gather(1, which[:, None])[:, 0])
+    for some, which, out in few_rows(logits, ids, chosen):
+        out.copy_(log_softmax(some, temperature).gather(1, which[:, None])[:, 0])
     return chosen
 
 
 def _slope_in_parts(
     logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float, entropy: Tensor
 ) -> None:
-    for some, which, factor, out in _few_rows(logits, ids, factors, entropy):
-        logs = _log_softmax(some, temperature)
+    for some, which, factor, out in few_rows(logits, ids, factors, entropy):
+        logs = log_softmax(some, temperature)
         slope = logs.exp()
-        torch.neg(_sums(logs.mul_(slope)), out=out)
+        torch.neg(sums_of(logs.mul_(slope)), out=out)
         slope.mul_(-factor[:, None])
         some.copy_(slope.scatter_add_(1, which[:, None], factor[:, None]))
 
 
-def _sums(terms: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
+def sums_of(terms: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
     """The sum of p log p over each row. A token of probability 0 adds 0, where 0 * -inf would be NaN."""
     return terms.nansum(dim=1)
 
@@ -92,7 +92,7 @@ def _slope_at_once(
     """`sums` are those of which the softmax is made, as logarithms."""
     own = torch.arange(logits.shape[1], device=logits.device) == ids[:, None]
     logs = logits.float() / temperature - sums[:, None]
-    entropy.copy_(-_sums(logs * logs.exp()))
+    entropy.copy_(-sums_of(logs * logs.exp()))
     logits.copy_((own.float() - logs.exp()) * factors[:, None])
 
 
@@ -241,10 +241,7 @@ class _Chosen(torch.autograd.Function):
         cut: tuple[Tensor, Tensor, Tensor] | None,
         room: Float[Tensor, "N"],
     ) -> Tensor:
-        if cut is not None:
-            rows, *places = cut
-            left = logits.detach()[*places]
-            logits.detach().index_fill_(0, rows, -torch.inf)[*places] = left
+        truncate(logits.detach(), cut)
         chosen = by_row.chosen(logits.detach(), ids, temperature)
         ctx.save_for_backward(logits, ids, chosen)
         ctx.temperature, ctx.by_row, ctx.room = temperature, by_row, room
@@ -257,11 +254,19 @@ class _Chosen(torch.autograd.Function):
         return logits, None, None, None, None, None
 
 
-def _few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def truncate(logits: Float[Tensor, "N V"], cut: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """Set what truncation did not leave to -inf, in place; `cut` as `KeptTokens.of` answers."""
+    if cut is not None:
+        rows, *places = cut
+        left = logits[*places]
+        logits.index_fill_(0, rows, -torch.inf)[*places] = left
+
+
+def few_rows(logits: Float[Tensor, "N V"], *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     rows = max(1, _AT_ONCE[logits.device.type] // logits.shape[1])
     return zip(*(tensor.split(rows) for tensor in (logits, *others)), strict=True)
 
 
-def _log_softmax(logits: Float[Tensor, "N V"], temperature: float) -> Float[Tensor, "N V"]:
+def log_softmax(logits: Float[Tensor, "N V"], temperature: float) -> Float[Tensor, "N V"]:
     logits = logits.float()
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_cli.model.checks import ARCHITECTURES
+from grpo_cli.support.errors import UserError
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -86,6 +87,19 @@ class _WholeAsHead:
         finally:
             modules[name] = body
         return logits[0]
+
+
+def layer_of(model: Any, number: int | None) -> Any:
+    """Layer `number` of the backbone, from 1; None: the one at two thirds, rounded up. UserError if there is none."""
+    body = backbone(model)
+    count = body.config.num_hidden_layers
+    layers = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    if layers is None:
+        raise UserError(f"no hidden states can be read in {type(unwrapped(model)).__name__}: its layers are not found")
+    place = -(-2 * count // 3) if number is None else number
+    if not 1 <= place <= count:
+        raise UserError(f"layer={number} cannot be read: the model's are 1 to {count}; null is the one at two thirds")
+    return layers[place - 1]
 
 
 def ends(model: Any) -> list[torch.Tensor]:

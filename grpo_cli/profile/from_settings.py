@@ -20,6 +20,7 @@ from grpo_cli.learner.forward import make_forward, shares_prefix
 from grpo_cli.learner.logprobs import logprobs_at
 from grpo_cli.learner.old_policy import average_bytes, pass_before
 from grpo_cli.learner.optimizer import state_bytes
+from grpo_cli.learner.readout import reads_of
 from grpo_cli.model.anatomy import ends
 from grpo_cli.model.checks import ARCHITECTURES
 from grpo_cli.model.load import TINY, load_model, load_tokenizer, model_config
@@ -141,6 +142,11 @@ def step_of(
     several = settings.train.epochs * settings.train.minibatches > 1
     graphs = bool(settings.parts["engine"].get("cuda_graph"))
     engine = EngineShape(built["sampler"], built["sparsity"], prefix, packed, None, graphs, settings.sampling)
+    correction, read_after = rules.correction, bool(reads_of(rules.credit))
+    over_all = bool(reads_of(rules.advantage)) or (
+        correction.rejects and (read_after or pass_before(correction.prox, True))
+    )
+    before = pass_before(correction.prox, correction.needs_policy_logprobs or several or dropout)
     step = StepShape(
         rollouts=rollouts,
         m=settings.m if settings.m < settings.n else rollouts.n,
@@ -151,9 +157,8 @@ def step_of(
         ),
         minibatches=settings.train.minibatches,
         passes=Passes(
-            policy_over_all=rules.correction.rejects and pass_before(rules.correction.prox, True),
-            policy_over_kept=not rules.correction.rejects
-            and pass_before(rules.correction.prox, rules.correction.needs_policy_logprobs or several or dropout),
+            policy_over_all=over_all,
+            policy_over_kept=not over_all and (read_after or before),
             reference=rules.loss.needs_reference,
             second_model=not settings.model.adapted or settings.model.adapter is not None,
         ),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from grpo_cli.engine.order.lengths import Decay, LengthMeans, kendall_tau, read_trace
 from grpo_cli.history import of_kind
 from grpo_cli.interfaces import facts
+from grpo_cli.rules.ridge import RidgeHead, fit_ridge, narrowed
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Request, Rollout
@@ -186,11 +186,10 @@ class PrefixHead:
     the shrinkage of the least generalised cross-validation error: uninformative features fall back to the mean. It
     predicts nothing before `min_rollouts` rollouts, and learns nothing from rollouts that end within the prefix.
 
-    A fit costs some 20 milliseconds whatever the model's width, as at most `WIDTH` directions of the hidden state are
-    used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.
+    A fit costs some 20 milliseconds whatever the model's width, as at most `ridge.WIDTH` directions of the hidden state
+    are used (fixed random ones where it is wider). On a CPU in float64: the same rollouts give the same predictions.
     """
 
-    WIDTH = 256
     SHRINKAGES = 10.0 ** np.arange(-4, 3)  # as shares of the number of rollouts
 
     def __init__(
@@ -214,7 +213,7 @@ class PrefixHead:
         self._answers = _Answers()
         self._features: Float[np.ndarray, "N F"] | None = None
         self._targets: Float[np.ndarray, "N"] = np.zeros(0)
-        self._head: _Head | None = None
+        self._head: RidgeHead | None = None
 
     def predict(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"] | None) -> Sequence[float] | None:
         answers = None
@@ -242,10 +241,7 @@ class PrefixHead:
     def _describe(self, requests: Sequence[Request], hidden: Float[Tensor, "R H"]) -> Float[np.ndarray, "R F"]:
         """The features of each request: hidden state, log of prompt length and mean length, temperature."""
         states = np.nan_to_num(hidden.detach().to("cpu", torch.float64).numpy(), posinf=0.0, neginf=0.0)
-        if states.shape[1] > self.WIDTH:
-            # Drawn in float64 from a fixed seed, so every run and every resumed run has the same directions.
-            directions = np.random.default_rng(0).standard_normal((states.shape[1], self.WIDTH))
-            states = states @ directions / states.shape[1] ** 0.5
+        states = narrowed(states)
         plain = []
         for request in requests:
             mean = self._means.mean(request.prompt.id)
@@ -287,41 +283,3 @@ class PrefixHead:
         if len(self._targets):
             self._features = state["features"].numpy().copy()
             self._fit()
-
-
-@dataclass(frozen=True)
-class _Head:
-    """A linear function of standardised features."""
-
-    centre: Float[np.ndarray, "F"]
-    scale: Float[np.ndarray, "F"]
-    weights: Float[np.ndarray, "F"]
-    offset: float
-
-    def __call__(self, features: Float[np.ndarray, "R F"]) -> Float[np.ndarray, "R"]:
-        return (features - self.centre) / self.scale @ self.weights + self.offset
-
-
-def fit_ridge(
-    features: Float[np.ndarray, "N F"], targets: Float[np.ndarray, "N"], shrinkages: Float[np.ndarray, "S"]
-) -> _Head:
-    """Ridge regression whose shrinkage (a share of N) has the least generalised cross-validation error.
-
-    Golub, Heath and Wahba 1979: residual sum / (1 - degrees of freedom / N) ** 2, from one eigendecomposition.
-    """
-    count = len(targets)
-    centre, spread = features.mean(axis=0), features.std(axis=0)
-    scale = np.where(spread > 1e-9 * np.maximum(1.0, np.abs(centre)), spread, np.inf)  # a constant feature is ignored
-    standard = (features - centre) / scale
-    offset = float(targets.mean())
-    values, vectors = np.linalg.eigh(standard.T @ standard)
-    values = np.maximum(values, 0.0)
-    projected = vectors.T @ (standard.T @ (targets - offset))
-    total = float(((targets - offset) ** 2).sum())
-    errors = []
-    for shrinkage in shrinkages * count:
-        explained = (projected**2 * (values + 2 * shrinkage) / (values + shrinkage) ** 2).sum()
-        freedom = 1 + (values / (values + shrinkage)).sum()
-        errors.append(max(total - explained, 0.0) / max(1 - freedom / count, 1e-9) ** 2)
-    best = count * shrinkages[int(np.argmin(errors))]
-    return _Head(centre, scale, vectors @ (projected / (values + best)), offset)

@@ -71,7 +71,7 @@ def search_with(
     given = search(searching)
     if given is None:
         return EvalResult({}, ())
-    if [one.request.prompt for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
+    if [one.request.about for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
         raise UserError("search has to give one whole rollout for each of searching.prompts, in their order")
     groups = _scored(bench.task, prompts, given)
     spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}

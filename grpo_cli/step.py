@@ -144,6 +144,7 @@ class Step:
             zero_truncated=settings.train.truncated == "zero",
             has_advantage=lambda group: self._has_advantage(group, step),
             views=self._same_view is not None,
+            max_prompt_tokens=parts.bench.max_prompt_tokens,
         )
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:

@@ -17,11 +17,22 @@ from grpo_cli.collect.requests import score_all, seed_of
 from grpo_cli.collect.resuming import begun
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, InContext, Task, Worked
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Request, Reward, Rollout, Round, ScoredGroup
+from grpo_cli.types import (
+    EngineStats,
+    Finish,
+    Group,
+    GroupRequest,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    Round,
+    ScoredGroup,
+)
 
 MOST_ROUNDS = 1000  # a collector that asks for more is considered endless
 MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
@@ -54,7 +65,10 @@ class StepCollection:
         zero_truncated: bool = False,
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
         views: bool = False,
+        max_prompt_tokens: int | float = math.inf,
     ) -> None:
+        self.max_prompt_tokens = max_prompt_tokens
+        self._contexts: dict[str, Prompt] = {}  # by their ids
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
         self._has_advantage, self._views = has_advantage, views
         self.n, self.prompts, self.step, self.version = n, prompts, step, version
@@ -97,6 +111,17 @@ class StepCollection:
                 rewards = [self._earned(*each) for each in zip(group.rollouts, group.rewards, strict=True)]
                 self._rewards.setdefault(group.prompt.id, {}).update(zip(samples, rewards, strict=True))
         return [self._judged(group) for group in groups]
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+        return in_context(self._task, "the collector", prompt, texts)
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(self._task, Worked):
+            raise UserError(
+                "the collector gives parts of worked solutions, and this task has none (no solution(prompt)): use "
+                "another collector, or a task that has them, such as task=gsm8k or task=jsonl"
+            )
+        return self._task.solution(prompt)
 
     def teaches(self, group: ScoredGroup) -> bool:
         return group.mixed and self._has_advantage(group)
@@ -170,11 +195,11 @@ class StepCollection:
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
         if len({_key(rollout.request) for rollout in found}) < len(found):
             raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
-        found += map(begun, self._requests(wanted, number))
+        found += self._requests(wanted, number)
         if self._views:  # a group that was set aside may be a checkpoint's
             found = [replace(one, request=replace(one.request, views=True)) for one in found]
         for rollout in found:
-            self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
+            self._rollouts.setdefault(rollout.request.about.id, {})[rollout.request.sample] = rollout
         return found
 
     def _resumed(self, group: Group, number: int) -> list[Rollout]:
@@ -226,8 +251,9 @@ class StepCollection:
                 f"{_said(changed, 1)}: resume with what they were begun with, or start a new run"
             )
 
-    def _requests(self, wanted: Round, number: int) -> list[Request]:
-        made: list[Request] = []
+    def _requests(self, wanted: Round, number: int) -> list[Rollout]:
+        """New rollouts, without any tokens but those that are given."""
+        made: list[Rollout] = []
         before = sum(map(len, self._rollouts.values()))
         self._refuse_too_many("rollouts", before + sum(group.count for group in wanted.requests))
         for group in wanted.requests:
@@ -242,12 +268,32 @@ class StepCollection:
                     f"round {number + 1} of the collector asks for {group.count} rollouts of problem {name!r}: 1 is "
                     "the least, and a problem that is to have none is left out"
                 )
-            first = len(self._rollouts.get(name, {})) + sum(request.prompt.id == name for request in made)
-            made += [
-                Request(group.prompt, sample, seed_of(self._seed, self.step, name, sample), self._sampling)
-                for sample in range(first, first + group.count)
-            ]
+            self._check_words(group, number)
+            read, problem = (group.prompt, None) if group.context is None else (group.context, group.prompt)
+            first = len(self._rollouts.get(name, {})) + sum(one.request.about.id == name for one in made)
+            for sample in range(first, first + group.count):
+                seed = seed_of(self._seed, self.step, name, sample)
+                made.append(begun(Request(read, sample, seed, self._sampling, problem=problem), group.prefix))
         return made
+
+    def _check_words(self, group: GroupRequest, number: int) -> None:
+        """UserError for a context that does not fit or whose id is another's, and for a prefix that leaves no room."""
+        where, most = f"round {number + 1} of the collector", self._sampling.max_new_tokens
+        if group.context is not None:
+            named, length = group.context.id, len(group.context.token_ids)
+            if named == group.prompt.id or self._contexts.setdefault(named, group.context) != group.context:
+                raise UserError(f"{where} has two texts with the id {named!r}: give each context an id of its own")
+            if length > self.max_prompt_tokens:
+                raise UserError(
+                    f"{where} has a context of problem {group.prompt.id!r} with {length} tokens, and "
+                    f"{self.max_prompt_tokens} fit beside sampling.max_new_tokens={most}: put less before the problem, "
+                    "or lower sampling.max_new_tokens"
+                )
+        if len(group.prefix) >= most:
+            raise UserError(
+                f"{where} gives {len(group.prefix)} tokens of each reply to problem {group.prompt.id!r}, and with "
+                f"sampling.max_new_tokens={most} none is left to draw: give fewer, or raise it"
+            )
 
     def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> _Goal | None:
         whole = sum(group.whole for group in self.groups)
@@ -264,7 +310,7 @@ class StepCollection:
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
-                self._rollouts[rollout.request.prompt.id][rollout.request.sample] = rollout
+                self._rollouts[rollout.request.about.id][rollout.request.sample] = rollout
         self.rollout_seconds += time.perf_counter() - start
         self._rounds += 1
 
@@ -315,10 +361,10 @@ class _Goal:
 
     def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
         self._enough, self._whole = enough, whole
-        self._left = Counter(rollout.request.prompt.id for rollout in under_way)
+        self._left = Counter(rollout.request.about.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
-        problem = rollout.request.prompt.id
+        problem = rollout.request.about.id
         self._left[problem] -= 1
         self._whole += not self._left[problem]
         return self._whole >= self._enough
@@ -326,7 +372,17 @@ class _Goal:
 
 def _key(request: Request) -> tuple[str, int]:
     """Identifies a rollout; a request that resumes one has a different prompt."""
-    return request.prompt.id, request.sample
+    return request.about.id, request.sample
+
+
+def in_context(task: Task, asked_by: str, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+    """The problem behind these texts, or the texts of these tokens. UserError if the task cannot put it so."""
+    if not isinstance(task, InContext):
+        raise UserError(
+            f"{asked_by} puts text before a problem, and this task cannot (it has no in_context(prompt, texts)): use "
+            "another one, or a task that can, such as task=gsm8k or task=jsonl"
+        )
+    return task.in_context(prompt, [text if isinstance(text, str) else task.text(text) for text in texts])
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:

@@ -48,7 +48,7 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
     check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
-        prompt = rollout.request.prompt
+        prompt = rollout.request.about
         assert prompt in of, f"a rollout of a prompt that was not asked about: {prompt.id}"
         of[prompt].append(rollout)
     return [Group(prompt, tuple(sorted(of[prompt], key=lambda rollout: rollout.request.sample))) for prompt in prompts]

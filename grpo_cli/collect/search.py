@@ -87,7 +87,7 @@ def no_search(searching: Searching) -> None:
 
 
 def _key(rollout: Rollout) -> tuple[str, int]:
-    return rollout.request.prompt.id, rollout.request.sample
+    return rollout.request.about.id, rollout.request.sample
 
 
 def _shortened(partial: Rollout, tokens: int | None) -> Rollout:

@@ -84,8 +84,13 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
-    if size.partial:
-        yield from _partial_problems(others, size.resumed)
+    if size.partial or size.resumed:
+        yield from _partial_problems(others, size)
+    if size.resumed and not size.partial and others.setting("correction", "prox") == "drawn":
+        yield (
+            "correction.prox=drawn takes the sampler for the old policy, and "
+            f"{others.named('collector')} gives tokens that nobody drew; use correction.prox=now"
+        )
 
 
 def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
@@ -157,15 +162,15 @@ def _kept_problems(others: Chosen) -> Iterator[str]:
         )
 
 
-def _partial_problems(others: Chosen, resumed: bool) -> Iterator[str]:
-    """Conflicts of a collector that leaves rollouts partial, and (`resumed`) goes on with them later."""
-    collector = others.named("collector")
+def _partial_problems(others: Chosen, size: CollectionSize) -> Iterator[str]:
+    """Conflicts of a collector that leaves rollouts partial, or goes on with tokens that are there."""
+    collector, resumed = others.named("collector"), size.resumed
     if resumed and others.says("sparsity", "evicts"):
         yield (
             f"{collector} goes on with partial rollouts, whose tokens {others.named('sparsity')} would count as "
             "prompt; use sparsity=dense, or collector=equal"
         )
-    if others.says("engine", "stops_early") is False:
+    if size.partial and others.says("engine", "stops_early") is False:
         yield (
             f"{collector} stops rollouts before their end, which {others.named('engine')} cannot, as its workers "
             "report a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"

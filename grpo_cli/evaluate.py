@@ -67,7 +67,8 @@ def search_with(
 ) -> EvalResult:
     """What `search` answers to the same problems, drawn at the same temperature; nothing if it does not search."""
     prompts = _asked(bench.task, settings, settings.split)
-    searching = Searching(bench.engine, bench.task, prompts, sampling.at(settings.temperature), seed)
+    drawn = sampling.at(settings.temperature)
+    searching = Searching(bench.engine, bench.task, prompts, drawn, seed, bench.max_prompt_tokens)
     given = search(searching)
     if given is None:
         return EvalResult({}, ())

@@ -20,12 +20,12 @@ from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
 from grpo_cli.history import with_history
 from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
+from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, plain_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
@@ -68,10 +68,11 @@ class Step:
             scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
             groups = self._with_replayed(scored, self._settings.train.prompts - fresh, version, step)
             made = collection.made
-            everything, verdict = collate(groups, self._parts.bench.pad_token_id, version), None
+            again = plainly(groups) if self._settings.train.plain_weight else []
+            everything, verdict = collate([*groups, *again], self._parts.bench.pad_token_id, version), None
             cut_off = self._cut_off(groups)
             if any(cut_off):
-                everything = without_rows(everything, cut_off)
+                everything = without_rows(everything, cut_off + [False] * (len(everything) - len(cut_off)))
             if self._parts.rules.correction.rejects:  # then it must be asked before any are chosen
                 with self._span("logprobs"):
                     everything, verdict = self._corrected(everything)
@@ -145,6 +146,7 @@ class Step:
             has_advantage=lambda group: self._has_advantage(group, step),
             views=self._same_view is not None,
             max_prompt_tokens=parts.bench.max_prompt_tokens,
+            label=settings.train.label,
         )
 
     def _has_advantage(self, group: ScoredGroup, step: int) -> bool:
@@ -209,7 +211,7 @@ class Step:
         self, scored: Sequence[ScoredGroup], verdict: Verdict | None, cut_off: Sequence[bool], step: int
     ) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
-        rejected = verdict.reasons if verdict else [""] * len(cut_off)
+        rejected = verdict.reasons[: len(cut_off)] if verdict else [""] * len(cut_off)
         reasons = iter([CUT_OFF if cut else why for cut, why in zip(cut_off, rejected, strict=True)])
         selected = []
         for group in scored:
@@ -244,7 +246,7 @@ class Step:
                 batch, verdict = self._corrected(batch)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
-        tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
+        tokens, reuse = int((batch.trained_mask & batch.counted_mask).sum()), reuse_metrics(batch)
         if not tokens:
             self._warn_of_rejection(step, selected, by_credit)
         with self._span("update"):
@@ -261,8 +263,17 @@ class Step:
         """The selected rows, with advantages and each token's weight before a correction; and whether the credit has
         set all of those weights to 0."""
         advantages = torch.cat([selection.advantages for selection in selected])
-        batch = replace(rows_of(everything, batch_rows(selected)), advantages=advantages)
-        credited = self._credited(batch, selected)
+        rows, (again, repeats) = batch_rows(selected), plain_rows(selected)
+        if not self._settings.train.plain_weight or not again:
+            again, repeats = [], []
+        source = torch.tensor([*range(len(rows)), *repeats], dtype=torch.long)
+        taken = rows_of(everything, torch.cat([rows, torch.tensor(again, dtype=torch.long)]))
+        batch = replace(taken, advantages=advantages[source])
+        if again:
+            counted = torch.arange(len(source)) < len(rows)
+            weights = torch.where(counted, 1.0, self._settings.train.plain_weight)[:, None]
+            batch = replace(batch, counted=counted, weights=batch.weights * weights)
+        credited = self._credited(batch, selected, source)
         return credited, bool(batch.weights.any()) and not credited.weights.any()
 
     def _with_reference(self, batch: Batch) -> Batch:
@@ -285,12 +296,13 @@ class Step:
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
-    def _credited(self, batch: Batch, selected: Sequence[Selection]) -> Batch:
-        """The batch with the weight of each row and token, before a correction changes them."""
+    def _credited(self, batch: Batch, selected: Sequence[Selection], source: Tensor) -> Batch:
+        """The batch with the weight of each row and token, before a correction changes them. `source` says which of the
+        selected rollouts each row is of."""
         if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
+            batch = replace(batch, weights=batch.weights * row_weights(selected)[source, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        factors = self._parts.rules.credit(batch, problems, self._parts.history)
+        factors = self._parts.rules.credit(batch, [problems[row] for row in source], self._parts.history)
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch) -> tuple[Batch, Verdict]:
@@ -330,7 +342,7 @@ class Step:
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
-                if not part.loss_mask.any():
+                if not part.counted_mask.any():
                     continue
                 if self.learner.updates == begun and not self.old_policy.apart:
                     # It has not moved, and is the old policy itself: another pass would differ by rounding and dropout,

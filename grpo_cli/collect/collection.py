@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.requests import score_all, seed_of
+from grpo_cli.collect.label import by_majority, reader_of
+from grpo_cli.collect.requests import in_context, score_all, seed_of
 from grpo_cli.collect.resuming import begun
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, InContext, Task, Worked
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task, Worked
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
@@ -44,6 +45,7 @@ class StepCollection:
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
     `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`.
+    `label` is `train.label`.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class StepCollection:
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
         views: bool = False,
         max_prompt_tokens: int | float = math.inf,
+        label: str = "answer",
     ) -> None:
         self.max_prompt_tokens = max_prompt_tokens
+        self._read = None if label == "answer" else reader_of(task)  # before a rollout is made
         self._contexts: dict[str, Prompt] = {}  # by their ids
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
         self._has_advantage, self._views = has_advantage, views
@@ -137,7 +141,11 @@ class StepCollection:
 
     def _judged(self, group: Group) -> ScoredGroup:
         rollouts, rewards = _ended(group), self._rewards.get(group.prompt.id, {})
-        return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
+        scored = ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
+        if self._read is None or group.prompt.id in self._held:
+            return scored
+        labelled = by_majority(self._read, scored)  # of what the group says so far: a later round may change its mind
+        return replace(labelled, rewards=tuple(map(self._earned, labelled.rollouts, labelled.rewards)))
 
     def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
@@ -373,16 +381,6 @@ class _Goal:
 def _key(request: Request) -> tuple[str, int]:
     """Identifies a rollout; a request that resumes one has a different prompt."""
     return request.about.id, request.sample
-
-
-def in_context(task: Task, asked_by: str, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
-    """The problem behind these texts, or the texts of these tokens. UserError if the task cannot put it so."""
-    if not isinstance(task, InContext):
-        raise UserError(
-            f"{asked_by} puts text before a problem, and this task cannot (it has no in_context(prompt, texts)): use "
-            "another one, or a task that can, such as task=gsm8k or task=jsonl"
-        )
-    return task.in_context(prompt, [text if isinstance(text, str) else task.text(text) for text in texts])
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:

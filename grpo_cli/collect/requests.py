@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_cli.interfaces import BatchTask, Task
+from grpo_cli.interfaces import BatchTask, InContext, Task
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
@@ -64,6 +64,16 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     for group in scored:
         check_rewards(group)
     return scored
+
+
+def in_context(task: Task, asked_by: str, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+    """The problem behind these texts, or the texts of these tokens. UserError if the task cannot put it so."""
+    if not isinstance(task, InContext):
+        raise UserError(
+            f"{asked_by} puts text before a problem, and this task cannot (it has no in_context(prompt, texts)): use "
+            "another one, or a task that can, such as task=gsm8k or task=jsonl"
+        )
+    return task.in_context(prompt, [text if isinstance(text, str) else task.text(text) for text in texts])
 
 
 def check_rewards(group: ScoredGroup) -> None:

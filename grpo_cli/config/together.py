@@ -84,12 +84,18 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
+    if settings.train.plain_weight and not size.contexts:
+        yield (
+            f"train.plain_weight={settings.train.plain_weight} trains again on rollouts that read another context, and "
+            f"{others.named('collector')} gives none; use collector=nudge, or train.plain_weight=0"
+        )
     if size.partial or size.resumed:
         yield from _partial_problems(others, size)
-    if size.resumed and not size.partial and others.setting("correction", "prox") == "drawn":
+    given = (size.resumed and not size.partial) or settings.train.plain_weight
+    if given and others.setting("correction", "prox") == "drawn":
         yield (
-            "correction.prox=drawn takes the sampler for the old policy, and "
-            f"{others.named('collector')} gives tokens that nobody drew; use correction.prox=now"
+            "correction.prox=drawn takes the sampler for the old policy, and with "
+            f"{others.named('collector')} tokens are trained on that it did not draw; use correction.prox=now"
         )
 
 

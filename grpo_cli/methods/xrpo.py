@@ -120,8 +120,8 @@ class Icl:
     like it, of earlier steps (XRPO's seeding).
 
     Like it by BM25 over the tokens of their prompts (see `bm25`), among the last `memory` problems that were solved, of
-    each its last right reply. They are fewer than `examples`, or none, where no more are known or fit. Ours: the half, the
-    memory, and that the other problems' rollouts are plain.
+    each its last right reply. They are fewer than `examples`, or none, where no more are known or fit. Ours: the half,
+    the memory, and that the other problems' rollouts are plain.
     """
 
     def __init__(self, *, examples: Count, memory: Count) -> None:

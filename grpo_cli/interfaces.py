@@ -185,6 +185,7 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | advantage | alone | whether one rollout of a problem is enough for it |
     | curriculum, advantage | needs_history | whether it needs `train.history` |
     | collector | arms | whether rollouts of a problem may differ in their context, or in what they are given |
+    | collector | contexts | whether it may have contexts that its rehearsal does not show |
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ from words import rollout_of
 from grpo_cli.collect.label import by_majority
 from grpo_cli.collect.search import Searching
 from grpo_cli.config.check import check, check_eval
+from grpo_cli.config.compose import settings_of
 from grpo_cli.config.instantiate import rule_of
+from grpo_cli.experiment import build
 from grpo_cli.history import History
 from grpo_cli.methods.adhint import right_hints, share
 from grpo_cli.methods.lightning_rl import per_part
 from grpo_cli.methods.scope import beginning
 from grpo_cli.methods.xrpo import Icl, bm25
+from grpo_cli.metrics import describe
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.select import advantages_of
 from grpo_cli.settings import Sampling
@@ -454,3 +458,37 @@ class Task(Asked):
 
     def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
         return self._task.in_context(prompt, texts)
+
+
+# ---- whole runs of the embedded model
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=hint_arithmetic", "replay=fifo"],
+        ["collector=hint", "collector.given=prompt", "train.plain_weight=0.1", "correction=mis", "m=2"],
+        [
+            "collector=nudge",
+            "advantage=nudge",
+            "train.plain_weight=0.1",
+            "train.count_by=prompt",
+            "train.minibatches=2",
+        ],
+        ["collector=repair", "loss=dapo", "correction=tis"],
+        ["collector=icl", "train.plain_weight=0.5", "sampler=infinite", "sampler.slots=3"],
+        ["train.label=majority", "collector=dars", "advantage=dr_grpo"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_whole_steps_are_trained_on_and_every_metric_has_its_sentence(tmp_path: Path, words: list[str]):
+    tokens = 128 if words[0].startswith("experiment") else 40  # a hint is of up to 0.8 of 90 tokens
+    short = ["n=4", "train.prompts=3", "train.steps=3", "eval.every=0", f"sampling.max_new_tokens={tokens}"]
+    build(settings_of(*short, *words, f"run_dir={tmp_path}", "device=cpu", "logger=jsonl")).fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert len(steps) == 3 and all(math.isfinite(row["loss/total"]) for row in steps)
+    assert all(describe(name) for row in steps for name in row if "/" in name)
+    if "train.label=majority" in words:
+        assert all(0 <= row["reward/true"] <= 1 and 0 <= row["reward/majority_right"] <= 1 for row in steps)
+    assert any(row.get("off/given_share", 0) > 0 for row in steps) == (words[0] != "train.label=majority")

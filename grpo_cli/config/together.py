@@ -84,7 +84,7 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
-    if settings.train.plain_weight and not size.contexts:
+    if settings.train.plain_weight and not (size.contexts or others.says("collector", "contexts")):
         yield (
             f"train.plain_weight={settings.train.plain_weight} trains again on rollouts that read another context, and "
             f"{others.named('collector')} gives none; use collector=nudge, or train.plain_weight=0"

@@ -114,7 +114,7 @@ def ci(
     return None
 
 
-@facts(arms=True)
+@facts(arms=True, contexts=True)
 class Icl:
     """Half of n rollouts of each problem; of those that none solves the others come behind solved problems that are
     like it, of earlier steps (XRPO's seeding).

@@ -12,8 +12,9 @@ Left out: how the paper weighs its two arms, which was not recovered, and its mo
 entropy beside that of the continuation.
 
 Not measured, but for one seed of experiment=hint_arithmetic against collector=equal, on sums of 9 and 10 terms at 1.5 M
-generated tokens: pass@1 0.385 (0.31 to 0.47) against 0.023 (0.01 to 0.05), greedy accuracy 0.48 against 0.02. All of it was gained on sums of
-9 terms: in the last 15 steps none of 65 recorded plain replies to 10 terms was right, and 0.75 of 63 to 9.
+generated tokens: pass@1 0.385 (0.31 to 0.47) against 0.023 (0.01 to 0.05), greedy accuracy 0.48 against 0.02. All of it
+was gained on sums of 9 terms: in the last 15 steps 0.75 of 63 recorded plain replies to those were right, and none of
+65 to 10 terms.
 """
 
 from __future__ import annotations

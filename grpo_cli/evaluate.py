@@ -67,11 +67,12 @@ def search_with(
 ) -> EvalResult:
     """What `search` answers to the same problems, drawn at the same temperature; nothing if it does not search."""
     prompts = _asked(bench.task, settings, settings.split)
-    searching = Searching(bench.engine, bench.task, prompts, sampling.at(settings.temperature), seed)
+    drawn = sampling.at(settings.temperature)
+    searching = Searching(bench.engine, bench.task, prompts, drawn, seed, bench.max_prompt_tokens)
     given = search(searching)
     if given is None:
         return EvalResult({}, ())
-    if [one.request.prompt for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
+    if [one.request.about for one in given] != prompts or any(one.finish is Finish.PARTIAL for one in given):
         raise UserError("search has to give one whole rollout for each of searching.prompts, in their order")
     groups = _scored(bench.task, prompts, given)
     spent = {"tokens": searching.tokens, "sequential": sum(searching.sequential.values())}

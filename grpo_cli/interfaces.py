@@ -5,6 +5,7 @@ A part is one function or one small class, chosen by a YAML file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -55,6 +56,22 @@ class BatchTask(Task, Protocol):
 
     def rewards(self, pairs: Sequence[tuple[Prompt, Rollout]]) -> Sequence[Reward]:
         """One reward for each prompt and rollout, in their order."""
+
+
+@runtime_checkable
+class InContext(Task, Protocol):
+    """A task that can put texts before a problem: hints, solved examples, drafts."""
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
+        """What the model reads then, with the same answer and an id that depends on the texts."""
+
+
+@runtime_checkable
+class Worked(Task, Protocol):
+    """A task that has worked solutions."""
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        """A worked solution as a reply begins with it, without what says the answer; empty if the problem has none."""
 
 
 @runtime_checkable
@@ -169,6 +186,8 @@ def facts(**said: Any) -> Callable[[Part], Part]:
     | downsample | keeps_fewer | whether it may keep fewer than it is asked for |
     | advantage | alone | whether one rollout of a problem is enough for it |
     | curriculum, advantage | needs_history | whether it needs `train.history` |
+    | collector | arms | whether rollouts of a problem may differ in their context, or in what they are given |
+    | collector | contexts | whether it may have contexts that its rehearsal does not show |
     | replay | replays | whether it brings groups of earlier weights |
     | replay | foreign | whether these are of other runs: of any size, drawn by other policies |
     | predictor | of_whole_rollouts | whether it knows nothing of a rollout that goes on |
@@ -233,6 +252,7 @@ class Collection(Protocol):
     version: int
     rng: np.random.Generator
     history: History  # of the steps before this one
+    max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
 
     @property
     def at_limit(self) -> bool:
@@ -245,6 +265,12 @@ class Collection(Protocol):
 
     def score(self, groups: Sequence[Group]) -> Sequence[ScoredGroup]:
         """Judge the finished rollouts; each is judged only once, however often this is called."""
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+        """The problem behind texts, or the texts of tokens (see `InContext`). UserError if the task cannot."""
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        """See `Worked`. UserError if the task has no solutions."""
 
     def teaches(self, group: ScoredGroup) -> bool:
         """Whether rewards of the group differ, and some rollout that `train.truncated` does not leave out would have an
@@ -484,6 +510,7 @@ class Bench:
     pad_token_id: int
     task: Task
     engine: Engine
+    max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
 
 
 @dataclass(frozen=True)

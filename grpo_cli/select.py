@@ -125,6 +125,22 @@ def row_weights(selected: Sequence[Selection]) -> Float[Tensor, "K"]:
     return torch.tensor([mean / count for count in counts for _ in range(count)])
 
 
+def plain_rows(selected: Sequence[Selection]) -> tuple[list[int], list[int]]:
+    """Where those rows of `learner.batch.plainly` are, behind all of the groups', whose rollouts are trained on; and
+    which of the selected rows each repeats."""
+    rows, repeats, place = [], [], sum(len(selection.group.rollouts) for selection in selected)
+    first = 0
+    for selection in selected:
+        for index, rollout in enumerate(selection.group.rollouts):
+            if rollout.request.problem is not None:
+                if index in selection.indices and not selection.reasons[index]:
+                    rows.append(place)
+                    repeats.append(first + selection.indices.index(index))
+                place += 1
+        first += len(selection.indices)
+    return rows, repeats
+
+
 def batch_rows(selected: Sequence[Selection]) -> Int[Tensor, "K"]:
     """Indices of the selected rollouts among all rollouts of the step, group by group."""
     rows, start = [], 0

@@ -20,13 +20,13 @@ from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
 from grpo_cli.history import with_history
 from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
-from grpo_cli.learner.batch import collate, corrected, minibatches, rows_of, verdict_on, without_rows
+from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, factors_of, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, factors_of, plain_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
@@ -72,10 +72,11 @@ class Step:
             scored = collection.run(self._parts.rules.collector, self._parts.bench.engine)
             groups = self._with_replayed(scored, self._settings.train.prompts - fresh, version, step)
             made = collection.made
-            everything, verdict = collate(groups, self._parts.bench.pad_token_id, version), None
+            again = plainly(groups) if self._settings.train.plain_weight else []
+            everything, verdict = collate([*groups, *again], self._parts.bench.pad_token_id, version), None
             cut_off = self._cut_off(groups)
             if any(cut_off):
-                everything = without_rows(everything, cut_off)
+                everything = without_rows(everything, cut_off + [False] * (len(everything) - len(cut_off)))
             rejects, readout = self._parts.rules.correction.rejects, None
             if self._read_by_advantage or (rejects and self._reads):
                 readout = self._read(everything)
@@ -152,6 +153,8 @@ class Step:
             has_advantage=lambda group: self._has_advantage(group, step),
             views=self._same_view is not None,
             read=self._read_in_collection,
+            max_prompt_tokens=parts.bench.max_prompt_tokens,
+            label=settings.train.label,
         )
 
     def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:
@@ -223,7 +226,7 @@ class Step:
         readout: Readout | None = None,
     ) -> list[Selection]:
         rules, settings = self._parts.rules, self._settings
-        rejected = verdict.reasons if verdict else [""] * len(cut_off)
+        rejected = verdict.reasons[: len(cut_off)] if verdict else [""] * len(cut_off)
         reasons = iter([CUT_OFF if cut else why for cut, why in zip(cut_off, rejected, strict=True)])
         selected, start = [], 0
         for group in scored:
@@ -261,7 +264,7 @@ class Step:
                 batch, verdict = self._corrected(batch, readout)
                 rejections += verdict.reasons
         selected = settled(selected, batch, rejections)
-        tokens, reuse = int(batch.trained_mask.sum()), reuse_metrics(batch)
+        tokens, reuse = int((batch.trained_mask & batch.counted_mask).sum()), reuse_metrics(batch)
         if not tokens:
             self._warn_of_rejection(step, selected, by_credit)
         with self._span("update"):
@@ -279,13 +282,22 @@ class Step:
     ) -> tuple[Batch, Readout | None, bool]:
         """The selected rows, with advantages and each token's weight before a correction; what was read in them; and
         whether the credit has set all of those weights to 0."""
-        advantages, rows = torch.cat([selection.advantages for selection in selected]), batch_rows(selected)
-        batch = replace(rows_of(everything, rows), advantages=advantages)
+        advantages = torch.cat([selection.advantages for selection in selected])
+        own, (again, repeats) = batch_rows(selected), plain_rows(selected)
+        if not self._settings.train.plain_weight or not again:
+            again, repeats = [], []
+        source = torch.tensor([*range(len(own)), *repeats], dtype=torch.long)
+        rows = torch.cat([own, torch.tensor(again, dtype=torch.long)])
+        batch = replace(rows_of(everything, rows), advantages=advantages[source])
+        if again:
+            counted = torch.arange(len(source)) < len(own)
+            weights = torch.where(counted, 1.0, self._settings.train.plain_weight)[:, None]
+            batch = replace(batch, counted=counted, weights=batch.weights * weights)
         if readout is not None:
             readout = readout.take(rows, batch.input_ids.shape[1])
         elif self._reads:
             readout = self._read(batch)
-        credited = self._credited(batch, selected, readout)
+        credited = self._credited(batch, selected, source, readout)
         return credited, readout, bool(batch.weights.any()) and not credited.weights.any()
 
     def _read(self, batch: Batch) -> Readout:
@@ -312,12 +324,14 @@ class Step:
         left = 1.0 - mismatch.get("mismatch/masked_tokens", 0.0)
         return self.old_policy.settle(left * (1.0 - sum(clipped) / len(clipped)))
 
-    def _credited(self, batch: Batch, selected: Sequence[Selection], readout: Readout | None) -> Batch:
-        """The batch with the weight of each row and token, before a correction changes them."""
+    def _credited(self, batch: Batch, selected: Sequence[Selection], source: Tensor, readout: Readout | None) -> Batch:
+        """The batch with the weight of each row and token, before a correction changes them. `source` says which of the
+        selected rollouts each row is of."""
         if self._settings.train.count_by == "prompt":
-            batch = replace(batch, weights=batch.weights * row_weights(selected)[:, None])
+            batch = replace(batch, weights=batch.weights * row_weights(selected)[source, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        factors = factors_of(self._parts.rules.credit, batch, problems, self._parts.history, readout)
+        ids = [problems[row] for row in source]
+        factors = factors_of(self._parts.rules.credit, batch, ids, self._parts.history, readout)
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch, readout: Readout | None) -> tuple[Batch, Verdict]:
@@ -361,7 +375,7 @@ class Step:
         for epoch in range(settings.train.epochs):
             rng = np.random.default_rng(seed_of(settings.seed, step, epoch, "minibatches"))
             for part in minibatches(batch, settings.train.minibatches, rng):
-                if not part.loss_mask.any():
+                if not part.counted_mask.any():
                     continue
                 if self.learner.updates == begun and not self.old_policy.apart:
                     # It has not moved, and is the old policy itself: another pass would differ by rounding and dropout,

@@ -51,7 +51,8 @@ class Request:
     With `views` it is recorded which keys each token attended to (`Rollout.view`).
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
-    may have begun there.
+    may have begun there. `problem` is what is answered where `prompt`, which is read, is another context of it; None:
+    the prompt is the problem's own.
     """
 
     prompt: Prompt
@@ -62,6 +63,12 @@ class Request:
     resumed: int = 0
     in_turn: int = 0
     views: bool = False
+    problem: Prompt | None = None
+
+    @property
+    def about(self) -> Prompt:
+        """The problem: what groups, answers and history go by, whatever is read."""
+        return self.prompt if self.problem is None else self.problem
 
     @property
     def teaches_length(self) -> bool:
@@ -71,10 +78,16 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """`count` more rollouts of one problem, each with its own random stream."""
+    """`count` more rollouts of one problem, each with its own random stream.
+
+    They read `context`, which has an id of its own, in place of the problem's prompt, and begin with the tokens of
+    `prefix`, which are given and count in `sampling.max_new_tokens`.
+    """
 
     prompt: Prompt
     count: int
+    context: Prompt | None = None
+    prefix: tuple[int, ...] = ()
 
 
 # In place of a version, and of the number of updates by which a token is older: nobody drew it; another run did, whose
@@ -180,6 +193,11 @@ class Rollout:
         """Tokens of the current turn, or of the one that just ended: those after the environment's last answer."""
         parts = self.parts
         return len(parts[-1][1]) if parts and not parts[-1][0] else 0
+
+    @property
+    def given(self) -> int:
+        """Tokens with which it was given to begin."""
+        return self.spans[0].count if self.spans and self.spans[0].version == GIVEN else 0
 
     @property
     def num_drawn(self) -> int:
@@ -328,6 +346,7 @@ class Batch:
     and end in `kept_bounds`, all ids where these are equal. The ids are a pool that parts of a batch share.
     `seen_until` says of each position, layer and key-value head from which position on its key is no longer seen; None:
     all are. `dense_logprobs` are the policy's of the step's start, which saw all, if a correction asks for them.
+    Rows that are not `counted` teach, and are in no divisor of the loss nor in a mean of it; None: all are.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -344,6 +363,7 @@ class Batch:
     kept_bounds: Int[Tensor, "B T 2"] | None = None
     seen_until: Int[Tensor, "B T L H"] | None = None
     dense_logprobs: Float[Tensor, "B T"] | None = None
+    counted: Bool[Tensor, "B"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -352,6 +372,11 @@ class Batch:
     def trained_mask(self) -> Bool[Tensor, "B T"]:
         """The tokens that are trained on: those with a weight in the policy loss, even if their advantage is 0."""
         return self.loss_mask & (self.weights != 0)
+
+    @property
+    def counted_mask(self) -> Bool[Tensor, "B T"]:
+        """The tokens of `loss_mask` that divisors and means count."""
+        return self.loss_mask if self.counted is None else self.loss_mask & self.counted[:, None]
 
     @property
     def drawn_mask(self) -> Bool[Tensor, "B T"]:

@@ -36,6 +36,7 @@ def collection_of(
     step: int = 0,
     history: History | None = None,
     version: int = 0,
+    **more: Any,
 ) -> StepCollection:
     """A step's, of an engine that is its task as well."""
     return StepCollection(
@@ -49,6 +50,7 @@ def collection_of(
         history=History() if history is None else history,
         version=version,
         span=lambda name: nullcontext(),
+        **more,
     )
 
 

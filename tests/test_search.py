@@ -19,6 +19,7 @@ from tiny_hf import make_tokenizer
 from words import rollout_of, task_of
 
 from grpo_cli.collect.episodes import play
+from grpo_cli.collect.label import winner
 from grpo_cli.collect.requests import requests_for
 from grpo_cli.collect.resuming import begun
 from grpo_cli.collect.search import Replies, Searching
@@ -29,7 +30,6 @@ from grpo_cli.evaluate import evaluate, search_with
 from grpo_cli.interfaces import Bench
 from grpo_cli.methods.particle import resampled
 from grpo_cli.methods.sample_and_rank import mean_logprob
-from grpo_cli.methods.self_consistency import winner
 from grpo_cli.model.load import load_tokenizer
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError

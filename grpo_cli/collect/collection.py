@@ -13,15 +13,28 @@ from typing import Any
 import numpy as np
 
 from grpo_cli.collect.episodes import Spent, has_turns, play
-from grpo_cli.collect.requests import score_all, seed_of
+from grpo_cli.collect.label import by_majority, reader_of
+from grpo_cli.collect.requests import in_context, score_all, seed_of
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.engine.costs import together
 from grpo_cli.history import History
-from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task
+from grpo_cli.interfaces import Collector, Counts, Curriculum, Engine, Task, Worked
 from grpo_cli.metrics import turn_metrics
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
-from grpo_cli.types import EngineStats, Finish, Group, Prompt, Readout, Request, Reward, Rollout, Round, ScoredGroup
+from grpo_cli.types import (
+    EngineStats,
+    Finish,
+    Group,
+    GroupRequest,
+    Prompt,
+    Readout,
+    Request,
+    Reward,
+    Rollout,
+    Round,
+    ScoredGroup,
+)
 
 MOST_ROUNDS = 1000  # a collector that asks for more is considered endless
 MOST_ROLLOUTS = 2**22  # and problems, of a step: each is a Python object
@@ -33,7 +46,7 @@ class StepCollection:
     `version` is the number of updates that the weights have seen, of which every token that is drawn here is.
     `tokens_left` is how many the run is to generate yet; with `zero_truncated` what is cut off earns nothing.
     `has_advantage` says whether the step would give some rollout of a group an advantage. `views` is that of `Request`;
-    `read` is called as `Collection.read`.
+    `read` is called as `Collection.read`, and `label` is `train.label`.
     """
 
     def __init__(
@@ -56,7 +69,12 @@ class StepCollection:
         has_advantage: Callable[[ScoredGroup], bool] = lambda group: True,
         views: bool = False,
         read: Callable[..., Readout] | None = None,
+        max_prompt_tokens: int | float = math.inf,
+        label: str = "answer",
     ) -> None:
+        self.max_prompt_tokens = max_prompt_tokens
+        self._reader = None if label == "answer" else reader_of(task)  # before a rollout is made
+        self._contexts: dict[str, Prompt] = {}  # by their ids
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated
         self._has_advantage, self._views, self._read = has_advantage, views, read
         self.max_new_tokens = sampling.max_new_tokens
@@ -121,6 +139,17 @@ class StepCollection:
             if not own:
                 self._rollouts.pop(group.prompt.id, None)
 
+    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+        return in_context(self._task, "the collector", prompt, texts)
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(self._task, Worked):
+            raise UserError(
+                "the collector gives parts of worked solutions, and this task has none (no solution(prompt)): use "
+                "another collector, or a task that has them, such as task=gsm8k or task=jsonl"
+            )
+        return self._task.solution(prompt)
+
     def teaches(self, group: ScoredGroup) -> bool:
         return group.mixed and self._has_advantage(group)
 
@@ -135,7 +164,11 @@ class StepCollection:
 
     def _judged(self, group: Group) -> ScoredGroup:
         rollouts, rewards = _ended(group), self._rewards.get(group.prompt.id, {})
-        return ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
+        scored = ScoredGroup(group.prompt, rollouts, tuple(rewards[r.request.sample] for r in rollouts))
+        if self._reader is None or group.prompt.id in self._held:
+            return scored
+        labelled = by_majority(self._reader, scored)  # of what the group says so far: a later round may change its mind
+        return replace(labelled, rewards=tuple(map(self._earned, labelled.rollouts, labelled.rewards)))
 
     def note(self, figure: str, value: int | float) -> None:
         self._notes[f"collect/{figure}"] = float(value)
@@ -198,11 +231,11 @@ class StepCollection:
         found = [rollout for group in wanted.resumed for rollout in self._resumed(group, number)]
         if len({_key(rollout.request) for rollout in found}) < len(found):
             raise UserError(f"round {number + 1} of the collector resumes a group twice: name it once")
-        found += map(begun, self._requests(wanted, number))
+        found += self._requests(wanted, number)
         if self._views:  # a group that was set aside may be a checkpoint's
             found = [replace(one, request=replace(one.request, views=True)) for one in found]
         for rollout in found:
-            self._rollouts.setdefault(rollout.request.prompt.id, {})[rollout.request.sample] = rollout
+            self._rollouts.setdefault(rollout.request.about.id, {})[rollout.request.sample] = rollout
         return found
 
     def _resumed(self, group: Group, number: int) -> list[Rollout]:
@@ -254,8 +287,9 @@ class StepCollection:
                 f"{_said(changed, 1)}: resume with what they were begun with, or start a new run"
             )
 
-    def _requests(self, wanted: Round, number: int) -> list[Request]:
-        made: list[Request] = []
+    def _requests(self, wanted: Round, number: int) -> list[Rollout]:
+        """New rollouts, without any tokens but those that are given."""
+        made: list[Rollout] = []
         before = sum(map(len, self._rollouts.values()))
         self._refuse_too_many("rollouts", before + sum(group.count for group in wanted.requests))
         for group in wanted.requests:
@@ -270,16 +304,33 @@ class StepCollection:
                     f"round {number + 1} of the collector asks for {group.count} rollouts of problem {name!r}: 1 is "
                     "the least, and a problem that is to have none is left out"
                 )
-            first = (
-                len(self._rollouts.get(name, {}))
-                + self._dropped[name]
-                + sum(request.prompt.id == name for request in made)
-            )
-            made += [
-                Request(group.prompt, sample, seed_of(self._seed, self.step, name, sample), self._sampling)
-                for sample in range(first, first + group.count)
-            ]
+            self._check_words(group, number)
+            read, problem = (group.prompt, None) if group.context is None else (group.context, group.prompt)
+            before = len(self._rollouts.get(name, {})) + self._dropped[name]
+            first = before + sum(one.request.about.id == name for one in made)
+            for sample in range(first, first + group.count):
+                seed = seed_of(self._seed, self.step, name, sample)
+                made.append(begun(Request(read, sample, seed, self._sampling, problem=problem), group.prefix))
         return made
+
+    def _check_words(self, group: GroupRequest, number: int) -> None:
+        """UserError for a context that does not fit or whose id is another's, and for a prefix that leaves no room."""
+        where, most = f"round {number + 1} of the collector", self._sampling.max_new_tokens
+        if group.context is not None:
+            named, length = group.context.id, len(group.context.token_ids)
+            if named == group.prompt.id or self._contexts.setdefault(named, group.context) != group.context:
+                raise UserError(f"{where} has two texts with the id {named!r}: give each context an id of its own")
+            if length > self.max_prompt_tokens:
+                raise UserError(
+                    f"{where} has a context of problem {group.prompt.id!r} with {length} tokens, and "
+                    f"{self.max_prompt_tokens} fit beside sampling.max_new_tokens={most}: put less before the problem, "
+                    "or lower sampling.max_new_tokens"
+                )
+        if len(group.prefix) >= most:
+            raise UserError(
+                f"{where} gives {len(group.prefix)} tokens of each reply to problem {group.prompt.id!r}, and with "
+                f"sampling.max_new_tokens={most} none is left to draw: give fewer, or raise it"
+            )
 
     def _goal(self, enough: int | None, partial: Sequence[Rollout], number: int) -> _Goal | None:
         whole = sum(group.whole for group in self.groups)
@@ -298,7 +349,7 @@ class StepCollection:
         start = time.perf_counter()
         with self._span("rollout"), self._autocast():
             for rollout in play(engine, self._task, partial, self.version, goal, self._spent):
-                own = self._rollouts[rollout.request.prompt.id]
+                own = self._rollouts[rollout.request.about.id]
                 before = own[rollout.request.sample]
                 own[rollout.request.sample] = rollout if limit is None else unlimited(rollout, before)
         self.rollout_seconds += time.perf_counter() - start
@@ -351,10 +402,10 @@ class _Goal:
 
     def __init__(self, enough: int, whole: int, under_way: Sequence[Rollout]) -> None:
         self._enough, self._whole = enough, whole
-        self._left = Counter(rollout.request.prompt.id for rollout in under_way)
+        self._left = Counter(rollout.request.about.id for rollout in under_way)
 
     def __call__(self, rollout: Rollout) -> bool:
-        problem = rollout.request.prompt.id
+        problem = rollout.request.about.id
         self._left[problem] -= 1
         self._whole += not self._left[problem]
         return self._whole >= self._enough
@@ -362,7 +413,7 @@ class _Goal:
 
 def _key(request: Request) -> tuple[str, int]:
     """Identifies a rollout; a request that resumes one has a different prompt."""
-    return request.prompt.id, request.sample
+    return request.about.id, request.sample
 
 
 def _said(changed: Mapping[str, tuple[Any, Any]], which: int) -> str:

@@ -30,7 +30,8 @@ _SOLVED = (0, 1, 2, 3, 4)  # of four tries in an earlier visit
 class CollectionSize:
     """The most that a step was seen to ask for: different problems picked, problems and rollouts of the largest round,
     rollouts altogether, rounds, and rollouts of the groups that are trained on; whether it leaves rollouts partial;
-    whether a later step goes on with their tokens; and whether it made groups of another size than n, in one of these
+    whether it goes on with tokens that are there, of an earlier step or given; whether it has other contexts than the
+    problems' own; and whether it made groups of another size than n, in one of these
     steps or in one whose problems differ in how often they are and were solved."""
 
     picked: int
@@ -42,6 +43,7 @@ class CollectionSize:
     partial: bool = False
     resumed: bool = False
     unequal: bool = False
+    contexts: bool = False
 
     @classmethod
     def equal(cls, n: int, prompts: int) -> CollectionSize:
@@ -73,6 +75,7 @@ def rehearsed(collector: Collector, n: int, prompts: int, longest: int = 3) -> C
         partial=any(one.partial for one in seen),
         resumed=any(one.resumed for one in seen),
         unequal=any(one.unequal for one in (*seen, later)),
+        contexts=any(one.contexts for one in seen),
     )
 
 
@@ -121,7 +124,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
     return CollectionSize(
         picked=made_up.picked - before,
         # A resumed one has a longer prompt, whose id has a suffix.
-        problems=max(len({request.prompt.id.partition("+")[0] for request in requests}) for requests in rounds),
+        problems=max(len({request.about.id.partition("+")[0] for request in requests}) for requests in rounds),
         at_once=max(map(len, rounds)),
         rollouts=sum(map(len, rounds)),
         rounds=len(rounds),
@@ -129,6 +132,7 @@ def _step(collector: Collector, n: int, prompts: int, made_up: _MadeUp, step: in
         partial=made_up.stopped,
         resumed=any(request.resumed for requests in rounds for request in requests),
         unequal=any(len(group.rollouts) != n for group in groups),
+        contexts=any(request.problem is not None for requests in rounds for request in requests),
     )
 
 
@@ -184,6 +188,12 @@ class _MadeUp:
 
     def text(self, token_ids: Sequence[int]) -> str:
         return ""
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
+        return Prompt(f"{prompt.id}~{'/'.join(texts)}", (0,), prompt.answer)
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        return (0, 0)
 
     def stats(self) -> EngineStats:
         return EngineStats()

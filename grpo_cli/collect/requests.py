@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from grpo_cli.interfaces import BatchTask, Task
+from grpo_cli.interfaces import BatchTask, InContext, Task
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import LARGEST_REWARD, Group, Prompt, Request, Rollout, ScoredGroup
@@ -48,7 +48,7 @@ def group_rollouts(prompts: Sequence[Prompt], rollouts: Iterable[Rollout]) -> li
     check_ids(prompts, "prompts to group rollouts by")
     of: dict[Prompt, list[Rollout]] = {prompt: [] for prompt in prompts}
     for rollout in rollouts:
-        prompt = rollout.request.prompt
+        prompt = rollout.request.about
         assert prompt in of, f"a rollout of a prompt that was not asked about: {prompt.id}"
         of[prompt].append(rollout)
     return [Group(prompt, tuple(sorted(of[prompt], key=lambda rollout: rollout.request.sample))) for prompt in prompts]
@@ -64,6 +64,16 @@ def score_all(task: Task, groups: Sequence[Group]) -> list[ScoredGroup]:
     for group in scored:
         check_rewards(group)
     return scored
+
+
+def in_context(task: Task, asked_by: str, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+    """The problem behind these texts, or the texts of these tokens. UserError if the task cannot put it so."""
+    if not isinstance(task, InContext):
+        raise UserError(
+            f"{asked_by} puts text before a problem, and this task cannot (it has no in_context(prompt, texts)): use "
+            "another one, or a task that can, such as task=gsm8k or task=jsonl"
+        )
+    return task.in_context(prompt, [text if isinstance(text, str) else task.text(text) for text in texts])
 
 
 def check_rewards(group: ScoredGroup) -> None:

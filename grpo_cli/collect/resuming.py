@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from grpo_cli.collect.stored import plain_sets, sampling_of, sets_of
-from grpo_cli.types import ENVIRONMENT, Finish, Group, KeptSets, Prompt, Request, Rollout, Span
+from grpo_cli.collect.stored import plain_context, plain_sets, request_of, sets_of
+from grpo_cli.types import ENVIRONMENT, GIVEN, Finish, Group, KeptSets, Prompt, Request, Rollout, Span
 
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def begun(request: Request) -> Rollout:
-    """A rollout without any tokens yet."""
-    return Rollout(request, (), (), Finish.PARTIAL, 0)
+def begun(request: Request, given: Sequence[int] = ()) -> Rollout:
+    """A rollout without any tokens yet but those that it is given."""
+    spans = (Span(GIVEN, len(given)),) if given else ()
+    return Rollout(request, tuple(given), (math.nan,) * len(given), Finish.PARTIAL, 0, spans)
 
 
 def rest_of(partial: Rollout) -> Request:
@@ -122,6 +123,7 @@ def to_plain(group: Group) -> dict[str, Any]:
                 "sample": rollout.request.sample,
                 "seed": str(rollout.request.seed),  # 64 bits, of which a tensor has one for the sign
                 "sampling": asdict(rollout.request.sampling),
+                "context": plain_context(rollout.request),
                 "token_ids": torch.tensor(rollout.token_ids, dtype=torch.int64),
                 "logprobs": torch.tensor(rollout.sampler_logprobs, dtype=torch.float64),
                 "finish": rollout.finish.value,
@@ -144,7 +146,7 @@ def from_plain(state: Mapping[str, Any]) -> Group:
 def _rollouts(prompt: Prompt, states: Sequence[Mapping[str, Any]]) -> tuple[Rollout, ...]:
     return tuple(
         Rollout(
-            Request(prompt, state["sample"], int(state["seed"]), sampling_of(state["sampling"])),
+            request_of(prompt, state),
             tuple(state["token_ids"].tolist()),
             tuple(state["logprobs"].tolist()),
             Finish(state["finish"]),

@@ -5,18 +5,21 @@ A search sees no reward, since that is what is measured. Methods are in `methods
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from grpo_cli.collect.episodes import play
-from grpo_cli.collect.requests import requests_for, seed_of
+from grpo_cli.collect.requests import in_context, requests_for, seed_of
 from grpo_cli.collect.resuming import begun, limited, unlimited
 from grpo_cli.interfaces import Engine, Task
 from grpo_cli.settings import Sampling
-from grpo_cli.types import Finish, Prompt, Rollout
+from grpo_cli.support.errors import UserError
+from grpo_cli.types import Finish, Prompt, Request, Rollout
 
 Replies = list[list[Rollout]]  # of each problem, in order of the sample number
 
@@ -35,15 +38,28 @@ class Searching:
     """What a search may use: replies to `prompts`, whole or in parts, and what the judge reads in them. It counts the
     tokens that were drawn, in all (`tokens`) and one after the other for each problem (`sequential`)."""
 
-    def __init__(self, engine: Engine, task: Task, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        max_prompt_tokens: int | float = math.inf,
+    ) -> None:
+        self._most = max_prompt_tokens
         self._engine, self._task, self._sampling, self._seed = engine, task, sampling, seed
         self.prompts = prompts
         self.tokens, self.sequential = 0, Counter[str]()
 
-    def begin(self, count: int) -> Replies:
-        """`count` replies to each problem, without any tokens yet: the first ones that pass@k samples."""
-        requests = requests_for(self.prompts, count, self._sampling, self._seed, "eval", held_out=True)
-        rows = [begun(request) for request in requests]
+    def begin(self, count: int, contexts: Sequence[Prompt] | None = None, first: int = 0) -> Replies:
+        """`count` replies to each problem, without any tokens yet: those that pass@k samples from number `first` on.
+        With `contexts` they read these instead, one for each problem."""
+        requests = requests_for(self.prompts, first + count, self._sampling, self._seed, "eval", held_out=True)
+        rows = [begun(request) for request in requests if request.sample >= first]
+        if contexts is not None:
+            read = [context for context in contexts for _ in range(count)]
+            rows = [begun(_reading(one.request, context)) for one, context in zip(rows, read, strict=True)]
         return [rows[start : start + count] for start in range(0, len(rows), count)]
 
     def go_on(self, replies: Replies, tokens: int | None = None) -> Replies:
@@ -62,6 +78,18 @@ class Searching:
             made[key] = one if tokens is None else unlimited(one, partial[key])
         self.sequential += longest
         return [[made.get(_key(one), one) for one in row] for row in replies]
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str | Sequence[int]]) -> Prompt:
+        """The problem behind these texts, or the texts of these tokens. UserError if the task cannot, or if it does not
+        fit."""
+        context = in_context(self._task, "the search", prompt, texts)
+        if len(context.token_ids) > self._most:
+            raise UserError(
+                f"the search puts texts before problem {prompt.id!r} that make it {len(context.token_ids)} tokens, and "
+                f"{self._most} fit beside sampling.max_new_tokens={self._sampling.max_new_tokens}: lower it, "
+                "or search.workspace"
+            )
+        return context
 
     @property
     def reader(self) -> Callable[[Rollout], str | None] | None:
@@ -84,5 +112,9 @@ def no_search(searching: Searching) -> None:
     """Only the plain answers are evaluated."""
 
 
+def _reading(request: Request, context: Prompt) -> Request:
+    return replace(request, prompt=context, problem=request.prompt)
+
+
 def _key(rollout: Rollout) -> tuple[str, int]:
-    return rollout.request.prompt.id, rollout.request.sample
+    return rollout.request.about.id, rollout.request.sample

@@ -4,7 +4,7 @@ each id that truncation left."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,27 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "sample": request.sample,
         "seed": str(request.seed),  # 64 bits, of which a tensor has one for the sign
         "sampling": asdict(request.sampling),
+        "context": plain_context(request),
         "length": len(rollout),
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
         "kept": plain_sets(rollout),
     }
+
+
+def plain_context(request: Request) -> tuple[str, list[int]] | None:
+    """What was read in place of the problem's prompt, if anything was."""
+    return None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids))
+
+
+def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
+    """The request of a stored rollout; older stores know no contexts."""
+    asked = Request(problem, state["sample"], int(state["seed"]), sampling_of(state["sampling"]))
+    if (context := state.get("context")) is None:
+        return asked
+    name, token_ids = context
+    return replace(asked, prompt=Prompt(name, tuple(token_ids), problem.answer), problem=problem)
 
 
 def plain_sets(rollout: Rollout) -> tuple[torch.Tensor, ...] | None:
@@ -85,9 +100,10 @@ def prompt_of(state: Mapping[str, Any]) -> Prompt:
 def _rollout(
     prompt: Prompt, fate: Mapping[str, Any], token_ids: tuple[int, ...], logprobs: tuple[float, ...]
 ) -> Rollout:
-    request = Request(prompt, fate["sample"], int(fate["seed"]), sampling_of(fate["sampling"]))
     spans = tuple(Span(*span) for span in fate["spans"])
-    return Rollout(request, token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans, sets_of(fate))
+    return Rollout(
+        request_of(prompt, fate), token_ids, logprobs, Finish(fate["finish"]), fate["kept_kv"], spans, sets_of(fate)
+    )
 
 
 def drawn(

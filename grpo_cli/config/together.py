@@ -84,8 +84,19 @@ def rehearsed_problems(settings: RunSettings, size: CollectionSize) -> Iterator[
     if size.unequal:
         known = {*others.of_each("goes_with")}
         yield from (problem for problem in replace(others, unequal=True).of_each("goes_with") if problem not in known)
+    if settings.train.plain_weight and not (size.contexts or others.says("collector", "contexts")):
+        yield (
+            f"train.plain_weight={settings.train.plain_weight} trains again on rollouts that read another context, and "
+            f"{others.named('collector')} gives none; use collector=nudge, or train.plain_weight=0"
+        )
     if size.partial or size.resumed:
-        yield from _partial_problems(others, size.partial, size.resumed)
+        yield from _partial_problems(others, size)
+    given = (size.resumed and not size.partial) or settings.train.plain_weight
+    if given and others.setting("correction", "prox") == "drawn":
+        yield (
+            "correction.prox=drawn takes the sampler for the old policy, and with "
+            f"{others.named('collector')} tokens are trained on that it did not draw; use correction.prox=now"
+        )
 
 
 def undone(settings: RunSettings, rules: Rules) -> Iterator[str]:
@@ -157,15 +168,15 @@ def _kept_problems(others: Chosen) -> Iterator[str]:
         )
 
 
-def _partial_problems(others: Chosen, partial: bool, resumed: bool) -> Iterator[str]:
-    """Conflicts of a collector that leaves rollouts `partial`, or goes on with such (`resumed`)."""
-    collector = others.named("collector")
+def _partial_problems(others: Chosen, size: CollectionSize) -> Iterator[str]:
+    """Conflicts of a collector that leaves rollouts partial, or goes on with tokens that are there."""
+    collector, resumed = others.named("collector"), size.resumed
     if resumed and others.says("sparsity", "evicts"):
         yield (
             f"{collector} goes on with partial rollouts, whose tokens {others.named('sparsity')} would count as "
             "prompt; use sparsity=dense, or collector=equal"
         )
-    if partial and others.says("engine", "stops_early") is False:
+    if size.partial and others.says("engine", "stops_early") is False:
         yield (
             f"{collector} stops rollouts before their end, which {others.named('engine')} cannot, as its workers "
             "report a rollout when it has ended; use engine=torch or engine=vllm, or collector=equal"

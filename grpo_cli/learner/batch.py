@@ -6,6 +6,7 @@ Padding is on the right, where a causal model never sees it. A part is trimmed t
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_cli.interfaces import Correction
-from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Totals, Verdict
+from grpo_cli.types import ENVIRONMENT, GIVEN, NEVER, Batch, Group, Rollout, ScoredGroup, Span, Totals, Verdict
 
 # What a forward and backward pass costs beyond its tokens, in tokens (measured with the embedded model on a CPU, where
 # 256 to 1024 are within a few per cent of each other).
@@ -64,6 +65,23 @@ def collate(groups: Sequence[Group | ScoredGroup], pad_token_id: int, version: i
     )
 
 
+def plainly(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    """The rollouts that read another context, as if they had been given under their problem's own prompt."""
+    some = [group.take([i for i, one in enumerate(group.rollouts) if one.request.problem]) for group in groups]
+    return [replace(group, rollouts=tuple(map(_plain, group.rollouts))) for group in some]
+
+
+def _plain(rollout: Rollout) -> Rollout:
+    return replace(
+        rollout,
+        request=replace(rollout.request, prompt=rollout.request.about, problem=None),
+        sampler_logprobs=(math.nan,) * len(rollout),
+        spans=tuple(span if span.version == ENVIRONMENT else Span(GIVEN, span.count) for span in rollout.spans),
+        kept=None,
+        view=None,
+    )
+
+
 def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size) -> tuple[Tensor | None, Tensor | None]:
     """`Batch.kept_ids` and `kept_bounds`; None if nothing was truncated."""
     if all(rollout.kept is None for rollout in rollouts):
@@ -108,8 +126,9 @@ def _lags(rollouts: Sequence[Rollout], starts: Sequence[int], shape: torch.Size,
 
 
 def totals(batch: Batch, max_new_tokens: int) -> Totals:
-    """The divisors of this batch as one update: all sequences count, tokens only if they are trained on."""
-    return Totals(sequences=len(batch), tokens=int(batch.loss_mask.sum()), max_new_tokens=max_new_tokens)
+    """The divisors of this batch as one update: all counted sequences, and their tokens if they are trained on."""
+    sequences = len(batch) if batch.counted is None else int(batch.counted.sum())
+    return Totals(sequences=sequences, tokens=int(batch.counted_mask.sum()), max_new_tokens=max_new_tokens)
 
 
 def verdict_on(correction: Correction, batch: Batch, old_logprobs: Tensor) -> Verdict:

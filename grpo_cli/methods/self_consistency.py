@@ -10,11 +10,10 @@ Not measured.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from grpo_cli.collect.label import winner
 from grpo_cli.collect.search import Searching
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.errors import UserError
@@ -35,13 +34,3 @@ class Majority:
                 "a reply: use search=best, or a task whose answers are numbers, such as task.reward=numbers"
             )
         return [row[winner([read(one) for one in row])] for row in searching.go_on(searching.begin(self.k))]
-
-
-def winner(answers: Sequence[str | None]) -> int:
-    """The place of the first of the most frequent answers.
-
-    >>> winner([None, "7", "5", "5", None, None, "7"])
-    1
-    """
-    votes = Counter(answer for answer in answers if answer is not None)  # in order of their first vote
-    return answers.index(max(votes, key=lambda answer: votes[answer])) if votes else 0

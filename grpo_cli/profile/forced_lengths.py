@@ -104,9 +104,9 @@ class ProfiledEngine:
             yield from inner.generate(requests, enough, **replies)
             return
         longest = max(request.resumed + request.sampling.max_new_tokens for request in requests)
-        fresh = [request for request in requests if not request.resumed]
+        fresh = [one for one in requests if not one.resumed or first_seed(one) not in self._forced]
         lengths = self._lengths(len(fresh), longest) if fresh else []
-        self._forced |= {request.seed: length for request, length in zip(fresh, lengths, strict=True)}
+        self._forced |= {first_seed(request): length for request, length in zip(fresh, lengths, strict=True)}
         asked = {key_of(request): request for request in requests}
 
         def as_asked(rollout: Rollout) -> Rollout:
@@ -117,7 +117,9 @@ class ProfiledEngine:
             return replace(rollout, request=request, finish=Finish.EOS if shorter else Finish.LENGTH)
 
         has_enough = None if enough is None else lambda rollout: enough(as_asked(rollout))
-        limited = [_limited(request, self._forced[first_seed(request)] - request.resumed) for request in requests]
+        limited = [
+            _limited(request, max(1, self._forced[first_seed(request)] - request.resumed)) for request in requests
+        ]
         yield from map(as_asked, self._engine.generate(limited, has_enough))
 
     def stats(self) -> EngineStats:

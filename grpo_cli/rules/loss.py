@@ -66,9 +66,10 @@ class Clipped(ABC):
         tokens whatever the aggregation; `loss/kl` is the KL itself, not multiplied by `kl_coef`, and there only with a
         reference.
         """
-        mask = batch.loss_mask
+        mask = batch.counted_mask
         said = self.terms(logprobs, batch)
-        loss = policy = aggregate(said.terms * batch.weights.detach().float(), mask, totals, self.aggregation)
+        weighed = said.terms * batch.weights.detach().float()
+        loss = policy = aggregate(weighed, batch.loss_mask, totals, self.aggregation)
         metrics = {
             "loss/policy": policy.detach(),
             "loss/clip_fraction": aggregate(said.clipped.float(), mask, totals, "token"),

@@ -39,9 +39,7 @@ def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Calla
         except KeyError:
             continue
         if isinstance(text, str) and text.strip():
-            said = _lead(prompt, tokenizer) + text.strip()
-            reply = [*tokenizer.encode(said, add_special_tokens=False, split_special_tokens=True), eos]
-            found.append(demonstration(prompt, [(False, reply)]))
+            found.append(demonstration(prompt, [(False, [*said_after(prompt, text, tokenizer), eos])]))
     if not found:
         raise UserError(
             f"train.warmup=sft imitates worked solutions, but no row of the task has text in the field {field}: name "
@@ -50,6 +48,13 @@ def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Calla
     if len(found) < len(prompts):
         warn(f"train.warmup=sft: {len(found)} of {len(prompts)} problems have a solution in the field {field}")
     return found
+
+
+def said_after(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text as a reply begins with it; none of a blank one."""
+    if not (text := text.strip()):
+        return []
+    return tokenizer.encode(_lead(prompt, tokenizer) + text, add_special_tokens=False, split_special_tokens=True)
 
 
 def _lead(prompt: Prompt, tokenizer: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Generic, TypeVar
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import Range
-from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim
+from grpo_cli.tasks.prompting import MadePrompts, Prompting, Verbatim, before, with_text
 from grpo_cli.types import Prompt
 
 HELD_OUT_ONE_IN = 8
@@ -48,8 +48,9 @@ class GeneratedTask(ABC, Generic[P]):
         if least > most:
             raise UserError(f"task.min_{self.sizes_are}={least} must be at most task.max_{self.sizes_are}={most}")
         self._prompting, self._seed, self._sizes = prompting, seed, range(least, most + 1)
-        self._train = MadePrompts(self._train_prompt, train_problems)
-        self._eval = tuple(self._prompt(f"eval-{i}", *found) for i, found in enumerate(self._held_out(eval_problems)))
+        self._train = MadePrompts(lambda i: self._prompt(f"train-{i}", *self._to_train(i)), train_problems)
+        self._evaluated = self._held_out(eval_problems)
+        self._eval = tuple(self._prompt(f"eval-{i}", *found) for i, found in enumerate(self._evaluated))
 
     @abstractmethod
     def draw(self, rng: Random, size: int) -> P:
@@ -81,13 +82,21 @@ class GeneratedTask(ABC, Generic[P]):
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
 
-    def _train_prompt(self, index: int) -> Prompt:
-        """Problem `index` of the train split: a function of the seed and the index alone."""
+    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
+        return with_text(prompt, self._prompting.encode(before(self._asked(prompt)[1], texts)))
+
+    def _asked(self, prompt: Prompt) -> tuple[P, str]:
+        """The problem that a prompt was made of, and its text."""
+        split, _, number = prompt.id.partition("-")
+        return self._to_train(int(number)) if split == "train" else self._evaluated[int(number)]
+
+    def _to_train(self, index: int) -> tuple[P, str]:
+        """Problem `index` of the train split and its text: a function of the seed and the index alone."""
         rng = Random(f"{self.name}/train/{self._seed}/{index}")
         size = rng.choice(self._sizes)
         while is_held_out(self.key(problem := self.draw(rng, size))):
             pass
-        return self._prompt(f"train-{index}", problem, self.question(problem, rng))
+        return problem, self.question(problem, rng)
 
     def _held_out(self, count: int) -> list[tuple[P, str]]:
         """The problems of the eval split with their texts. UserError if there are too few."""

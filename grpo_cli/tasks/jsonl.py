@@ -13,13 +13,14 @@ from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.ranges import OneOf, Range
+from grpo_cli.tasks.demonstrations import said_after
 from grpo_cli.tasks.formats import OverlongTokens, overlong
 from grpo_cli.tasks.judges import FORMATS_ON, GRADINGS, Completion, Judge, Numbers, Weighing
 from grpo_cli.tasks.math_judge import MOST_WORKERS, ON_CRASH, MathJudge
 from grpo_cli.tasks.model_judge import JudgeSettings, ModelJudge
 from grpo_cli.tasks.own_reward import OwnReward
 from grpo_cli.tasks.problems import LONG_PROMPTS, LazyPrompts, Problem, Reader, check_disjoint, split_by_hash
-from grpo_cli.tasks.prompting import Prompting, Tokenizer
+from grpo_cli.tasks.prompting import Prompting, Tokenizer, before, with_text
 from grpo_cli.tasks.rows import value_of
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_judge, environment_of
 from grpo_cli.types import Prompt, Reward, Rollout
@@ -45,6 +46,7 @@ class Jsonl(Speaks):
         default_eval_path: str | None,
         question_field: str,
         answer_field: str,
+        solution_field: str | None,
         few_shot: Annotated[int, Range(0)],
         few_shot_path: str | None,
         long_prompts: Annotated[str, OneOf(LONG_PROMPTS)],
@@ -82,7 +84,7 @@ class Jsonl(Speaks):
         self._source, self._is_default, self._eval_fraction = source, path is None, eval_fraction
         self._eval_source = eval_path or (default_eval_path if path is None else None)
         self._eval_key = "task.eval_path" if eval_path else "task.path"  # what helps where the hub does not
-        self._warn = warn
+        self._warn, self._solution_field = warn, solution_field or answer_field
         prompting = Prompting.of(tokenizer, turns, chat_defaults)
         self._shown = self._examples(few_shot, few_shot_path)
         texts = tuple((problem.question, str(value_of(problem.row, answer_field)).strip()) for problem in self._shown)
@@ -126,6 +128,26 @@ class Jsonl(Speaks):
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._prompting.decode(token_ids)
+
+    def in_context(self, prompt: Prompt, texts: Sequence[str]) -> Prompt:
+        problem = self._problem(prompt)
+        if problem.messages:
+            raise UserError(f"{problem.place}: nothing can be put before messages, which are used as given")
+        return with_text(prompt, self._prompting.encode(before(problem.question, texts)))
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        """The text of `solution_field` without its last line, which says the answer. UserError for what is no text, and
+        where no problem's text has more than a line."""
+        if not self._has_solutions:
+            raise UserError(
+                f"no problem of {self._source} has a worked solution: in the field {self._solution_field!r} "
+                "(task.solution_field) none has a line before the one that says the answer"
+            )
+        return said_after(prompt, _worked(self._problem(prompt), self._solution_field), self._prompting.tokenizer)
+
+    @cached_property
+    def _has_solutions(self) -> bool:
+        return any(_worked(problem, self._solution_field) for problem in self._train.problems)
 
     def row_of(self, prompt: Prompt) -> Mapping[str, Any]:
         return self._problem(prompt).row
@@ -203,6 +225,20 @@ class Jsonl(Speaks):
         if chat := next((problem for problem in problems[:count] if problem.messages), None):
             raise UserError(f"{chat.place}: messages are no example, and are put as they are: set task.few_shot=0")
         return problems[:count]
+
+
+def _worked(problem: Problem, name: str) -> str:
+    """The lines of a solution but the last. UserError if the field is no text."""
+    try:
+        text = value_of(problem.row, name)
+    except KeyError:
+        text = None
+    if not isinstance(text, str):
+        raise UserError(
+            f"{problem.place}: the field {name!r} (task.solution_field) must be the text of a worked solution, but is "
+            f"{'not there' if text is None else repr(text)[:80]}"
+        )
+    return text.strip().rpartition("\n")[0]
 
 
 def _judge(reward: str, main: str, seconds: float, workers: int, on_crash: str) -> Judge:

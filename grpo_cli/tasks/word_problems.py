@@ -7,14 +7,16 @@ compared exactly (`answers.py`); nothing of it is ever evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 from random import Random
 from typing import Annotated, Any, Unpack
 
 from grpo_cli.support.ranges import Range
 from grpo_cli.tasks.answers import equal, extract_answer
+from grpo_cli.tasks.demonstrations import said_after
 from grpo_cli.tasks.generated import EvalProblems, GeneratedTask, TrainProblems
 from grpo_cli.tasks.prompting import Prompting, Tokenizer
 from grpo_cli.tasks.turns import Speaks, TurnSettings, environment_of
@@ -93,6 +95,16 @@ class Story:
         """
         return f"{self.groups}*" * (self.groups > 1) + str(self.start) + "".join(f"{c:+d}" for c in self.changes)
 
+    def worked(self) -> list[str]:
+        """What happens, a line each.
+
+        >>> Story(3, 4, (5, -2)).worked()
+        ['3*4=12', '12+5=17', '17-2=15']
+        """
+        values = list(accumulate(self.changes, initial=self.groups * self.start))
+        lines = [f"{self.groups}*{self.start}={values[0]}"] * (self.groups > 1)
+        return lines + [f"{old}{c:+d}={new}" for old, c, new in zip(values, self.changes, values[1:], strict=False)]
+
     def in_words(self, rng: Random) -> str:
         """In the words of a random scene."""
         scene, who = rng.choice(SCENES), rng.choice(NAMES)
@@ -159,6 +171,10 @@ class WordProblems(GeneratedTask[Story], Speaks):
 
     def answer(self, problem: Story) -> str:
         return str(problem.answer)
+
+    def solution(self, prompt: Prompt) -> Sequence[int]:
+        lines = self._asked(prompt)[0].worked()
+        return said_after(prompt, "\n".join(lines[:-1]), self._prompting.tokenizer)
 
     def question(self, problem: Story, rng: Random) -> str:
         story = problem.in_words(rng)

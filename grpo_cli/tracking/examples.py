@@ -18,7 +18,7 @@ def example(task: Task, group: ScoredGroup, index: int, *, kept: bool, reason: s
     return Example(
         prompt_id=group.prompt.id,
         sample=rollout.request.sample,
-        prompt=task.text(group.prompt.token_ids),
+        prompt=task.text(rollout.request.prompt.token_ids),
         reply=task.text(rollout.token_ids),
         answer=group.prompt.answer,
         reward=reward.total,

@@ -218,6 +218,13 @@ def reached(runs: Runs, key: str) -> str:
     return listed(there, [f"{len(runs) - len(there)} of {len(runs)} never"] if len(there) < len(runs) else [])
 
 
+def minutes_to(runs: Iterable[Mapping[str, Any]], wanted: float) -> list[tuple[float, bool]]:
+    """Of each run that tried, the minutes at the first evaluation that found so many right, True; or at the last."""
+    curves = [run["curve"] for run in runs]
+    found = [next((minutes for minutes, accuracy in curve if accuracy >= wanted), None) for curve in curves]
+    return [(curve[-1][0], False) if at is None else (at, True) for at, curve in zip(found, curves, strict=True)]
+
+
 def formatted(value: float, form: int | str) -> str:
     """With so many digits, or in a form of Python's; there is no -0."""
     return format(round(value, form) + 0.0, f".{form}f") if isinstance(form, int) else format(value, form)

@@ -68,7 +68,12 @@ def test_every_record_is_there_and_every_claim_says_of_what_it_is_a_sample() -> 
 @pytest.mark.parametrize(
     ("record", "change", "page"),
     [
-        ("frontier_a", lambda r: r["results"]["target"]["1"].update(final_accuracy=0.9), "README.md"),
+        ("frontier_a", lambda r: r["results"]["target"]["1"].update(final_accuracy=0.9), "scripts/README.md"),
+        (
+            "bench_time_to_accuracy",
+            lambda r: r["runs"]["recipe, 2e-05, seed 0"]["curve"][-1].__setitem__(0, 9.0),
+            "README.md",
+        ),
         ("frontier_b", lambda r: r["results"]["cost"]["full"]["surplus 1"].update(of_equal=0.5), "README.md"),
         ("soak", lambda r: r["results"]["to step 10000"].update(yardsticks=99.0), "scripts/README.md"),
     ],

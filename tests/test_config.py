@@ -67,6 +67,7 @@ def test_every_choice_can_be_composed(file):
     others["advantage=median_release"] = ["n=9"]
     others["curriculum=profile"] = [f"train.history={trace}"]
     others["advantage=a2po"] = others["curriculum=profile"]
+    others |= {f"advantage={of}": [f"collector={by}"] for of, by in (("arms", "hint"), ("nudge", "nudge"))}
     others["correction=shadow"] = ["sparsity=rkv"]
     others["loss=a2po"] = ["advantage=a2po", f"train.history={trace}"]
     others["replay=folder"] = [f"replay.path={trace.parent}"]

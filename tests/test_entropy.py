@@ -16,7 +16,7 @@ from small import VOCABULARY, plain_batch, small_model
 
 from grpo_cli.learner.forward import Padded, PaddingFree
 from grpo_cli.learner.learner import Learner, Update
-from grpo_cli.learner.logprobs import PLAIN, Entropy, _Chosen, _few_rows, _log_softmax
+from grpo_cli.learner.logprobs import PLAIN, Entropy, _Chosen, few_rows, log_softmax
 from grpo_cli.settings import Sampling
 from grpo_cli.support.meter import NullMeter
 from grpo_cli.tracking.progress import Progress, Trained, step_metrics
@@ -110,8 +110,8 @@ def test_the_gradient_is_to_the_bit_what_it_is_without(dtype: torch.dtype) -> No
     logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected, factor = logits.clone(), torch.full((9,), 0.3) / 0.7
     ids = torch.zeros(9, dtype=torch.long)
-    for some, which, by in _few_rows(expected, ids, factor):
-        slope = _log_softmax(some, 0.7).exp_().mul_(-by[:, None])
+    for some, which, by in few_rows(expected, ids, factor):
+        slope = log_softmax(some, 0.7).exp_().mul_(-by[:, None])
         some.copy_(slope.scatter_add_(1, which[:, None], by[:, None]))
     assert torch.equal(backward(logits, 0.7, 0.3)[1], expected)
 

@@ -370,9 +370,9 @@ def test_a_step_that_wants_more_problems_than_there_are_says_what_to_lower(colle
 def test_a_start_rehearses_its_collector_once(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls: list[int] = []
 
-    def counted(collector: Any, n: int, prompts: int) -> CollectionSize:
+    def counted(collector: Any, n: int, *others: int) -> CollectionSize:
         calls.append(n)
-        return rehearsed(collector, n, prompts)
+        return rehearsed(collector, n, *others)
 
     monkeypatch.setattr("grpo_cli.config.rehearsal.rehearsed", counted)
     words = ["n=4", "train.prompts=2", "train.steps=1", "eval.every=0", "sampler.on_oom=halve", "logger=jsonl"]

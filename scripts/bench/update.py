@@ -107,8 +107,8 @@ def without_entropy(
     logits: Tensor, ids: Tensor, chosen: Tensor, factors: Tensor, temperature: float, entropy: Tensor
 ) -> None:
     """`logprobs._slope_in_parts` without the entropy."""
-    for some, which, factor in logprobs._few_rows(logits, ids, factors):
-        found = logprobs._log_softmax(some, temperature).exp_().mul_(-factor[:, None])
+    for some, which, factor in logprobs.few_rows(logits, ids, factors):
+        found = logprobs.log_softmax(some, temperature).exp_().mul_(-factor[:, None])
         some.copy_(found.scatter_add_(1, which[:, None], factor[:, None]))
 
 

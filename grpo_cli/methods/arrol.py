@@ -69,7 +69,7 @@ class Arrol:
         ridge: Annotated[float, Range(0, because="it is what the weights are shrunk by", above=True)],
         window: Count,
         min_rollouts: Annotated[int, Range(2)],
-        layer: int | None,
+        layer: Count | None,
     ) -> None:
         self.layer = layer
         self._at, self._keep, self._share, self._warmup, self._rule = at, keep, share, warmup, rule

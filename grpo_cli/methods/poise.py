@@ -58,7 +58,7 @@ class Poise:
         min_rollouts: Annotated[int, Range(2)],
         mix: Share,
         clip: bool,
-        layer: int | None,
+        layer: Count | None,
     ) -> None:
         self.layer = layer
         self._mix, self._clip = mix, clip

@@ -4,7 +4,7 @@
     w = clip(least + (most - least) d + noise N(0, 1), 0, most)
     second round: replies that begin with the first floor(w L) tokens of the problem's solution of L tokens, given
     advantage: r - mean of its own arm: a context, and whether the reply was given a beginning
-    credit: given tokens count 0 where A < 0, as nobody is to unlearn what is right, else 1
+    credit: given tokens count 0 where A < 0, so that a correct hint is never trained against, else 1
 
 Read from the paper's text. Ours: one w for all of a problem's second round, how many replies are in the first, all
 numbers in the YAML, that the difficulty is a share of right answers, and that nothing of the last line is ever given.

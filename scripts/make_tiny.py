@@ -36,12 +36,11 @@ from grpo_cli.tasks.generated import is_held_out
 CHARACTERS = "0123456789+-*/()=,:"
 PAD, EOS = "<pad>", "<eos>"
 CONTEXT = 512
-# Chances to lose a term, for each after the second, and at most; and of every line to be the last one.
-LOSE, LOSE_AT_MOST, JUMP = 0.16, 0.65, 0.12
+LOSE = 0.16  # chance of a careless writer to lose a term, for each after the second
 LR, MUON_LR, WARMUP, WEIGHT_DECAY = 3e-3, 0.01, 100, 0.01
 BATCH_TOKENS, POOL = 2048, 1024  # of an update, padding included; examples that are sorted by length together
 REPORT_EVERY = 500
-TASK = {"min_terms": 2, "max_terms": 8, "max_operand": 9, "max_value": 99}
+MAX_OPERAND, MAX_VALUE = 9, 99
 
 log = logging.getLogger("make_tiny")
 
@@ -90,10 +89,11 @@ def draw_example(rng: Random, args: argparse.Namespace, careless: bool) -> tuple
     """A train problem and a solution of it, by a careful or a careless writer."""
     if args.countdown and rng.random() < args.countdown:
         return draw_countdown(rng)
-    num_terms = rng.choice(range(TASK["min_terms"], TASK["max_terms"] + 1))
-    while is_held_out(str(problem := draw_sum(rng, num_terms, TASK["max_operand"], TASK["max_value"]))):
+    fewest, most = args.terms
+    num_terms = rng.choice(range(fewest, most + 1))
+    while is_held_out(str(problem := draw_sum(rng, num_terms, MAX_OPERAND, MAX_VALUE))):
         pass
-    return f"{problem}=", careless_solution(rng, problem) if careless else worked_solution(problem)
+    return f"{problem}=", careless_solution(rng, problem, *args.careless) if careless else worked_solution(problem)
 
 
 def draw_countdown(rng: Random) -> tuple[str, str]:
@@ -104,20 +104,21 @@ def draw_countdown(rng: Random) -> tuple[str, str]:
             return f"{problem}=", solution
 
 
-def careless_solution(rng: Random, problem: Sum) -> str:
+def careless_solution(rng: Random, problem: Sum, at_most: float, jump: float) -> str:
     """A solution that may lose the third term on the way to its first line, and may jump from any line to the end.
 
-    The longer the problem, the likelier the loss: LOSE for each term after the second, at most LOSE_AT_MOST.
-    What follows is true to what was written, and a jump ends in the right number for it.
+    The longer the problem, the likelier the loss: LOSE for each term after the second, at most `at_most`; `jump` is the
+    chance of every line to be the last one. What follows is true to what was written, and a jump ends in the right
+    number for it.
     """
     num_terms = len(problem.terms)
     first, *rest = problem.after(1).terms
-    loses = rng.random() < min(LOSE_AT_MOST, LOSE * (num_terms - 2))
-    if loses and all(0 <= value <= TASK["max_value"] for value in accumulate(rest[1:], initial=first)):
+    loses = rng.random() < min(at_most, LOSE * (num_terms - 2))
+    if loses and all(0 <= value <= MAX_VALUE for value in accumulate(rest[1:], initial=first)):
         rest = rest[1:]
     lines = []
     left = Sum((first, *rest))
-    while len(left.terms) > 1 and rng.random() >= JUMP:
+    while len(left.terms) > 1 and rng.random() >= jump:
         lines.append(str(left))
         left = left.after(1)
     return "=".join([*lines, str(sum(left.terms))])
@@ -194,6 +195,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--careful-steps", type=int, default=1500, help="first updates, all one operation per line")
+    parser.add_argument("--terms", type=int, nargs=2, default=(2, 8), metavar=("FEWEST", "MOST"), help="of a problem")
+    chances = ("LOSS", "JUMP")
+    parser.add_argument(
+        "--careless", type=float, nargs=2, default=(0.65, 0.12), metavar=chances, help="chances, the first at most"
+    )
     parser.add_argument("--countdown", type=float, default=0.0, help="share of countdown examples")
     parser.add_argument("--threads", type=int, default=1, help="another number gives other roundings, so other weights")
     return parser.parse_args()
@@ -211,7 +217,8 @@ def main() -> None:
     model.eval()
     write_folder(model, tokenizer, args.out)
     log.info("wrote %s", args.out)
-    words = ("model=hf", f"model.path={args.out}", "eval.problems=448", "eval.k=4", "logger=jsonl", "device=cpu")
+    sums = (f"task.min_terms={args.terms[0]}", f"task.max_terms={args.terms[1]}", "sampling.max_new_tokens=400")
+    words = ("model=hf", f"model.path={args.out}", *sums, "eval.problems=448", "eval.k=4", "logger=jsonl", "device=cpu")
     subprocess.run([sys.executable, "-m", "grpo_cli", "eval", "checkpoint=null", *words], check=True)
 
 

@@ -11,6 +11,7 @@ import torch
 from made import full, infinite, micro, prefix_head
 from small import VOCABULARY, make_engine, one_and_the_rest, small_model, some_requests
 from test_passes import make_batch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_cli.engine.kv.eviction import Dense
 from grpo_cli.engine.order.schedule import Lpt
@@ -22,6 +23,7 @@ from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
 from grpo_cli.model.recompute import recompute_layers
+from grpo_cli.model.varlen import OnProcessor, Spans
 from grpo_cli.profile import shapes
 from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
@@ -269,6 +271,29 @@ def test_a_few_rows_of_logits_stand_for_all_of_a_chunk(monkeypatch: pytest.Monke
             [total(found) for found in model.train_pass(Padded(10_000, 256, 1.0), (RowShape(10, 300),), False)]
         )
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [[30, 25, 10], [700, 600]], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_found_once_takes_what_it_takes_every_time(sizes: list[int], dtype: torch.dtype):
+    kernel, shapes_of = shapes._OfShapes(), list[Any]()
+    with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
+        at = Spans.of(sizes, sizes, True, torch.device("cpu"))
+        q, out, grad = (torch.empty(sum(sizes), 4, 16, dtype=dtype) for _ in range(3))
+        k, v = (torch.empty(sum(sizes), 2, 16, dtype=dtype) for _ in range(2))
+        lse = torch.empty(4, sum(sizes))
+        held = seen.take_peak()
+        assert kernel.takes(q)
+        for one in (OnProcessor(), kernel, kernel):
+            calls = [lambda one=one: one.forward(q, k, v, at, 0.25)[:2]]
+            calls += [lambda one=one: one.backward(grad, (q, k, v), out, lse, at, 0.25, ())]
+            for call in calls:
+                results = call()
+                shapes_of.append((seen.take_peak(), [(x.shape, x.dtype) for x in results]))
+                del results
+                seen.take_peak()
+    assert shapes_of[:2] == shapes_of[2:4] == shapes_of[4:]
+    assert all(sum(peak.values()) > sum(held.values()) for peak, _ in shapes_of)
 
 
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:

@@ -23,10 +23,10 @@ from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.evicted import Evicted
 from grpo_cli.model.mlp_recompute import last_states
 from grpo_cli.model.transfer import send
-from grpo_cli.model.varlen import Flash, OnProcessor, Part, Spans, Trunks, attention
+from grpo_cli.model.varlen import Flash, Kernel, OnProcessor, Part, Spans, Trunks, attention
 
 _NAME = "grpo_packed"
-_KERNELS = (Flash(), OnProcessor())
+KERNELS: list[Kernel] = [Flash(), OnProcessor()]  # the first that takes the queries
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _attention(
     sizes, scale = packed_layout.sizes, kwargs["scaling"]
     if torch.is_autocast_enabled(query.device.type):  # as PyTorch's own attention would, but once and not in each part
         query, key, value = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (query, key, value))
-    kernel = next((kernel for kernel in _KERNELS if kernel.takes(query)), None)
+    kernel = next((kernel for kernel in KERNELS if kernel.takes(query)), None)
     if kernel is not None:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         return attention(q, k, v, packed_layout.parts, scale, kernel)[None], None

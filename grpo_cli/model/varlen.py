@@ -53,6 +53,8 @@ class Kernel(Protocol):
     """PyTorch's flash attention, or an equivalent. HG query heads share H key heads; log-sum-exps are float32 and
     ordered by head; further outputs of forward are passed to backward."""
 
+    def takes(self, q: Tensor) -> bool: ...
+
     def forward(
         self, q: Float[Tensor, "N HG D"], k: Float[Tensor, "M H D"], v: Float[Tensor, "M H D"], at: Spans, scale: float
     ) -> tuple[Float[Tensor, "N HG D"], Float[Tensor, "HG N"], tuple[Tensor, ...]]: ...

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_cli.engine.batching import Capped, Sampler
@@ -32,8 +32,9 @@ from grpo_cli.learner.logprobs import _AT_ONCE as AT_ONCE
 from grpo_cli.learner.logprobs import PLAIN, ByRow
 from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.mlp_recompute import always_sparing
-from grpo_cli.model.packed import allow_packing
+from grpo_cli.model.packed import KERNELS, allow_packing
 from grpo_cli.model.recompute import keep_inputs
+from grpo_cli.model.varlen import OnProcessor, Spans
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -150,6 +151,51 @@ def _scratch(compute: Callable[..., Any]) -> Callable[..., Any]:
         logits.new_empty(found[key] // 4 // vocabulary, vocabulary, dtype=torch.float32)
 
     return allocate
+
+
+class _OfShapes:
+    """Attention of fake tensors: allocates what PyTorch's on a processor holds at its fullest, and its results. Both
+    are found once for spans of the same sizes, since each span takes a dozen operations, in every layer."""
+
+    def __init__(self) -> None:
+        self._real = OnProcessor()
+        self._found: dict[Any, tuple[int, list[tuple[torch.Size, torch.dtype]]]] = {}
+
+    @staticmethod
+    def takes(q: Tensor) -> bool:
+        return isinstance(q, FakeTensor) and OnProcessor.takes(q)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor, Any]:
+        out, lse = self._results(lambda *qkv: self._real.forward(*qkv, at, scale)[:2], at, q, k, v)
+        return out, lse, ()
+
+    def backward(
+        self, grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
+        besides: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        def compute(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+            return self._real.backward(grad, (q, k, v), out, lse, at, scale, besides)
+
+        dq, dk, dv = self._results(compute, at, grad, *qkv, out, lse)
+        return dq, dk, dv
+
+    def _results(self, compute: Callable[..., Any], at: Spans, *given: Tensor) -> Sequence[Tensor]:
+        key = at.sizes, at.causal, *((x.shape, x.dtype) for x in given)
+        if key not in self._found:
+            with Allocations(_NOTHING) as seen:
+                seen.leave_out(given)
+                made = compute(*given)
+                beside = sum(seen.take_peak().values()) - storage_bytes(made)
+                self._found[key] = beside, [(x.shape, x.dtype) for x in made]
+            return made
+        beside, shapes = self._found[key]
+        made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+        given[0].new_empty(beside, 1, dtype=torch.uint8)  # and given back
+        return made
+
+
+_NOTHING = SimpleNamespace(config=SimpleNamespace(vocab_size=0), parameters=list, buffers=list)
+KERNELS.insert(0, _OfShapes())
 
 
 def _chosen(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:

@@ -69,6 +69,7 @@ ARMS: Mapping[str, Arm] = {
     "TRL, n=64": Arm(trl=64, every=2),
     "plain GRPO": Arm((*BASE, "n=16", "train.shared_prefix=false")),
     "recipe": recipe(),
+    "recipe, 2 problems": Arm((*recipe().words, "train.prompts=2"), every=8),
     **{f"without {part}": recipe(part) for part in RECIPE},
 }
 Run = dict[str, Any]  # `curve`: pairs of minutes and accuracy; `peak_bytes`

@@ -13,7 +13,8 @@ Accuracy is that of samples at temperature 1 on held-out problems; evaluation is
 parts        by name: `words` of all its arms, `arms` by name with their words, and a `baseline`, as arm or part/arm.
              Runs of a part with a baseline end once they have generated as many tokens as the baseline of their seed,
              or after `longest` times its steps; `token_share` is at which share of its tokens an arm's accuracy first
-             is the baseline's last
+             is the baseline's last; `at_equal_seconds` its accuracy after as many seconds as the shortest run of its
+             seed trained
 profiled     the arm that learns from a profile (`grpo eval` of all training problems), whose tokens are counted
 sooner_than  arms to compare times with: how long such an arm takes to 99 % of its own best accuracy, over how long
              another one takes to that accuracy, seed by seed
@@ -42,6 +43,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
@@ -49,7 +51,7 @@ from common import ROOT, document, parsed, parser, positive, rotated, settings_o
 
 from grpo_cli.config.overrides import overrides
 from grpo_cli.report import read
-from grpo_cli.report.curves import GREEDY, Curve, Rows, curve_of
+from grpo_cli.report.curves import CLOCK, GREEDY, Curve, Rows, curve_of
 from grpo_cli.sweep.board import Board
 from grpo_cli.sweep.gpus import places
 from grpo_cli.sweep.pool import Pool
@@ -360,6 +362,17 @@ def token_share(rows: Rows, base: Rows, cost: int = 0) -> float | None:
     return None if reached is None else (reached + cost) / float(base[-1]["tokens/generated"])
 
 
+def equal_seconds(runs: Sequence[Rows]) -> float:
+    """How long the shortest of some runs trained."""
+    return min(float(rows[-1][CLOCK]) for rows in runs)
+
+
+def accuracy_after(rows: Rows, seconds: float) -> float:
+    """Accuracy of samples after so many seconds of training, between evaluations on a straight line."""
+    curve = sampled(rows)
+    return float(np.interp(seconds, curve.along(CLOCK), curve.accuracy))
+
+
 def sooner_than(baseline: Mapping[int, Curve], arm: Mapping[int, Curve]) -> dict[str, Any]:
     """How many times sooner than the baseline an arm reaches 99 % of the baseline's best accuracy, seed by seed.
 
@@ -390,6 +403,11 @@ def results(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         for arm, seed in ((arm, seed) for arm, of in arms.items() for seed in its.keys() & of.keys()):
             share = token_share(arms[arm][seed], rows[its[seed].name], _cost(args, out, arm, seed))
             found[part][arm][seed]["token_share"] = share
+        for seed in its:
+            at = equal_seconds([of[seed] for of in arms.values() if seed in of])
+            for arm, of in arms.items():
+                if seed in of and sampled(of[seed]).accuracy:
+                    found[part][arm][seed]["at_equal_seconds"] = accuracy_after(of[seed], at)
     if plan.levels == 3:
         return found
     (found,) = found.values()

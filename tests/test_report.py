@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from grpo_cli.report.compare import compare, estimate
 from grpo_cli.report.curves import Curve, curve_of, deviation, mean_curve
+from grpo_cli.report.evaluations import headline
+from grpo_cli.report.make import make
 from grpo_cli.report.read import Run, State, read_rows, read_run, read_runs
 from grpo_cli.report.tables import arm_table, as_json, footnotes
 from grpo_cli.runs.lock import sole_use
@@ -264,9 +266,27 @@ def test_evaluations_are_left_out_and_named(tmp_path):
     leave(tmp_path / "train")
     made.record(tmp_path / "eval", {}, command="eval")
     found = read_runs([tmp_path])
-    assert ([run.name for run in found.runs], found.others) == (["train"], ("eval",))
-    with pytest.raises(UserError, match=r"no training run in or below .*eval \(1 evaluations"):
+    assert ([run.name for run in found.runs], [run.name for run in found.others]) == (["train"], ["eval"])
+    with pytest.raises(UserError, match=r"no training run in or below .*eval \(1 runs of other"):
         read_runs([tmp_path / "eval"])
+
+
+def test_evaluations_alone_are_shown_side_by_side(tmp_path, capsys):
+    """By what differs in their settings; the first was asked for no search, so that has nothing to show."""
+    greedy = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.75, "eval/length_mean": 18.4}
+    found = {"search/accuracy": 0.625, "search/tokens": 1264.0}
+    for name, summary in {"none": greedy, "majority": greedy | found}.items():
+        made.record(tmp_path / name, {}, choices={"search": name}, command="eval")
+        (tmp_path / name / "summary.json").write_text(json.dumps({"status": "completed", **summary}))
+    assert make([tmp_path], tmp_path / "out") is None
+    assert not (tmp_path / "out").exists()
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "search" in line]
+    assert shown == [
+        "evaluation search greedy tokens tokens of a reply",
+        "search=majority 0.625 0.500 (0.250–0.750) 1,264 18",
+        "search=none – 0.500 (0.250–0.750) – 18",
+    ]
+    assert headline({"status": "failed"}) == "" and headline(greedy | found) == "search 0.625"
 
 
 def test_folders_without_runs_are_refused(tmp_path):

@@ -61,14 +61,18 @@ def _run(command: str, cfg: DictConfig) -> Any:
 
 
 def _conclude(sweep: Sweep) -> int:
-    """The exit code of a finished sweep: the number of failed jobs; for profiles, which are compared here, 2 if one is
-    missing."""
+    """The exit code of a finished sweep: the number of failed jobs; for profiles 2 if one is missing. These and
+    evaluations are compared here."""
+    done = sweep.done()
+    if sweep.command == "eval" and done:
+        from grpo_cli.report.evaluations import show_evaluations
+
+        show_evaluations([(job.label, job.folder) for job in done])
     if sweep.command != "profile":
         return min(sweep.counts()["failed"], MOST_FAILED)
-    from grpo_cli.report.profiles import compare_profiles
-
-    done = sweep.done()
     if done:
+        from grpo_cli.report.profiles import compare_profiles
+
         assert sweep.folder is not None, "the launcher has written there"
         compare_profiles([(job.label, job.folder) for job in done], sweep.folder)
     return 0 if len(done) == len(sweep.jobs) else 2

@@ -11,8 +11,9 @@ from rich.console import Console
 from grpo_cli.report import plots
 from grpo_cli.report.compare import Comparison, compare
 from grpo_cli.report.curves import GREEDY
+from grpo_cli.report.evaluations import named, show_evaluations
 from grpo_cli.report.html import page
-from grpo_cli.report.read import read_runs
+from grpo_cli.report.read import of_training, read_all
 from grpo_cli.report.rollouts import read_recording
 from grpo_cli.report.show import show
 from grpo_cli.report.tables import as_json
@@ -29,10 +30,11 @@ def make(
     target: float | None = None,
     metric: str = GREEDY,
     console: Console | None = None,
-) -> Comparison:
+) -> Comparison | None:
     """Report on every run in or below `folders`, into `out` or a new folder below outputs/report.
 
-    The folder gets a self-contained `report.html`, its pictures, and `report.json` with every number. UserError if
+    The folder gets a self-contained `report.html`, its pictures, and `report.json` with every number; of evaluations
+    alone a table is shown and nothing written (None). UserError if
     there are no runs or `out` cannot be written.
     """
     console = console or terminal.console()
@@ -40,11 +42,15 @@ def make(
     if out is not None and (has_record(out) or any((out / name).exists() for name in (layout.METRICS, layout.SUMMARY))):
         raise UserError(f"--out={out} is the folder of a run, and a report would write into it: choose another")
     out = out or layout.new_folder("report")
-    found = read_runs(folders, metric)
+    read = read_all(folders, metric)
+    if read and all(run.asked.command == "eval" for run in read):
+        show_evaluations(named(read), console)
+        return None
+    found = of_training(read, folders, metric)
     comparison = compare(found.runs, target, metric)
     notes = [] if plots.can_draw() else [plots.NO_PICTURES]
     if found.others:
-        notes.append(f"Left out, not being training runs: {', '.join(found.others)}.")
+        notes.append(f"Left out, not being training runs: {', '.join(run.name for run in found.others)}.")
     drawn = plots.pictures(comparison) if plots.can_draw() else {}
     recorded = [(run.name, told) for run in comparison.runs if (told := read_recording(run.folder)) and told.rollouts]
     html = page(comparison, drawn, notes, f"{now:%Y-%m-%d %H:%M}", recorded)

@@ -91,7 +91,7 @@ class FoundRuns:
     """Training runs, and the folders of other commands (evaluations, profiles) found with them."""
 
     runs: tuple[Run, ...]
-    others: tuple[str, ...]
+    others: tuple[Run, ...]
 
 
 def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
@@ -100,11 +100,15 @@ def read_runs(folders: Sequence[Path], metric: str = GREEDY) -> FoundRuns:
     `metric` is the accuracy to read. UserError if a folder does not exist, if no training run is found, or if the runs
     have measured only other accuracies.
     """
-    read = read_all(folders, metric)
+    return of_training(read_all(folders, metric), folders, metric)
+
+
+def of_training(read: Sequence[Run], folders: Sequence[Path], metric: str) -> FoundRuns:
+    """The same of runs that have been read."""
     runs = tuple(run for run in read if run.asked.command == "train")
-    others = tuple(run.name for run in read if run.asked.command != "train")
+    others = tuple(run for run in read if run.asked.command != "train")
     if not runs:
-        besides = f" ({len(others)} evaluations or other runs were found)" if others else ""
+        besides = f" ({len(others)} runs of other commands were found)" if others else ""
         named = ", ".join(plain(folder) for folder in folders)
         raise UserError(
             f"no training run in or below {named}{besides}; `grpo train` leaves them in {layout.OUTPUTS}/train, "

@@ -11,6 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from grpo_cli.report.evaluations import headline
+from grpo_cli.runs import layout
+from grpo_cli.runs.summary import read_object
 from grpo_cli.support import terminal as screen
 from grpo_cli.support.formatting import duration
 from grpo_cli.sweep.status import Job, Status, last_record
@@ -83,7 +86,9 @@ class Board:
         return status.seconds
 
     def _progress(self, job: Job, status: Status) -> str:
-        """Its step, reward and accuracy, from its last record."""
+        """Its step, reward and accuracy, from its last record; an evaluation's accuracy."""
+        if status.state == "done" and status.command == "eval":
+            return headline(read_object(job.folder / layout.SUMMARY))
         seen = last_record(job.folder) if status.state in ("running", "done", "failed") else {}
         if not seen:
             return ""

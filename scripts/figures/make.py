@@ -43,6 +43,7 @@ HERE = Path(__file__).resolve().parent
 RECORDED, LEARNT = HERE / "train.json", HERE / "learning.json"
 PODS = HERE.parent / "baselines" / "pods.json"
 PODS_REAL = HERE.parent / "baselines" / "pods_real.json"
+MINUTES = HERE.parent / "baselines" / "bench_time_to_accuracy.json"
 SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
@@ -51,6 +52,7 @@ SHOWN_STEP = 40  # of the recorded run: the moment that the picture shows
 SHOWN_METRICS = ("reward/mean", "policy/entropy", "eval/", "response/", "speed/", "time/", "memory/", "clock/")
 
 ARMS = {"grpo": "GRPO, n = m = 16", "grpo_ga": "GRPO-GA, n = m = 64", "maxvar": "PODS, n = 64, m = 16"}
+RACERS = {"recipe": "grpo train experiment=fastest_smollm2", "TRL, n=16": "TRL 1.16, GRPOTrainer, n = 16"}
 RULES = {"random": "PODS, random", "maxreward": "PODS, maxreward", "release": "PODS, maxvar as released"}
 SVG_STYLE = {"svg.hashsalt": "grpo", "svg.fonttype": "none"}
 PANELS = {"default": "one update per step", "update_bound": "two updates per step, activations recomputed"}
@@ -135,6 +137,23 @@ def pods_real() -> str:
     return svg(figure)
 
 
+def time_to_accuracy() -> str:
+    """Held-out accuracy of a real model against minutes of training, each seed by itself, ours and TRL's."""
+    runs = json.loads(MINUTES.read_text())["runs"]
+    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
+    panel = figure.subplots()
+    for colour, (arm, label) in zip(COLOURS, RACERS.items(), strict=False):
+        for number, curve in enumerate(run["curve"] for name, run in runs.items() if name.startswith(f"{arm}, ")):
+            style: dict[str, Any] = dict(color=colour, ls=("-", "--", ":")[number % 3], marker="o", ms=3.5)
+            panel.plot(*zip(*curve, strict=True), label=None if number else label, **style)
+    for wanted in (0.5, 0.8):
+        panel.axhline(wanted, color="black", ls="--", lw=0.6)
+    panel.set(xlabel="minutes of training on one processor core", xlim=(0, None), ylim=(0, 1))
+    panel.set_ylabel("held-out accuracy of samples")
+    panel.legend(loc="lower right")
+    return svg(figure)
+
+
 def _on_one_clock(recorded: Any) -> list[Curve]:
     """The curves of an arm's seeds on one clock: between two evaluations, the least time that any of them took.
 
@@ -189,6 +208,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "pods_real": pods_real,
     "slots": slots,
     "learning": learning,
+    "time_to_accuracy": time_to_accuracy,
 }
 RECORDS: Mapping[str, tuple[Path, tuple[str, ...], float]] = {  # where it is kept, what of it, up to which step
     "train": (RECORDED, SHOWN_METRICS, SHOWN_STEP),

@@ -68,7 +68,7 @@ def computed(way: Any, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Te
     return values, torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
-class WrittenOut:
+class WrittenOut(Kernel):
     """What the flash kernel says of itself, span by span, in plain float32."""
 
     def __init__(self) -> None:
@@ -171,8 +171,8 @@ def test_the_kernel_of_a_gpu_takes_what_it_can_compute() -> None:
             (torch.float32, 64, False),
             (torch.bfloat16, 36, False),
         ):
-            assert Flash.takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
-        assert not Flash.takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
+            assert Flash().takes(torch.empty(5, 2, size, device="cuda", dtype=dtype)) == expected
+        assert not Flash().takes(torch.empty(5, 2, 64, dtype=torch.bfloat16))
 
 
 def test_rows_of_a_group_may_lie_anywhere() -> None:

@@ -22,8 +22,9 @@ from grpo_cli.learner.logprobs import PLAIN
 from grpo_cli.learner.optimizer import make_optimizer, state_bytes
 from grpo_cli.methods.snapkv import SnapKv
 from grpo_cli.model.adapters import with_adapters
+from grpo_cli.model.packed import Layout, Tree
 from grpo_cli.model.recompute import recompute_layers
-from grpo_cli.model.varlen import OnProcessor, Spans
+from grpo_cli.model.varlen import OnProcessor
 from grpo_cli.profile import shapes
 from grpo_cli.profile.advice import of_fit
 from grpo_cli.profile.allocations import ACTIVATIONS, LOGITS, Allocations
@@ -273,27 +274,28 @@ def test_a_few_rows_of_logits_stand_for_all_of_a_chunk(monkeypatch: pytest.Monke
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [[30, 25, 10], [700, 600]], ids=["short", "long"])
+@pytest.mark.parametrize("tree", [Tree(30, (25, 10)), Tree(700, (600,)), Tree(50)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_found_once_takes_what_it_takes_every_time(sizes: list[int], dtype: torch.dtype):
-    kernel, shapes_of = shapes._OfShapes(), list[Any]()
+def test_attention_found_once_takes_what_it_takes_every_time(tree: Tree, dtype: torch.dtype):
+    kernel, found = shapes._OfShapes(), list[Any]()
     with FakeTensorMode(), Allocations(shapes._NOTHING) as seen:
-        at = Spans.of(sizes, sizes, True, torch.device("cpu"))
-        q, out, grad = (torch.empty(sum(sizes), 4, 16, dtype=dtype) for _ in range(3))
-        k, v = (torch.empty(sum(sizes), 2, 16, dtype=dtype) for _ in range(2))
-        lse = torch.empty(4, sum(sizes))
+        (part,) = Layout([tree], torch.device("cpu")).parts
+        q, out, grad = (torch.empty(len(tree), 4, 16, dtype=dtype) for _ in range(3))
+        k, v = (torch.empty(len(tree), 2, 16, dtype=dtype) for _ in range(2))
+        lse = torch.empty(4, len(tree))
+        seen.take_peak()  # of the layout, which is gone
         held = seen.take_peak()
         assert kernel.takes(q)
         for one in (OnProcessor(), kernel, kernel):
-            calls = [lambda one=one: one.forward(q, k, v, at, 0.25)[:2]]
-            calls += [lambda one=one: one.backward(grad, (q, k, v), out, lse, at, 0.25, ())]
+            calls = [lambda one=one: one.part_forward(part, 0.25, (q, k, v))[:2]]
+            calls += [lambda one=one: one.part_backward(part, 0.25, (grad, q, k, v, out), lse, ())]
             for call in calls:
                 results = call()
-                shapes_of.append((seen.take_peak(), [(x.shape, x.dtype) for x in results]))
+                found.append((seen.take_peak(), [(x.shape, x.dtype) for x in results]))
                 del results
                 seen.take_peak()
-    assert shapes_of[:2] == shapes_of[2:4] == shapes_of[4:]
-    assert all(sum(peak.values()) > sum(held.values()) for peak, _ in shapes_of)
+    assert found[:2] == found[2:4] == found[4:]
+    assert all(sum(peak.values()) > sum(held.values()) for peak, _ in found)
 
 
 def plan(requests: Any, n: int, m: int, *, slots: int | None = None, tokens: int = 400) -> StepShape:

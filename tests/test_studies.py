@@ -218,6 +218,10 @@ def test_a_run_is_told_by_itself_and_beside_the_baseline(tmp_path: Path) -> None
     base, run = figures(tmp_path, (0, 0.2), (5, 0.6), (10, 0.5)), figures(tmp_path, (0, 0.2), (4, 0.1), (8, 0.55))
     assert study.token_share(run, base) == 800 / 1000 and study.token_share(run, base, cost=50) == 850 / 1000
     assert study.token_share(figures(tmp_path, (0, 0.2), (10, 0.4)), base) is None
+    # The shorter of the two trained 8 s, when the other was between 0.6 at 5 s and 0.5 at 10 s.
+    seconds = study.equal_seconds([base, run])
+    assert seconds == 8.0 and study.accuracy_after(run, seconds) == 0.55
+    assert study.accuracy_after(base, seconds) == pytest.approx(0.54)
     found = study.of_run(run, ["group/zero_std", "off/lag_mean"], cost=200)
     assert (found["lowest"], found["rise"], found["tokens"]) == (0.1, pytest.approx(0.35), 1000)
     # 4 of 8 groups were mixed, 8 times.

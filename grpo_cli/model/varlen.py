@@ -8,10 +8,11 @@ gives the gradients of its own keys (as in ring attention, arXiv 2310.01889).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,28 +49,61 @@ class Trunks:
     spans: Spans
 
 
-@runtime_checkable
-class Kernel(Protocol):
+class Kernel(ABC):
     """PyTorch's flash attention, or an equivalent. HG query heads share H key heads; log-sum-exps are float32 and
     ordered by head; further outputs of forward are passed to backward."""
 
-    def takes(self, q: Tensor) -> bool: ...
+    @abstractmethod
+    def takes(self, q: Tensor) -> bool:
+        """Whether it computes on queries of this type, shape and device."""
 
+    @abstractmethod
     def forward(
         self, q: Float[Tensor, "N HG D"], k: Float[Tensor, "M H D"], v: Float[Tensor, "M H D"], at: Spans, scale: float
     ) -> tuple[Float[Tensor, "N HG D"], Float[Tensor, "HG N"], tuple[Tensor, ...]]: ...
 
+    @abstractmethod
     def backward(
         self, grad: Float[Tensor, "N HG D"], qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
         besides: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
+    def part_forward(
+        self, part: Part, scale: float, runs: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Of queries, keys and values: output, log-sum-exps, and what the kernel gives besides."""
+        q, k, v = runs
+        out, lse, besides = self.forward(q, k, v, part.own, scale)
+        if part.trunks is None:
+            return out, lse, besides
+        at, of = part.trunks.branches, part.trunks.trunks
+        above, lse_above, more = self.forward(q[at], k[of], v[of], part.trunks.spans, scale)
+        lse_own = lse[:, at]
+        share = torch.sigmoid(lse_above - lse_own).t().unsqueeze(-1)
+        out[at] = out[at].float().lerp_(above.float(), share).to(out.dtype)
+        lse[:, at] = torch.logaddexp(lse_own, lse_above)
+        return out, lse, (*besides, *more)
 
-class Flash:
+    def part_backward(
+        self, part: Part, scale: float, runs: Sequence[Tensor], lse: Tensor, besides: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the gradient, queries, keys, values and outputs."""
+        trunks, half = part.trunks, len(besides) // (1 if part.trunks is None else 2)
+        grad, q, k, v, out = (runs[0].contiguous(), *runs[1:])
+        dq, dk, dv = self.backward(grad, (q, k, v), out, lse, part.own, scale, besides[:half])
+        if trunks is not None:
+            at, of = trunks.branches, trunks.trunks
+            qkv, more = (q[at], k[of], v[of]), besides[half:]
+            found = self.backward(grad[at], qkv, out[at], lse[:, at], trunks.spans, scale, more)
+            for whole, place, one in zip((dq, dk, dv), (at, of, of), found, strict=True):
+                whole[place] += one
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+class Flash(Kernel):
     """PyTorch's own, for 16-bit types and head dimensions that are multiples of 8 up to 256."""
 
-    @staticmethod
-    def takes(q: Tensor) -> bool:
+    def takes(self, q: Tensor) -> bool:
         halves = (torch.bfloat16, torch.float16)
         return q.device.type == "cuda" and q.dtype in halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
@@ -91,12 +125,11 @@ class Flash:
 SHORT = 2**18  # queries times keys, up to which its backward pass is faster in float32 than in bfloat16
 
 
-class OnProcessor:
+class OnProcessor(Kernel):
     """PyTorch's own for a processor, span by span: it takes one sequence, and as many key heads as query heads. In
     bfloat16 its backward pass takes 4 to 8 times as long as in float32 where sequences are short."""
 
-    @staticmethod
-    def takes(q: Tensor) -> bool:
+    def takes(self, q: Tensor) -> bool:
         return q.device.type == "cpu"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor, Any]:
@@ -151,7 +184,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Part], scale: float, kernel: Kernel
     ) -> Tensor:
-        found = [_forward(part, scale, kernel, _within(part, q, k, v)) for part in parts]
+        found = [kernel.part_forward(part, scale, _within(part, q, k, v)) for part in parts]
         outs, lses, besides = zip(*found, strict=True)
         out, lse = _joined(outs, 0), _joined(lses, 1)
         ctx.asked, ctx.counts = (parts, scale, kernel), [len(some) for some in besides]
@@ -164,7 +197,7 @@ class _Attention(torch.autograd.Function):
         left, found = iter(besides), []
         for part, count in zip(parts, ctx.counts, strict=True):
             of, one = _within(part, grad, q, k, v, out), lse.narrow(1, part.start, part.tokens)
-            found.append(_backward(part, scale, kernel, of, one, tuple(islice(left, count))))
+            found.append(kernel.part_backward(part, scale, of, one, tuple(islice(left, count))))
         return *(_joined(grads, 0) for grads in zip(*found, strict=True)), None, None, None
 
 
@@ -174,39 +207,6 @@ def _within(part: Part, *runs: Tensor) -> tuple[Tensor, ...]:
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
-
-
-def _forward(
-    part: Part, scale: float, kernel: Kernel, runs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Of queries, keys and values: output, log-sum-exps, and what the kernel gives besides."""
-    q, k, v = runs
-    out, lse, besides = kernel.forward(q, k, v, part.own, scale)
-    if part.trunks is None:
-        return out, lse, besides
-    at, of = part.trunks.branches, part.trunks.trunks
-    above, lse_above, more = kernel.forward(q[at], k[of], v[of], part.trunks.spans, scale)
-    lse_own = lse[:, at]
-    share = torch.sigmoid(lse_above - lse_own).t().unsqueeze(-1)
-    out[at] = out[at].float().lerp_(above.float(), share).to(out.dtype)
-    lse[:, at] = torch.logaddexp(lse_own, lse_above)
-    return out, lse, (*besides, *more)
-
-
-def _backward(
-    part: Part, scale: float, kernel: Kernel, runs: Sequence[Tensor], lse: Tensor, besides: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the gradient, queries, keys, values and outputs."""
-    trunks, half = part.trunks, len(besides) // (1 if part.trunks is None else 2)
-    grad, q, k, v, out = (runs[0].contiguous(), *runs[1:])
-    dq, dk, dv = kernel.backward(grad, (q, k, v), out, lse, part.own, scale, besides[:half])
-    if trunks is not None:
-        at, of = trunks.branches, trunks.trunks
-        qkv, more = (q[at], k[of], v[of]), besides[half:]
-        found = kernel.backward(grad[at], qkv, out[at], lse[:, at], trunks.spans, scale, more)
-        for whole, place, one in zip((dq, dk, dv), (at, of, of), found, strict=True):
-            whole[place] += one
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def attention(

@@ -34,7 +34,7 @@ from grpo_cli.model.anatomy import backbone
 from grpo_cli.model.mlp_recompute import always_sparing
 from grpo_cli.model.packed import KERNELS, allow_packing
 from grpo_cli.model.recompute import keep_inputs
-from grpo_cli.model.varlen import OnProcessor, Spans
+from grpo_cli.model.varlen import OnProcessor, Part
 from grpo_cli.profile.allocations import ACTIVATIONS, GRADIENTS, Allocations
 from grpo_cli.settings import Sampling
 from grpo_cli.support.memory import storage_bytes
@@ -153,34 +153,30 @@ def _scratch(compute: Callable[..., Any]) -> Callable[..., Any]:
     return allocate
 
 
-class _OfShapes:
+class _OfShapes(OnProcessor):
     """Attention of fake tensors: allocates what PyTorch's on a processor holds at its fullest, and its results. Both
-    are found once for spans of the same sizes, since each span takes a dozen operations, in every layer."""
+    are found once for trees of the same sizes, since each takes dozens of operations, in every layer."""
 
     def __init__(self) -> None:
-        self._real = OnProcessor()
         self._found: dict[Any, tuple[int, list[tuple[torch.Size, torch.dtype]]]] = {}
 
-    @staticmethod
-    def takes(q: Tensor) -> bool:
-        return isinstance(q, FakeTensor) and OnProcessor.takes(q)
+    def takes(self, q: Tensor) -> bool:
+        return isinstance(q, FakeTensor) and super().takes(q)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Spans, scale: float) -> tuple[Tensor, Tensor, Any]:
-        out, lse = self._results(lambda *qkv: self._real.forward(*qkv, at, scale)[:2], at, q, k, v)
+    def part_forward(self, part: Part, scale: float, runs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        inherited = super().part_forward
+        out, lse = self._results(part, lambda *runs: inherited(part, scale, runs)[:2], runs)
         return out, lse, ()
 
-    def backward(
-        self, grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor, at: Spans, scale: float,
-        besides: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        def compute(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-            return self._real.backward(grad, (q, k, v), out, lse, at, scale, besides)
-
-        dq, dk, dv = self._results(compute, at, grad, *qkv, out, lse)
+    def part_backward(
+        self, part: Part, scale: float, runs: Sequence[Tensor], lse: Tensor, besides: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inherited = super().part_backward
+        dq, dk, dv = self._results(part, lambda *of: inherited(part, scale, of[:-1], of[-1], besides), (*runs, lse))
         return dq, dk, dv
 
-    def _results(self, compute: Callable[..., Any], at: Spans, *given: Tensor) -> Sequence[Tensor]:
-        key = at.sizes, at.causal, *((x.shape, x.dtype) for x in given)
+    def _results(self, part: Part, compute: Callable[..., Any], given: Sequence[Tensor]) -> Sequence[Tensor]:
+        key = part.own.sizes, part.trunks and part.trunks.spans.sizes, *((x.shape, x.dtype) for x in given)
         if key not in self._found:
             with Allocations(_NOTHING) as seen:
                 seen.leave_out(given)

@@ -17,6 +17,7 @@ import argparse
 import io
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +36,8 @@ from schedules import simulate
 
 from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.report.curves import CLOCK, Curve, deviation, mean_curve
-from grpo_cli.report.plots import COLOURS, paper_style
+from grpo_cli.report.plots import COLOURS, GREY, paper_style
+from grpo_cli.support.intervals import student_95
 from grpo_cli.tracking.console import picture
 from grpo_cli.types import Record
 
@@ -44,6 +46,7 @@ RECORDED, LEARNT = HERE / "train.json", HERE / "learning.json"
 PODS = HERE.parent / "baselines" / "pods.json"
 PODS_REAL = HERE.parent / "baselines" / "pods_real.json"
 MINUTES = HERE.parent / "baselines" / "bench_time_to_accuracy.json"
+RIVALS, RIVALS_LONG = (HERE.parent / "baselines" / f"{name}.json" for name in ("rivals", "rivals_long"))
 SLOTS = HERE.parent / "baselines" / "infinite_real.json"
 
 GREEDY, SAMPLED, LENGTH = "eval/accuracy", "eval/pass@1", "response/length_mean"
@@ -154,6 +157,29 @@ def time_to_accuracy() -> str:
     return svg(figure)
 
 
+def rivals() -> str:
+    """What each way costs in accuracy at equal generated tokens: paired differences from the first arm of each question
+    and their 95 % intervals over seeds."""
+    short, long = (json.loads(path.read_text())["results"] for path in (RIVALS, RIVALS_LONG))
+    questions = {
+        "which rollouts to train on": short["rollouts"],
+        "how to keep slots busy": short["slots"],
+        "how to save keys and values": long["cache"],
+    }
+    figure = Figure(figsize=(9.0, 2.8), layout="constrained")
+    for panel, (question, found) in zip(figure.subplots(1, 3), questions.items(), strict=True):
+        (base, based), *others = found.items()
+        for place, (_, runs) in enumerate(others):
+            less = [run["final_accuracy"] - based[seed]["final_accuracy"] for seed, run in runs.items()]
+            mean, half = statistics.fmean(less), student_95(len(less) - 1) * statistics.stdev(less) / len(less) ** 0.5
+            colour = COLOURS[0] if abs(mean) > half else GREY
+            panel.errorbar(mean, place, xerr=half, fmt="o", color=colour, ms=4, capsize=2)
+        panel.axvline(0, color="black", lw=0.6)
+        panel.set(title=question, xlabel=f"accuracy less that of {base}", yticks=range(len(others)))
+        panel.set(yticklabels=[arm for arm, _ in others], ylim=(len(others) - 0.5, -0.5))
+    return svg(figure)
+
+
 def _on_one_clock(recorded: Any) -> list[Curve]:
     """The curves of an arm's seeds on one clock: between two evaluations, the least time that any of them took.
 
@@ -209,6 +235,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "slots": slots,
     "learning": learning,
     "time_to_accuracy": time_to_accuracy,
+    "rivals": rivals,
 }
 RECORDS: Mapping[str, tuple[Path, tuple[str, ...], float]] = {  # where it is kept, what of it, up to which step
     "train": (RECORDED, SHOWN_METRICS, SHOWN_STEP),

@@ -473,8 +473,9 @@ class RecordFiles(Tracker, Protocol):
     def missing(self) -> list[int]:
         """The steps whose records could not be written or are missing."""
 
-    def keep(self, folder: Path) -> None:
-        """Wait until everything logged is on disk, and save what is needed to restore it in a checkpoint's folder."""
+    def keep(self) -> Callable[[Path], None]:
+        """A function that waits until everything logged by now is on disk, and saves what is needed to restore that in
+        a checkpoint's folder; more may be logged before it is called, by another thread."""
 
 
 @runtime_checkable
@@ -523,7 +524,7 @@ class Parts:
     history: History
     rules: Rules
     reference: Any | None
-    save_model: Callable[[Path], None]
+    save_model: Callable[..., None]  # into a folder; with `state_dict` that in place of the model's own
     trackers: tuple[Tracker, ...]
     meter: Meter
     say: Callable[[str], None]

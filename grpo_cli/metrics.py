@@ -153,6 +153,7 @@ METRICS: Mapping[str, str] = {
     "time/optimizer": "Of time/update, what clipping and the optimizer's step took.",
     "time/eval": "Seconds of this step spent on evaluation.",
     "time/checkpoint": "Seconds spent saving since the record before (a checkpoint comes after its step's record).",
+    "time/checkpoint_write": "With train.checkpoint=lazy, seconds in which one was copied and written meanwhile.",
     "time/step": "Seconds of the whole step.",
     "time/<phase>": "Seconds of this step spent in this phase.",
     "clock/train_seconds": "Seconds of training since the run began, evaluation left out.",

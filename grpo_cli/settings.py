@@ -122,6 +122,7 @@ class TrainSettings:
     max_bad_steps: Count
     checkpoint_every: Count
     keep_checkpoints: Count
+    checkpoint: Annotated[str, OneOf(("now", "lazy"))]
     padding_free: bool
     shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     compile: bool | None

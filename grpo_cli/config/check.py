@@ -35,6 +35,7 @@ def check(settings: RunSettings) -> Tried:
         *_turn_problems(settings),
         *_length_problems(settings),
         *_optim_problems(settings.optim),
+        *_checkpoint_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
         *_resume_problems(settings),
@@ -199,6 +200,14 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
         yield (
             f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
             "that share off every weight, and more would turn its sign"
+        )
+
+
+def _checkpoint_problems(settings: RunSettings) -> Iterator[str]:
+    if settings.train.checkpoint == "lazy" and settings.optim.offload:
+        yield (
+            "train.checkpoint=lazy copies what a checkpoint holds to the CPU's memory, where optim.offload=true has "
+            "most of it already, and a second copy would double that: use train.checkpoint=now, or optim.park=true"
         )
 
 

@@ -54,9 +54,12 @@ def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device
 
 
 def optimizer_bytes(settings: RunSettings, shapes: ShapeModel, device: torch.device) -> int:
-    """What persists between updates beside the weights: optimizer state, and the weights' moving average if used."""
+    """What persists between updates beside the weights: optimizer state, the weights' moving average if used, and on a
+    CPU the copy of all that a lazy checkpoint is written from."""
     average = average_bytes(shapes.trained, settings.parts["correction"].get("prox"))
-    return state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
+    kept = state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
+    copied = settings.train.checkpoint == "lazy" and device.type == "cpu"
+    return kept + copied * (kept + sum(weight.nbytes for weight in shapes.trained))
 
 
 def process_alone(device: torch.device) -> int:

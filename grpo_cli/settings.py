@@ -92,6 +92,7 @@ class ModelSettings:
     gradient_checkpointing: bool
     offload_activations: bool
     quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
+    fake_quantize: Annotated[str, OneOf(("none", "int8", "fp8", "int4"))]  # in the learner's passes (`model.rounding`)
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]

@@ -23,6 +23,7 @@ from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, r
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
+from grpo_cli.model.rounding import rounded_in_place
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.errors import UserError
@@ -77,6 +78,7 @@ class Learner:
         self._compared = self._forward == self._plain
         self._span, self._warn = meter.span, warn
         self._autocast_word = model_settings.autocast
+        self._rounding = model_settings.fake_quantize
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.updates = 0
         self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
@@ -100,13 +102,13 @@ class Learner:
         self._forward.prepare(model)
         forward = self._way(batch)
         parts = forward.micro_batches(batch)
-        with self.autocast():
+        with self.autocast(), rounded_in_place(model, self._rounding):
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
     def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
         """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
-        with self.autocast():
+        with self.autocast(), rounded_in_place(self._model, self._rounding):
             return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
@@ -117,7 +119,7 @@ class Learner:
         divisors = totals(batch, self._max_new_tokens)
         if not self._compared and batch.seen_until is None:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
-            with self._span("forward"):
+            with self._span("forward"), rounded_in_place(self._model, self._rounding):
                 self._compare(some, divisors)
         num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
@@ -196,10 +198,12 @@ class Learner:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
+        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts; the weights as
+        passes see them."""
         self._model.train()
         try:
-            yield
+            with rounded_in_place(self._model, self._rounding):
+                yield
         finally:
             self._model.eval()
 

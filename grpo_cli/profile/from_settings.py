@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
+from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, fact_of, make
@@ -93,6 +94,10 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
+    if kind := together.rounding_of(settings.parts):
+        notes.append(
+            f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
+        )
     if size.partial:
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "

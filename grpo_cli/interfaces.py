@@ -253,6 +253,7 @@ class Collection(Protocol):
     rng: np.random.Generator
     history: History  # of the steps before this one
     max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
+    ends: Set[int]  # tokens that end a reply
 
     @property
     def at_limit(self) -> bool:
@@ -512,6 +513,7 @@ class Bench:
     task: Task
     engine: Engine
     max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
+    ends: Set[int] = frozenset()  # tokens that end a reply
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ METRICS: Mapping[str, str] = {
     "collect/hinted": "Share of the step's rollouts that collector=nudge or icl had read more than the problem.",
     "collect/reward_hinted": "Mean reward of the step's rollouts with a hint: another context, or a beginning given.",
     "collect/reward_plain": "Mean reward of those without.",
+    "collect/branches": "Branches that collector=lookahead began in the step's trees.",
+    "collect/pruned": "Those of them that it gave up, as they stayed close to what they had left.",
     "collect/repaired": "Share of the rollouts that collector=repair began from a failed one's tokens which are right.",
     "collect/unjudged_groups": "Groups of the step left out as the judge failed for each of their rollouts.",
     "warmup/loss": "Mean negative log-likelihood of a token, in a step of train.warmup=sft.",

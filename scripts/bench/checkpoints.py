@@ -6,9 +6,9 @@
 tiny     the embedded model on task=arithmetic
 smollm2  the 135 M model on word problems, every weight trained: 1.6 GB for each checkpoint
 
-Every arm is a run of `grpo train` in a process of its own, in turns. Of the records of all steps but the first two, in
-which buffers are made and the optimizer's state comes up: the mean of time/checkpoint (what training waited), of
-time/checkpoint_write (what the thread took meanwhile), and of time/step with both; then the whole run's seconds.
+Every arm is a run of `grpo train` in a process of its own, in turns. Of the records of all steps but the first, after
+which there is a state of the optimizer: the mean of time/checkpoint (what training waited for the save before), of
+time/checkpoint_write (what the thread took meanwhile), and of time/step; then the whole run's seconds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from common import ROOT, Check, Figures, bench_parser, finish, in_turns, medians
 
 COMMON = ("train.checkpoint_every=1", "eval.every=0", "logger=jsonl", "device=cpu")
 RUNS = {
-    "tiny": ("n=16", "train.prompts=16", "train.steps=12"),
+    "tiny": ("n=16", "train.prompts=16", "train.steps=8"),
     "smollm2": (
-        *("model=smollm2_135m", "model.path=models/smollm2", "task=word_problems", "n=8", "train.prompts=2"),
-        *("sampling.max_new_tokens=48", "train.micro_batch_tokens=1024", "train.steps=6"),
+        *("model=smollm2_135m", "model.path=models/smollm2", "task=word_problems", "n=8", "train.prompts=1"),
+        *("sampling.max_new_tokens=32", "train.micro_batch_tokens=1024", "train.steps=4"),
     ),
 }
 COLUMNS = {
@@ -48,7 +48,7 @@ def run(words: Sequence[str], kind: str) -> Figures:
         start = time.perf_counter()
         subprocess.run([*command, f"hydra.run.dir={folder}"], check=True, capture_output=True, cwd=ROOT)
         seconds = time.perf_counter() - start
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][3:]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][2:]
     names = ("checkpoint", "checkpoint_write", "step")
     found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in rows) for name in names}
     return {**found, "run": seconds}

@@ -99,7 +99,7 @@ def set_up(
     per_step = run.size.at_once if isinstance(run, Prepared) else None
     of_worker = partial(worker_engine, settings, eos, pad, decode, rollouts_per_step=per_step)
     more = {"warn": warn, "decode": decode, "build": of_worker, "rollouts_per_step": per_step, **engine}
-    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room)
+    return Bench(device, model, tokenizer, pad, task, _engine(settings, model, eos, pad, **more), room, frozenset(eos))
 
 
 def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalRunSettings) -> Any:

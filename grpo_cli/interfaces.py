@@ -253,6 +253,7 @@ class Collection(Protocol):
     rng: np.random.Generator
     history: History  # of the steps before this one
     max_prompt_tokens: int | float  # of a context: the model's own, less `sampling.max_new_tokens`
+    ends: Set[int]  # tokens that end a reply
 
     @property
     def at_limit(self) -> bool:
@@ -473,8 +474,9 @@ class RecordFiles(Tracker, Protocol):
     def missing(self) -> list[int]:
         """The steps whose records could not be written or are missing."""
 
-    def keep(self, folder: Path) -> None:
-        """Wait until everything logged is on disk, and save what is needed to restore it in a checkpoint's folder."""
+    def keep(self) -> Callable[[Path], None]:
+        """A function that waits until everything logged by now is on disk, and saves what is needed to restore that in
+        a checkpoint's folder; more may be logged before it is called, by another thread."""
 
 
 @runtime_checkable
@@ -511,6 +513,7 @@ class Bench:
     task: Task
     engine: Engine
     max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
+    ends: Set[int] = frozenset()  # tokens that end a reply
 
 
 @dataclass(frozen=True)
@@ -523,7 +526,7 @@ class Parts:
     history: History
     rules: Rules
     reference: Any | None
-    save_model: Callable[[Path], None]
+    save_model: Callable[..., None]  # into a folder; with `state_dict` that in place of the model's own
     trackers: tuple[Tracker, ...]
     meter: Meter
     say: Callable[[str], None]

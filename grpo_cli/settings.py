@@ -92,6 +92,7 @@ class ModelSettings:
     gradient_checkpointing: bool
     offload_activations: bool
     quantize: Annotated[str, OneOf(("none", "8bit", "4bit"))]  # of the frozen weights
+    fake_quantize: Annotated[str, OneOf(("none", "int8", "fp8", "int4"))]  # in the learner's passes (`model.rounding`)
     lora: LoraSettings
     adapter: str | None
     eos_tokens: tuple[str, ...]
@@ -122,6 +123,7 @@ class TrainSettings:
     max_bad_steps: Count
     checkpoint_every: Count
     keep_checkpoints: Count
+    checkpoint: Annotated[str, OneOf(("now", "lazy"))]
     padding_free: bool
     shared_prefix: bool | Literal["auto"]  # `learner.forward.shares_prefix`
     compile: bool | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from grpo_cli.evaluate import evaluate_with
 from grpo_cli.interfaces import Parts, RecordFiles
 from grpo_cli.learner.learner import rate_jump, schedule_of
 from grpo_cli.runs import layout
+from grpo_cli.runs.background import Saver
 from grpo_cli.runs.checkpoint import clear_leftovers, load_state, rng_state, save_checkpoint, set_rng_state
 from grpo_cli.runs.provenance import code_version
 from grpo_cli.runs.record import chain_of, keep_chain
@@ -36,6 +37,8 @@ class Trainer:
         self._step = Step(settings, parts)
         self._learner = self._step.learner
         self._progress = Progress()
+        self._saver = Saver(settings.train.checkpoint == "lazy", parts.meter.span)
+        self._learner.before_moving = self._saver.settle
         correction = parts.rules.correction
         answered = correction.needs_policy_logprobs or correction.prox == "drawn" or settings.optim.ess != "none"
         weighed_parts = settings.parts.get("advantage", {}).get("weights") or ()
@@ -106,8 +109,10 @@ class Trainer:
             self._log()
             if last or self._stop or progress.step % settings.train.checkpoint_every == 0:
                 self._save()
+        self._saver.join()
         if not self._saved():  # the signal came after the last check
             self._save()
+            self._saver.join()
 
     def _is_done(self) -> bool:
         train, progress = self._settings.train, self._progress
@@ -133,6 +138,7 @@ class Trainer:
         self._learner.park()
         with parts.meter.span("eval"), self._learner.autocast():
             result = evaluate_with(parts.bench, settings.eval, settings.sampling, settings.seed)
+        self._saver.join()  # of the save before, whose error is to be known by now
         accuracy = result.metrics["eval/accuracy"]
         best = self._progress.best_accuracy
         self._progress.final_accuracy, self._progress.final_accuracy_step = accuracy, self._progress.step
@@ -149,31 +155,40 @@ class Trainer:
     def _timed(self) -> Record:
         """The record of the last finished step, with the time it took."""
         assert self._done is not None, "a step has been finished"
-        return replace(self._done, metrics={**self._done.metrics, **self._parts.meter.take()})
+        return replace(self._done, metrics={**self._done.metrics, **self._parts.meter.take(), **self._saver.take()})
 
     def _save(self) -> None:
-        state = {
-            **self._state,
-            "rules": self._state["rules"](),
-            "optimizer": self._learner.state_dict(),
-            "schedule": schedule_of(self._settings.optim, self._settings.train),
-        }
+        """Save the last finished step; with train.checkpoint=lazy, begin to."""
+        with self._parts.meter.span("checkpoint"):
+            model, changing = self._parts.bench.model, self._changing()
+            frozen = (weight for weight in model.parameters() if not weight.requires_grad)
+            state = {**self._state, "rules": self._state["rules"]()}
+            self._saver.save(changing, self._writer(state), frozen)
+
+    def _changing(self) -> dict[str, Any]:
+        """What updates change: state in the order in which it is saved, and the weights if they are to be copied."""
+        state: dict[str, Any] = {"optimizer": self._learner.state_dict()}
+        state["schedule"] = schedule_of(self._settings.optim, self._settings.train)
         if (old_policy := self._step.old_policy.state_dict()) is not None:
             state["old_policy"] = old_policy
-        with self._parts.meter.span("checkpoint"):
-            save_checkpoint(
-                self._run_dir / layout.CHECKPOINTS,
-                self._state["progress"]["step"],
-                self._write_into,
-                state,
-                self._settings.train.keep_checkpoints,
-            )
+        return {"state": state, "weights": self._parts.bench.model.state_dict() if self._saver.lazy else None}
 
-    def _write_into(self, folder: Path) -> None:
-        for files in self._files:
-            files.keep(folder)
-        keep_chain(folder, self._chain)
-        self._parts.save_model(folder)
+    def _writer(self, state: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Path]:
+        """What writes a checkpoint, perhaps later: `state` and what of the records there is now, and what it is given
+        of `_changing`."""
+        records = [files.keep() for files in self._files]
+        root, keep = self._run_dir / layout.CHECKPOINTS, self._settings.train.keep_checkpoints
+
+        def write(changing: Mapping[str, Any]) -> Path:
+            def into(folder: Path) -> None:
+                for save in records:
+                    save(folder)
+                keep_chain(folder, self._chain)
+                self._parts.save_model(folder, state_dict=changing["weights"])
+
+            return save_checkpoint(root, state["progress"]["step"], into, {**state, **changing["state"]}, keep)
+
+        return write
 
     def _saved(self) -> bool:
         saved = self._run_dir / layout.CHECKPOINTS / layout.step_folder(self._state["progress"]["step"])
@@ -182,12 +197,17 @@ class Trainer:
     def _save_what_is_done(self) -> None:
         """After a failure: the last finished step, unless it is saved or the weights are half-way to the next. Its
         record lacks the evaluation that was not finished."""
+        try:
+            self._saver.join()
+        except UserError as error:
+            self._parts.warn(str(error))
         if self._done is None or self._learner.updates != self._state["progress"]["updates"] or self._saved():
             return
         try:
             for files in self._files:
                 files.log(self._timed())
             self._save()
+            self._saver.join()
         except UserError as error:
             self._parts.warn(f"after the failure, no checkpoint could be saved: {error}")
 

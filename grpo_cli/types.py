@@ -47,7 +47,8 @@ class Prompt:
 class Request:
     """One rollout to be made. Its tokens are a function of the weights and of this value alone.
 
-    `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are.
+    `held_out` marks one made to measure: nothing may be learned from it, not even how long such rollouts are. One that
+    is `cut` ends at a limit below its own: its length says nothing.
     With `views` it is recorded which keys each token attended to (`Rollout.view`).
     `resumed` is how many tokens at the prompt's end are the rollout's own, made before: how many more it takes says
     little of how long rollouts are. The last `in_turn` of them belong to a turn that has not ended, and a stop string
@@ -64,6 +65,7 @@ class Request:
     in_turn: int = 0
     views: bool = False
     problem: Prompt | None = None
+    cut: bool = False
 
     @property
     def about(self) -> Prompt:
@@ -73,7 +75,7 @@ class Request:
     @property
     def teaches_length(self) -> bool:
         """Whether a predictor may learn from how long the answer is."""
-        return not self.held_out and not self.resumed
+        return not (self.held_out or self.resumed or self.cut)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ OTHER_MEANING = {
     "config/compose": {"profile"},  # the command
     "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"all"},  # Hydra's word for _convert_
+    "config/together": {"none"},  # a value of engine.quantize
     "config/overrides": {"hf"},  # whose YAML lists every setting of a model
     "config/auto": {"hf", "none"},  # none: a value of model.autocast
     "train": {"none"},  # a value of optim.ess

@@ -30,7 +30,7 @@ def written(run: Path, last: int = 3, after: int = 1) -> Path:
     checkpoint.mkdir(parents=True)
     for step in range(last + 1):
         tracker.log(record(step))
-    tracker.keep(checkpoint)
+    tracker.keep()(checkpoint)
     for step in range(last + 1, last + 1 + after):
         tracker.log(record(step))
     return checkpoint
@@ -87,7 +87,7 @@ def test_rows_that_are_not_those_written_are_refused_and_kept_only_if_asked(
     tracker.log(record(4))
     later = tmp_path / "checkpoints" / "step_000004"
     later.mkdir()
-    tracker.keep(later)
+    tracker.keep()(later)
     resumed(tmp_path, later).log(record(5))  # what was accepted is not told again
 
 
@@ -122,7 +122,7 @@ def test_a_record_that_a_full_disk_did_not_take_is_remembered_as_missing(tmp_pat
     tracker.log(record(2))
     checkpoint = tmp_path / "checkpoints" / "step_000002"
     checkpoint.mkdir(parents=True)
-    tracker.keep(checkpoint)
+    tracker.keep()(checkpoint)
     again = resumed(tmp_path, checkpoint)  # which is as it was written: nothing to refuse
     assert tracker.missing == again.missing == [1]
     again.log(record(3))
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_a_ledger_wants_each_step_of_metrics_once(tmp_path:
     path.write_bytes(whole)
     tracker = resumed(tmp_path, checkpoint)
     assert steps(path) == [0, 1, 2, 3] and steps(tmp_path / "rollouts.jsonl") == [1, 1, 2, 2, 3, 3]
-    tracker.keep(checkpoint)
+    tracker.keep()(checkpoint)
     path.write_bytes(path.read_bytes().replace(b"0.25", b"0.26"))
     with pytest.raises(UserError, match="metrics.jsonl is not as it was"):
         resumed(tmp_path, checkpoint)
@@ -158,7 +158,7 @@ def test_a_ledger_of_an_older_version_has_a_block_for_each_step(tmp_path: Path) 
     np.savez_compressed(checkpoint / "ledger.npz", **old)
     tracker = resumed(tmp_path, checkpoint)
     assert tracker.missing == [1] and steps(path) == [0, 2, 3] and steps(tmp_path / "rollouts.jsonl") == []
-    tracker.keep(checkpoint)
+    tracker.keep()(checkpoint)
     assert resumed(tmp_path, checkpoint).missing == [1]
     path.write_bytes(path.read_bytes().replace(b"0.25", b"0.26"))
     np.savez_compressed(checkpoint / "ledger.npz", **old)

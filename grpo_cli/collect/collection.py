@@ -71,8 +71,9 @@ class StepCollection:
         read: Callable[..., Readout] | None = None,
         max_prompt_tokens: int | float = math.inf,
         label: str = "answer",
+        ends: Set[int] = frozenset(),
     ) -> None:
-        self.max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens, self.ends = max_prompt_tokens, ends
         self._reader = None if label == "answer" else reader_of(task)  # before a rollout is made
         self._contexts: dict[str, Prompt] = {}  # by their ids
         self._most, self._tokens_left, self._zero_truncated = most, tokens_left, zero_truncated

@@ -54,7 +54,7 @@ def limited(partial: Rollout, limit: int) -> Rollout:
     may be learned from it."""
     sampling = partial.request.sampling
     cut = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit))
-    return replace(partial, request=replace(partial.request, sampling=cut, held_out=True))
+    return replace(partial, request=replace(partial.request, sampling=cut, cut=True))
 
 
 def unlimited(made: Rollout, before: Rollout) -> Rollout:

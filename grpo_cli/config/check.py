@@ -35,6 +35,8 @@ def check(settings: RunSettings) -> Tried:
         *_turn_problems(settings),
         *_length_problems(settings),
         *_optim_problems(settings.optim),
+        *_checkpoint_problems(settings),
+        *_quantize_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
         *_resume_problems(settings),
@@ -199,6 +201,22 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
         yield (
             f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
             "that share off every weight, and more would turn its sign"
+        )
+
+
+def _quantize_problems(settings: RunSettings) -> Iterator[str]:
+    kind, rounding = settings.model.quantize, together.rounding_of(settings.parts)
+    if kind != "none" and rounding is not None:
+        yield f"engine.quantize={rounding} rounds plain weights, and model.quantize={kind} has done so: leave one out"
+    if kind != "none" and (fake := settings.model.fake_quantize) != "none":
+        yield f"model.fake_quantize={fake} rounds plain weights, and model.quantize={kind} has done so: leave one out"
+
+
+def _checkpoint_problems(settings: RunSettings) -> Iterator[str]:
+    if settings.train.checkpoint == "lazy" and settings.optim.offload:
+        yield (
+            "train.checkpoint=lazy copies what a checkpoint holds to the CPU's memory, where optim.offload=true has "
+            "most of it already, and a second copy would double that: use train.checkpoint=now, or optim.park=true"
         )
 
 

@@ -53,6 +53,13 @@ def says(parts: Mapping[str, Mapping[str, Any]], group: str, fact: str) -> Any:
     return fact_of(group, inner_engine(part), fact) if said is None and INNER in part else said
 
 
+def rounding_of(parts: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What the rollouts' weights are rounded to (engine.quantize), None if they are the trainer's own."""
+    engine = parts["engine"]
+    kind = (inner_engine(engine) if INNER in engine else engine).get("quantize")
+    return None if kind == "none" else kind
+
+
 def chosen(settings: RunSettings) -> Chosen:
     return Chosen(settings.parts, settings.n, settings.m, settings.train.prompts)
 
@@ -137,6 +144,7 @@ def _drawn_problems(others: Chosen) -> Iterator[str]:
     inner = others.setting("engine", INNER)
     engine = others.named("engine") if inner is None else f"engine.{INNER}={inner}"
     other = [engine] * (others.says("engine", "is_policy") is False)
+    other += [f"engine.quantize={kind}" for kind in [rounding_of(others.parts)] if kind is not None]
     hidden = others.says("sparsity", "evicts") and not others.says("correction", "same_view")
     other += [others.named("sparsity")] * bool(hidden)
     for setting in other:

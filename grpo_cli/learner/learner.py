@@ -19,10 +19,11 @@ from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
-from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights
+from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
 from grpo_cli.model.anatomy import ends, has_dropout, is_of_a_known_family
+from grpo_cli.model.rounding import rounded_in_place
 from grpo_cli.model.transfer import fetched
 from grpo_cli.settings import ModelSettings, OptimSettings, Sampling, TrainSettings
 from grpo_cli.support.errors import UserError
@@ -65,7 +66,8 @@ class Learner:
         self._train = train
         self._optim = optim
         self._max_new_tokens = sampling.max_new_tokens
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._names, self._parameters = list(trained), list(trained.values())
         self._device = self._parameters[0].device
         compiles = self._device.type == "cuda" if train.compile is None else train.compile
         by_row = compiled_by_row(warn) if compiles else PLAIN
@@ -76,13 +78,16 @@ class Learner:
         self._compared = self._forward == self._plain
         self._span, self._warn = meter.span, warn
         self._autocast_word = model_settings.autocast
+        self._rounding = model_settings.fake_quantize
         self.drops = has_dropout(model)  # then the passes of `update` differ from those of `logprobs`
         self.updates = 0
+        self.before_moving: Callable[[], None] = lambda: None  # asked before weights or optimizer state change
         self._optimizer = make_optimizer(self._parameters, optim, ends(model))
 
     def park(self) -> None:
         """Before rollouts: the optimizer's state makes room for them, if that is asked for, until it is needed."""
         if self._optim.park:
+            self.before_moving()
             move_state(self._optimizer, to_host=True)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -97,13 +102,13 @@ class Learner:
         self._forward.prepare(model)
         forward = self._way(batch)
         parts = forward.micro_batches(batch)
-        with self.autocast():
+        with self.autocast(), rounded_in_place(model, self._rounding):
             values = [forward.logprobs(model, rows_of(batch, rows)) for rows in parts]
         return _in_place(batch, parts, fetched(values))
 
     def read(self, batch: Batch, reads: Set[str], layer: int | None = None, last: int = POOLED) -> Readout:
         """What one padded pass of the model reads in the batch (see `readout.read`), log-probabilities included."""
-        with self.autocast():
+        with self.autocast(), rounded_in_place(self._model, self._rounding):
             return read(self._model, self._plain, batch, reads, layer, last)
 
     def update(self, batch: Batch, step: int, loss: LossFn | None = None, rate: float | None = None) -> Update:
@@ -114,7 +119,7 @@ class Learner:
         divisors = totals(batch, self._max_new_tokens)
         if not self._compared and batch.seen_until is None:
             some = rows_of(batch, rows_to_compare(batch, self._plain.tokens))
-            with self._span("forward"):
+            with self._span("forward"), rounded_in_place(self._model, self._rounding):
                 self._compare(some, divisors)
         num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
@@ -178,6 +183,7 @@ class Learner:
             return None, False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        self.before_moving()
         if self._optim.park:
             move_state(self._optimizer, to_host=False)
         self.updates += 1  # first: an interrupted step may have moved some of the weights
@@ -192,18 +198,22 @@ class Learner:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts."""
+        """Training mode (gradient checkpointing asks for it), and back to evaluation for the rollouts; the weights as
+        passes see them."""
         self._model.train()
         try:
-            yield
+            with rounded_in_place(self._model, self._rounding):
+                yield
         finally:
             self._model.eval()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        """The optimizer's, by the names of the weights."""
+        return state_by_name(self._optimizer, self._names, self._parameters)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_state(self._optimizer, state)
+        """As `optimizer.load_state`."""
+        load_state(self._optimizer, state, self._names, self._parameters)
 
 
 def _in_place(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor]) -> Float[Tensor, "B T"]:

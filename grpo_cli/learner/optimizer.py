@@ -61,9 +61,39 @@ def _hidden_and_others(weights: Sequence[Tensor], ends: Collection[Tensor]) -> t
     return hidden, [weight for weight in weights if id(weight) not in known]
 
 
-def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """The state of a checkpoint. Rate, betas, eps and decay stay those that `optimizer` was made with: PyTorch would
-    bring back the saved ones. Raises UserError for an optimizer of other weights, or of weights in other groups."""
+def state_by_name(optimizer: Any, names: Sequence[str], weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Its state_dict, in which the names of its `weights` stand for PyTorch's numbers."""
+    state: dict[str, Any] = optimizer.state_dict()
+    for part, of in _parts(optimizer, state):
+        order = _order(part, names, weights)
+        of["state"] = {order[number]: averages for number, averages in of["state"].items()}
+        for group in of["param_groups"]:
+            group["params"] = [order[number] for number in group["params"]]
+    return state
+
+
+def _parts(optimizer: Any, state: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """PyTorch's optimizers in it, each with its state."""
+    parts = getattr(optimizer, "parts", None)
+    return (
+        [(optimizer, state)]
+        if parts is None
+        else [(part, state.get(name) or {"state": {}, "param_groups": []}) for name, part in parts.items()]
+    )
+
+
+def _order(part: Any, names: Sequence[str], weights: Sequence[Tensor]) -> list[str]:
+    """The names of its weights, by PyTorch's numbers."""
+    known = dict(zip(map(id, getattr(part, "copies", weights)), names, strict=True))
+    return [known[id(weight)] for group in part.param_groups for weight in group["params"]]
+
+
+def load_state(
+    optimizer: Any, state: Mapping[str, Any], names: Sequence[str] = (), weights: Sequence[Tensor] = ()
+) -> None:
+    """The state of a checkpoint, by the names of weights or, from before, by number. Rate, betas, eps and decay stay
+    those that `optimizer` was made with: PyTorch would bring back the saved ones. Raises UserError for an optimizer of
+    other weights, or of weights in other groups."""
     if ("muon" in state) != isinstance(optimizer, MuonAndAdamW):
         other = "muon" if "muon" in state else "adamw"
         raise UserError(
@@ -71,7 +101,9 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
             "start a new run from its weights with model.path=<checkpoint>"
         )
     saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
-    if saved != here:
+    if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        state = _by_number(optimizer, state, names, weights)
+    elif saved != here:
         raise UserError(
             f"the checkpoint's optimizer has weights in groups of {saved}, and this one {here} (those that decay, and "
             "norms and biases, which do not), so its state cannot be told apart: resume with the version that saved "
@@ -81,6 +113,27 @@ def load_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     optimizer.load_state_dict(dict(state))
     for group, kept in zip(optimizer.param_groups, given, strict=True):
         group.update(kept)
+
+
+def _by_number(
+    optimizer: Any, state: Mapping[str, Any], names: Sequence[str], weights: Sequence[Tensor]
+) -> dict[str, Any]:
+    """The same with PyTorch's numbers for names. UserError unless it is of these weights."""
+    found: dict[str, Any] = optimizer.state_dict()
+    for (part, new), (_, old) in zip(_parts(optimizer, found), _parts(optimizer, state), strict=True):
+        numbers = {name: number for number, name in enumerate(_order(part, names, weights))}
+        saved = {name for group in old["param_groups"] for name in group["params"]}
+        sides = ((saved - numbers.keys(), "has", "does not train"), (numbers.keys() - saved, "lacks", "trains"))
+        for other, has, trains in sides:
+            if other:
+                some = ", ".join(sorted(other)[:3]) + ", ..." * (len(other) > 3)
+                raise UserError(
+                    f"the checkpoint's optimizer {has} {len(other)} weights that this run {trains} ({some}): "
+                    "resume with the model and the adapters that it was saved with, or start a new run from its "
+                    "weights with model.path=<checkpoint>"
+                )
+        new["state"] = {numbers[name]: averages for name, averages in old["state"].items()}
+    return found
 
 
 def _sizes(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -144,8 +197,8 @@ class Offloaded:
 
     def __init__(self, weights: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]) -> None:
         self._weights = list(weights)
-        self._copies = [self._on_cpu(weight.detach()) for weight in weights]
-        self._adamw = torch.optim.AdamW(_groups(self._copies, weight_decay), fused=True, **kwargs)
+        self.copies = [self._on_cpu(weight.detach()) for weight in weights]
+        self._adamw = torch.optim.AdamW(_groups(self.copies, weight_decay), fused=True, **kwargs)
 
     @staticmethod
     def _on_cpu(tensor: Tensor) -> Tensor:
@@ -158,10 +211,10 @@ class Offloaded:
 
     @torch.no_grad()
     def step(self) -> None:
-        for weight, copy in zip(self._weights, self._copies, strict=True):
+        for weight, copy in zip(self._weights, self.copies, strict=True):
             copy.grad = None if weight.grad is None else weight.grad.to("cpu")
         self._adamw.step()
-        for weight, copy in zip(self._weights, self._copies, strict=True):
+        for weight, copy in zip(self._weights, self.copies, strict=True):
             weight.copy_(copy, non_blocking=True)
             copy.grad = None
 
@@ -187,33 +240,33 @@ class MuonAndAdamW:
         self, hidden: Sequence[Tensor], others: Sequence[Tensor], weight_decay: float, kwargs: Mapping[str, Any]
     ) -> None:
         words = dict(lr=kwargs["lr"], weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._parts: dict[str, Any] = {"muon": torch.optim.Muon(hidden, **words)} if hidden else {}
+        self.parts: dict[str, Any] = {"muon": torch.optim.Muon(hidden, **words)} if hidden else {}
         if others:
-            self._parts["adamw"] = torch.optim.AdamW(_groups(others, weight_decay), fused=True, **kwargs)
+            self.parts["adamw"] = torch.optim.AdamW(_groups(others, weight_decay), fused=True, **kwargs)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self._parts.values() for group in part.param_groups]
+        return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        return {weight: of for part in self._parts.values() for weight, of in part.state.items()}
+        return {weight: of for part in self.parts.values() for weight, of in part.state.items()}
 
     def step(self) -> None:
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        states = {name: part.state_dict() for name, part in self._parts.items()}
+        states = {name: part.state_dict() for name, part in self.parts.items()}
         groups = [group for state in states.values() for group in state["param_groups"]]
         return {"muon": None, **states, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
 

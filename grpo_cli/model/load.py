@@ -5,7 +5,7 @@ A folder's config is checked before any weights are read. Weights are safetensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import files
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import GatedRepoError, StrictDataclassError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -176,18 +177,25 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, eos: tuple[int, ...]) -> in
     return int(tokenizer.pad_token_id) if tokenizer.pad_token_id is not None else eos[0]
 
 
-def save_pretrained(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, with_base: bool = False) -> None:
+def save_pretrained(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    with_base: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a folder that plain `transformers` loads: safetensors, config, generation config, tokenizer.
 
     For a model with adapters only these are written, as PEFT does; `with_base` also saves the base weights, if they are
-    stored nowhere else.
+    stored nowhere else. `state_dict`: a copy of the model's, which is saved in its place.
     """
+    given = {} if state_dict is None else {"state_dict": dict(state_dict)}
     adapted = hasattr(model, "peft_config")
     with _no_progress_bars():
         if adapted:  # does not ask the hub whether the base's vocabulary has changed
-            model.save_pretrained(folder, save_embedding_layers=False)
+            model.save_pretrained(folder, save_embedding_layers=False, **given)
         else:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, **given)
     tokenizer.save_pretrained(folder)
     if adapted and with_base:
         _save_base(model, tokenizer, folder / BASE)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from grpo_cli.collect.epochs import Epochs
+from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
 from grpo_cli.config.compose import model_of
 from grpo_cli.config.instantiate import engine_parts, fact_of, make
@@ -54,9 +55,12 @@ def estimator_of(settings: RunSettings, shapes: ShapeModel, device: torch.device
 
 
 def optimizer_bytes(settings: RunSettings, shapes: ShapeModel, device: torch.device) -> int:
-    """What persists between updates beside the weights: optimizer state, and the weights' moving average if used."""
+    """What persists between updates beside the weights: optimizer state, the weights' moving average if used, and on a
+    CPU the copy of all that a lazy checkpoint is written from."""
     average = average_bytes(shapes.trained, settings.parts["correction"].get("prox"))
-    return state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
+    kept = state_bytes(shapes.trained, settings.optim, device, ends(shapes.model)) + average
+    copied = settings.train.checkpoint == "lazy" and device.type == "cpu"
+    return kept + copied * (kept + sum(weight.nbytes for weight in shapes.trained))
 
 
 def process_alone(device: torch.device) -> int:
@@ -90,6 +94,10 @@ def not_predicted(run: Prepared[Any]) -> tuple[str, ...]:
         )
     if settings.parts["engine"].get("cuda_graph"):
         notes.append("engine.cuda_graph=true: what graphs take beside slots and copies of weights is not predicted")
+    if kind := together.rounding_of(settings.parts):
+        notes.append(
+            f"engine.quantize={kind}: a copy of the layers' weights during rollouts, where there is none without"
+        )
     if size.partial:
         notes.append(
             "the collector leaves rollouts partial: steps are predicted as if all of them ended in the step, "

@@ -120,10 +120,10 @@ class RecordFile:
         self._crc = zlib.crc32(data, self._crc)
 
 
-def save_ledgers(folder: Path, files: Mapping[str, RecordFile]) -> None:
-    """Save the blocks in a checkpoint's folder."""
+def save_ledgers(folder: Path, blocks: Mapping[str, Sequence[Block]]) -> None:
+    """Save the blocks of each file in a checkpoint's folder."""
     # No word beside the files: NumPy before 2.1 would keep allow_pickle=False as one of them.
-    found: dict[str, Any] = {n: np.array(file.blocks(), dtype=np.uint64).reshape(-1, 4) for n, file in files.items()}
+    found: dict[str, Any] = {name: np.array(of, dtype=np.uint64).reshape(-1, 4) for name, of in blocks.items()}
     np.savez_compressed(folder / LEDGER, **found)
 
 

@@ -67,12 +67,17 @@ class JsonlTracker:
         self._write(METRICS, record.step, [record.metrics])
         self._write(ROLLOUTS, record.step, [example.row() for example in record.examples])
 
-    def keep(self, folder: Path) -> None:
-        """Sync all records to disk, and save their ledger in a checkpoint's folder."""
-        for file in self._files.values():
-            if file.path.exists():
-                sync_file(file.path)
-        save_ledgers(folder, self._files)
+    def keep(self) -> Callable[[Path], None]:
+        """A function that syncs all records to disk, and saves the ledger of those of now in a checkpoint's folder."""
+        blocks = {name: file.blocks() for name, file in self._files.items()}
+
+        def save(folder: Path) -> None:
+            for file in self._files.values():
+                if file.path.exists():
+                    sync_file(file.path)
+            save_ledgers(folder, blocks)
+
+        return save
 
     @property
     def missing(self) -> list[int]:

@@ -63,7 +63,8 @@ def invariance_of(decoder: Decoder) -> Invariance:
 
 def _found(decoder: Decoder) -> Invariance:
     threads, packed = torch.get_num_threads(), decoder.packs
-    asked = (threads, packed, decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes())
+    of_model = decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes()
+    asked = (threads, packed, decoder.rounding, *of_model)
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)

@@ -26,6 +26,7 @@ from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
 from grpo_cli.interfaces import Meter, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
+from grpo_cli.model.rounding import Kind
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import give_back_cached, give_back_freed, is_out_of_memory
 from grpo_cli.support.meter import NullMeter
@@ -59,11 +60,13 @@ class TorchEngine:
         packed_weights: bool,
         compile: bool | None,
         threads: Count | Literal["auto"],
+        quantize: Kind,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._decoder = Decoder(model)
+        self._decoder, self._rounding = Decoder(model), quantize
+        self._decoder.rounded(quantize)  # or it says at once why it cannot be
         on_gpu = self._decoder.device.type == "cuda"
         if on_gpu if compile is None else compile:
             self._decoder = self._decoder.may_compile(warn)
@@ -104,6 +107,8 @@ class TorchEngine:
         """
         self._stats = EngineStats()
         self._check(requests)
+        measured = all(request.held_out for request in requests)
+        self._decoder = self._decoder.rounded("none" if measured else self._rounding)
         self._pad()
         self._choose_threads(len(requests))
         left, parts = list(requests), list[EngineStats]()

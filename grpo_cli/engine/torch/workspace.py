@@ -94,5 +94,7 @@ class KeptWorkspace:
         workspace, self._workspace = self._workspace, None
         if workspace is None or workspace.decoder.padding != padded.padding:
             return None
+        if workspace.decoder.rounding != padded.rounding:
+            return None
         sizes = sizes_of(workspace.decoder)
         return workspace.emptied(sizes) if workspace.serves(sizes) else None

@@ -1,0 +1,266 @@
+"""train.checkpoint=lazy: what is written in the background is what was there when the save began, to the byte; training
+waits for the copy alone, a kill leaves the checkpoint before, and an error is raised at the next place that joins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Forked
+from small import small_model
+from test_learner import make_batch, make_learner
+from test_resume import HELD, WORDS, kill_and_resume, records, trained, wait_for
+
+from grpo_cli.config.compose import settings_of
+from grpo_cli.config.prepare import prepare
+from grpo_cli.experiment import build
+from grpo_cli.model.load import save_pretrained
+from grpo_cli.runs import background
+from grpo_cli.runs.background import Saver
+from grpo_cli.runs.checkpoint import CheckpointError, load_state
+from grpo_cli.runs.find import find_checkpoint
+from grpo_cli.support.errors import UserError
+from grpo_cli.support.meter import NullMeter
+
+MOVES = ("n=16", "train.prompts=4", "sampling.max_new_tokens=32", "task.train_problems=8")  # weights
+LAZY = ("train.checkpoint=lazy", "train.checkpoint_every=1")
+
+
+def saver() -> Saver:
+    return Saver(True, NullMeter().span)
+
+
+def test_a_change_after_the_snapshot_does_not_reach_what_is_written() -> None:
+    gate, written = threading.Event(), list[Any]()
+    whole = torch.arange(6.0)
+    moving = {"a": whole, "view": whole[2:4], "plain": [1, (whole.view(2, 3), "x")]}
+
+    def write(given: Any) -> None:
+        gate.wait()
+        written.append(given)
+
+    one = saver()
+    one.save(moving, write)
+    one.settle()
+    whole.zero_()
+    assert not written, "it is being written now"
+    gate.set()
+    one.join()
+    (found,) = written
+    assert found["a"].tolist() == [0, 1, 2, 3, 4, 5] and found["view"].tolist() == [2, 3]
+    assert found["plain"][1][0].tolist() == [[0, 1, 2], [3, 4, 5]] and found["plain"][1][1] == "x"
+    assert found["view"].data_ptr() == found["a"].data_ptr() + 8, "what shared memory still does"
+
+
+def test_a_change_waits_for_the_copy_and_not_for_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy, may_write = threading.Event(), threading.Event()
+    copy = background._copy
+
+    def held(*arguments: Any) -> None:
+        may_copy.wait()
+        copy(*arguments)
+
+    monkeypatch.setattr(background, "_copy", held)
+    one, weight, settled = saver(), torch.ones(3), threading.Event()
+    one.save([weight], lambda given: may_write.wait())
+    waiting = threading.Thread(target=lambda: (one.settle(), settled.set()))
+    waiting.start()
+    assert not settled.wait(0.05)
+    may_copy.set()
+    waiting.join()  # although nothing is written yet
+    assert not may_write.is_set()
+    may_write.set()
+    one.join()
+
+
+def test_buffers_are_used_again_and_frozen_weights_are_not_copied() -> None:
+    kept = list[Any]()
+    one, weight, frozen = saver(), torch.ones(4), torch.ones(2)
+    for _ in range(2):
+        one.save({"w": weight, "f": frozen.view(2, 1)}, kept.append, [frozen])
+        one.join()
+        weight += 1
+    first, second = kept
+    assert first["w"].data_ptr() == second["w"].data_ptr() != weight.data_ptr()
+    assert second["w"].tolist() == [2.0] * 4 and first["f"].data_ptr() == frozen.data_ptr()
+
+
+def test_one_is_in_flight_and_its_error_is_raised_by_the_next_save_or_join() -> None:
+    one, gate, order = saver(), threading.Event(), list[str]()
+
+    def fails(given: Any) -> None:
+        gate.wait()
+        order.append("first")
+        raise UserError("no room")
+
+    one.save([torch.ones(1)], fails)
+    gate.set()
+    with pytest.raises(UserError, match="no room"):
+        one.save([torch.ones(1)], lambda given: order.append("never"))
+    one.join()  # it is raised once
+    one.save([torch.ones(1)], lambda given: order.append("second"))
+    one.join()
+    assert order == ["first", "second"] and one.take()["time/checkpoint_write"] >= 0 and not one.take()
+
+
+def files(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "COMPLETE"  # which says when
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("curriculum=dps", "correction=tis", "correction.prox=ewma"), id="whole"),
+        pytest.param(("model.lora.rank=2",), id="adapters", marks=pytest.mark.matrix),
+        pytest.param(("optim.name=muon",), id="muon", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_bytes_are_those_of_now(tmp_path: Path, words: tuple[str, ...]) -> None:
+    if "model.lora.rank=2" in words:
+        pytest.importorskip("peft")
+    trainer = build(settings_of(*WORDS, *MOVES, "train.steps=2", f"run_dir={tmp_path}", *words))
+    assert trainer.fit()["updates"] > 0
+    found = {}
+    for lazy in (False, True):  # the same state, once more each way
+        trainer._saver = Saver(lazy, NullMeter().span)
+        trainer._run_dir = tmp_path / str(lazy)
+        trainer._save()
+        trainer._saver.join()
+        found[lazy] = files(trainer._run_dir / "checkpoints" / "step_000002")
+    assert found[True] == found[False] and {"trainer_state.pt", "ledger.npz", "settings.json"} < found[True].keys()
+    assert any(name.endswith(".safetensors") for name in found[True])
+
+
+def copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made when an update asks for it, or the end: as late as it may be."""
+    asked = threading.Event()
+    copy, settle, join = background._copy, Saver.settle, Saver.join
+
+    def late(*arguments: Any) -> None:
+        asked.wait(10)
+        asked.clear()
+        copy(*arguments)
+
+    def then(method: Any) -> Any:
+        def call(one: Saver) -> None:
+            asked.set()
+            method(one)
+            asked.clear()
+
+        return call
+
+    monkeypatch.setattr(background, "_copy", late)
+    monkeypatch.setattr(Saver, "settle", then(settle))
+    monkeypatch.setattr(Saver, "join", then(join))
+
+
+def test_a_run_records_and_keeps_what_it_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied_late(monkeypatch)
+    ran: tuple[list[Any], ...] = [], []
+    for name, more, rows in (("now", ("train.checkpoint_every=1",), ran[0]), ("lazy", LAZY, ran[1])):
+        trained(tmp_path / name, "train.keep_checkpoints=9", *MOVES, *more)
+        states = [load_state(tmp_path / name / "checkpoints" / f"step_{step:06d}") for step in range(3)]
+        rows += [state["optimizer"]["state"].get("model.norm.weight") for state in states]
+    assert records(tmp_path / "now") == records(tmp_path / "lazy")
+    assert ran[0][0] is ran[1][0] is None, "before the first update there is no state"
+    for now, lazy in zip(ran[0][1:], ran[1][1:], strict=True):
+        assert now.keys() == lazy.keys() and all(torch.equal(now[key], lazy[key]) for key in now)
+    found = [json.loads(line) for line in (tmp_path / "lazy" / "metrics.jsonl").read_text().splitlines()]
+    assert "time/checkpoint_write" in found[2], "the first was joined when the second was saved"
+
+
+def test_kill_9_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+    """The writing of step 2 waits for ever, in its thread; training goes on meanwhile."""
+    code = (
+        "import pathlib, time\nfrom grpo_cli.runs import checkpoint\nfrom grpo_cli.rules.advantage import grpo\n"
+        "sync = checkpoint._sync_all\n"
+        "def held(folder):\n"
+        "    while 'step_000002' in folder.name and pathlib.Path('hold').exists():\n"
+        "        pathlib.Path('writing').touch(); time.sleep(0.02)\n"
+        "    return sync(folder)\n"
+        "checkpoint._sync_all = held\n"
+        "def advantage(kept_rewards, group_rewards, **settings):\n"
+        "    return grpo(kept_rewards, group_rewards, **settings)\n"
+    )
+    (tmp_path / "hold").touch()
+    words = (*WORDS, "train.checkpoint=lazy", "train.checkpoint_every=1", "train.steps=5")
+    (tmp_path / "slow.py").write_text(code)
+    killed = Forked("train", *words, "advantage._target_=slow.advantage", "hydra.run.dir=killed", cwd=tmp_path)
+    wait_for(tmp_path, "writing", killed)
+    killed.kill()
+    killed.communicate()
+    assert find_checkpoint(tmp_path / "killed").path == tmp_path / "killed" / "checkpoints" / "step_000001"
+    (tmp_path / "hold").unlink()
+    alone = Forked("train", *words, "hydra.run.dir=alone", cwd=tmp_path)
+    again = Forked("train", "resume=killed", cwd=tmp_path)
+    for run in (alone, again):
+        said, _ = run.communicate()
+        assert run.returncode == 0, said
+    last = "checkpoints/step_000005/model.safetensors"
+    assert (tmp_path / "alone" / last).read_bytes() == (tmp_path / "killed" / last).read_bytes()
+    assert records(tmp_path / "alone") == records(tmp_path / "killed")
+
+
+@pytest.mark.process
+def test_kill_9_and_resume_equals_a_run_left_alone(tmp_path: Path) -> None:
+    held_up = (HELD, "advantage._target_=held.advantage", "outputs/train/killed/checkpoints/step_000002/COMPLETE")
+    kill_and_resume(tmp_path, (*WORDS, "train.checkpoint=lazy"), *held_up)
+
+
+@pytest.mark.parametrize(("fails_at", "every", "left"), [(1, 1, 0), (2, 2, 0), (3, 1, 2)])
+def test_a_full_disk_is_named_by_the_next_save_evaluation_or_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, every: int, left: int
+) -> None:
+    """Steps 0 to 3 are saved; the writing of the last one fails at the end of the run, that of others before it."""
+    asked = list[str]()
+
+    def save(model: Any, tokenizer: Any, folder: Path, *more: Any, **words: Any) -> None:
+        asked.append(folder.name)
+        assert threading.current_thread() is not threading.main_thread()
+        if int(folder.name.removesuffix(".tmp")[5:]) >= fails_at:
+            raise OSError(28, "No space left on device")
+        save_pretrained(model, tokenizer, folder, *more, **words)
+
+    monkeypatch.setattr("grpo_cli.experiment.save_pretrained", save)
+    words = (*WORDS, "train.steps=3", "train.checkpoint=lazy", f"train.checkpoint_every={every}", f"run_dir={tmp_path}")
+    trainer = build(settings_of(*words))
+    with pytest.raises(CheckpointError, match=f"step {fails_at} could not be saved .*No space left"):
+        trainer.fit()
+    assert find_checkpoint(tmp_path).path == tmp_path / "checkpoints" / f"step_{left:06d}"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "could not be saved" in summary["error"]
+    assert summary["step"] <= fails_at + 1 and not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_a_second_copy_of_what_is_offloaded_is_refused() -> None:
+    with pytest.raises(UserError, match="train.checkpoint=lazy copies .*use train.checkpoint=now, or optim.park=true"):
+        prepare(settings_of("train.checkpoint=lazy", "optim.offload=true", "device=cpu"))
+
+
+def test_the_optimizer_s_state_is_kept_by_the_names_of_weights() -> None:
+    model = small_model()
+    learner = make_learner(model)
+    learner.update(make_batch(), 0)
+    state = learner.state_dict()
+    names = {name for name, _ in model.named_parameters()}
+    assert set(state["state"]) == names == {name for group in state["param_groups"] for name in group["params"]}
+    turned = {"state": dict(reversed(state["state"].items())), "param_groups": state["param_groups"][::-1]}
+    again = make_learner(small_model())
+    again.load_state_dict(turned)  # in any order, and in any groups
+    for name, averages in again.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][name][key]) for key, value in averages.items())
+    changed = {**state, "state": {"other.lora_A": {}}, "param_groups": [{"params": ["other.lora_A"]}]}
+    with pytest.raises(UserError, match=r"has 1 weights that this run does not train \(other.lora_A\): resume with"):
+        again.load_state_dict(changed)
+    some = {**state, "param_groups": [{"params": sorted(names)[1:]}]}
+    with pytest.raises(UserError, match=r"lacks 1 weights that this run trains \(model\."):
+        again.load_state_dict(some)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_cli.interfaces import Worked
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import Tokenizer
@@ -27,10 +28,18 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
 
 
-def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None]) -> list[Rollout]:
-    """Training problems with the text of a field of their rows as the reply. UserError if no row has any."""
+def solutions(
+    task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
+) -> list[Rollout]:
+    """Training problems with the text of a field of their rows as the reply. UserError if no row has any. Of a task
+    without rows that works solutions out, the first `most` problems, with solution and answer."""
     row_of: Callable[[Prompt], Mapping[str, Any]] | None = getattr(task, "row_of", None)
     prompts = task.prompts("train")
+    if row_of is None and isinstance(task, Worked):
+        some = [prompts[i] for i in range(min(len(prompts), most))]
+        answers = [tokenizer.encode(prompt.answer, add_special_tokens=False) for prompt in some]
+        replies = [[*task.solution(one), *answer, eos] for one, answer in zip(some, answers, strict=True)]
+        return [demonstration(one, [(False, reply)]) for one, reply in zip(some, replies, strict=True)]
     found = []
     for prompt in prompts if row_of is not None else ():
         assert row_of is not None

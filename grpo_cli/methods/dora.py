@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
         return exp(mean_logprob(self.reply))
 
 
-class Counts(Protocol):
+class SharesOut(Protocol):
     """How many replies go on from each leaf, of `places`; `states` are the leaves' directions."""
 
     def __call__(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> Sequence[int]: ...
@@ -73,7 +73,7 @@ class Dora:
         return shared_out([leaf.score for leaf in leaves], cosines(states), places, self.temperature)
 
 
-def grown(searching: Searching, width: int, every: int, counts: Counts) -> list[list[Rollout]]:
+def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> list[list[Rollout]]:
     """`width` whole replies to each problem, fewer where `counts` gives out less than there is."""
     begun = searching.begin(width)
     trees = [[Leaf(one, ()) for one in row] for row in begun]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_cli.interfaces import Worked
+from grpo_cli.interfaces import Shows
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import Tokenizer
@@ -32,14 +32,12 @@ def solutions(
     task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
 ) -> list[Rollout]:
     """Training problems with the text of a field of their rows as the reply. UserError if no row has any. Of a task
-    without rows that works solutions out, the first `most` problems, with solution and answer."""
+    that knows right replies, those to the first `most` problems."""
     row_of: Callable[[Prompt], Mapping[str, Any]] | None = getattr(task, "row_of", None)
     prompts = task.prompts("train")
-    if row_of is None and isinstance(task, Worked):
+    if isinstance(task, Shows):
         some = [prompts[i] for i in range(min(len(prompts), most))]
-        answers = [tokenizer.encode(prompt.answer, add_special_tokens=False) for prompt in some]
-        replies = [[*task.solution(one), *answer, eos] for one, answer in zip(some, answers, strict=True)]
-        return [demonstration(one, [(False, reply)]) for one, reply in zip(some, replies, strict=True)]
+        return [demonstration(one, [(False, [*task.shown(one), eos])]) for one in some]
     found = []
     for prompt in prompts if row_of is not None else ():
         assert row_of is not None

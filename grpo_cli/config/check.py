@@ -35,6 +35,7 @@ def check(settings: RunSettings) -> Tried:
         *_turn_problems(settings),
         *_length_problems(settings),
         *_optim_problems(settings.optim),
+        *_opob_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
         *_resume_problems(settings),
@@ -200,6 +201,32 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
             f"optim.weight_decay={optim.weight_decay} times optim.lr={optim.lr} must be less than 1: an update takes "
             "that share off every weight, and more would turn its sign"
         )
+
+
+def _opob_problems(settings: RunSettings) -> Iterator[str]:
+    if settings.optim.baseline == "none":
+        return
+    train, named = settings.train, f"optim.baseline={settings.optim.baseline}"
+    several = {"epochs": train.epochs, "minibatches": train.minibatches}
+    for key, value in ((key, value) for key, value in several.items() if value > 1):
+        yield (
+            f"{named} needs a loss that is linear in the advantage, as it no longer is once the policy has moved; use "
+            f"train.{key}=1 (here {value}), or optim.baseline=none"
+        )
+    if getattr(rule_of("loss", settings.parts["loss"]), "needs_reference", False):
+        yield (
+            f"{named} weighs all of a rollout's gradient by its advantage, and the distance to a reference has none; "
+            "use loss.kl_coef=0, or another loss than a2po"
+        )
+    for key in ("padding_free", "shared_prefix"):
+        if getattr(train, key) is True:
+            yield f"{named} weighs each rollout's own gradient, so that they go one by one; use train.{key}=false"
+    if "noise" in settings.record.gauges:
+        yield f"record.gauges=[noise] looks at half of the gradient, and {named} has it only whole; use one of them"
+    if fact_of("correction", settings.parts["correction"], "same_view"):
+        yield f"{named} knows no term of the loss but the policy's, and the correction adds one; use correction=none"
+    if settings.parts["correction"].get("prox", "now") != "now":
+        yield f"{named} needs ratios that are 1; use correction.prox=now, or optim.baseline=none"
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:

@@ -18,7 +18,9 @@ from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
+from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16, squared_norm
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
+from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
@@ -59,8 +61,9 @@ class Learner:
         optim: OptimSettings,
         meter: Meter,
         warn: Callable[[str], None] = print,
+        gauges: Gauges | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._gauges = model, gauges
         self._loss = loss
         self._train = train
         self._optim = optim
@@ -119,9 +122,16 @@ class Learner:
         num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
+        due = frozenset[str]() if self._gauges is None else self._gauges.due(step)
+        weigh, of_half = None, 0.0
+        if self._optim.baseline == "opob" and loss is None:
+            weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
-            forward = self._way(batch)
-            for rows in (parts := forward.micro_batches(batch)):
+            forward = self._way(batch) if weigh is None else self._plain
+            half, others = self._parts(forward, batch, step, "noise" in due, weigh is not None)
+            for number, rows in enumerate(parts := [*half, *others]):
+                if half and number == len(half):
+                    of_half = squared_norm(self._parameters)
                 part = rows_of(batch, rows)
                 there = to_device(part, self._device)
                 entropy = Entropy(there.trained_mask, num_trained)
@@ -129,13 +139,16 @@ class Learner:
                     values = forward.logprobs(self._model, part, entropy)
                 output = (loss or self._loss)(values, there, divisors)
                 with self._span("backward"):
-                    output.loss.backward()
+                    output.loss.backward() if weigh is None else weigh.add(values, there)
                 logprobs.append(values.detach())
                 shares = {"loss/total": output.loss.detach(), **output.metrics}
                 shares |= {"policy/entropy": entropy.share()} if num_trained else {}
                 for name, share in shares.items():
                     sums[name] = sums[name] + share if name in sums else share
+        if weigh is not None:
+            sums["optim/baseline"] = weigh.finish()
         with self._span("optimizer"):
+            before = in_bfloat16(self._parameters) if "changed" in due else []
             sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
             found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
             metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
@@ -145,9 +158,28 @@ class Learner:
             fault, moved = self._move(
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
+            if self._gauges is not None and half and fault is None:
+                count, own_rows = len(batch), sum(map(len, half))
+                scaled = of_half * (count / own_rows) ** 2  # the loss is over all rows
+                metrics |= self._gauges.noise(scaled, own_rows, metrics["optim/grad_norm"] ** 2, count)
+            if before and moved:
+                metrics["gauge/changed"] = changed_share(before, self._parameters)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
+
+    def _parts(
+        self, forward: Forward, batch: Batch, step: int, in_halves: bool, one: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The rows of each micro-batch: of a random half and of the others, if that is asked for, else all of them are
+        others. `one`: each row by itself."""
+        if one:
+            return [], one_by_one(batch)
+        if not in_halves or len(batch) < 2:
+            return [], forward.micro_batches(batch)
+        first, second = halves(len(batch), step)
+        cut = ([rows[part] for part in forward.micro_batches(rows_of(batch, rows))] for rows in (first, second))
+        return next(cut), next(cut)
 
     def _way(self, batch: Batch) -> Forward:
         """Only the plain way hides keys that were evicted."""
@@ -218,7 +250,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
-    ...     name="adamw", offload=False, ess="none", ess_reference=1.0)
+    ...     name="adamw", offload=False, ess="none", ess_reference=1.0, baseline="none")
     >>> [learning_rate(half, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

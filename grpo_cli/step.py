@@ -47,16 +47,9 @@ class Step:
         correction = parts.rules.correction
         self._same_view = correction if isinstance(correction, SameView) else None
         loss = parts.rules.loss if self._same_view is None else _sum_of(parts.rules.loss, self._same_view.term)
+        gauges = Gauges(settings.record) if settings.record.gauges else None
         self.learner = Learner(
-            model,
-            loss,
-            settings.model,
-            settings.sampling,
-            train,
-            settings.optim,
-            parts.meter,
-            parts.warn,
-            Gauges(settings.record) if settings.record.gauges else None,
+            model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn, gauges
         )
         self._advantage = with_history(parts.rules.advantage, parts.history)
         self._read_by_advantage = reads_of(parts.rules.advantage)

@@ -119,15 +119,6 @@ def test_the_choice_is_the_best_of_all(data: st.DataObject, count: int, cost: fl
     assert kept and value == pytest.approx(every_choice(worth, paths, labels, cost, diversity))
 
 
-def test_many_leaves_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As good as the exact choice where no two leaves are worth more than each of them says."""
-    worth, labels = (0.4, 0.3, 0.2, 0.1), (0, 0, 0, 1)
-    monkeypatch.setattr(ets, "EXACT", 3)
-    for cost, diversity in ((1.0, 0.0), (1.0, 1.4), (1.5, 1.4)):
-        _, value = chosen(worth, TWO_BRANCHES, labels, cost, diversity)
-        assert value == pytest.approx(every_choice(worth, TWO_BRANCHES, labels, cost, diversity))
-
-
 def test_clusters_are_joined_by_the_mean_distance_of_their_members() -> None:
     """On a circle, in degrees: cosines of 10 and 20 degrees are .985 and .940, so that 0 and 10 are joined, while 25 is
     too far from them on average (.906 and .966: .936), though near to 10."""
@@ -245,6 +236,7 @@ def test_the_answer_has_the_largest_sum_of_scores() -> None:
             ["search=dora", "search.temperature=0"],
             "search.temperature=0.0 must be more than 0: scores are",
         ),
+        (["search=ets", "search.width=21"], "search.width=21 must be from 1 to 20: the best of all choices"),
         (["search=ets", "search.every=0"], "search.every=0 must be at least 1"),
         (["search=ets", "search.cost=-1"], "search.cost=-1.0 must be at least 0"),
         (["search=ets", "sparsity=snapkv"], "use sparsity=dense, or search=best"),

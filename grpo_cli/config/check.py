@@ -204,29 +204,24 @@ def _optim_problems(optim: OptimSettings) -> Iterator[str]:
 
 
 def _opob_problems(settings: RunSettings) -> Iterator[str]:
+    named, train, parts = f"optim.baseline={settings.optim.baseline}", settings.train, settings.parts
     if settings.optim.baseline == "none":
         return
-    train, named = settings.train, f"optim.baseline={settings.optim.baseline}"
-    several = {"epochs": train.epochs, "minibatches": train.minibatches}
-    for key, value in ((key, value) for key, value in several.items() if value > 1):
-        yield (
-            f"{named} needs a loss that is linear in the advantage, as it no longer is once the policy has moved; use "
-            f"train.{key}=1 (here {value}), or optim.baseline=none"
-        )
-    if getattr(rule_of("loss", settings.parts["loss"]), "needs_reference", False):
-        yield (
-            f"{named} weighs all of a rollout's gradient by its advantage, and the distance to a reference has none; "
-            "use loss.kl_coef=0, or another loss than a2po"
-        )
+    own = f"{named} needs a loss that is linear in the advantage"
+    for key in ("epochs", "minibatches"):
+        if getattr(train, key) > 1:
+            yield f"{own}, as it no longer is once the policy has moved; use train.{key}=1"
+    if parts["correction"].get("prox", "now") != "now":
+        yield f"{own}, with ratios that are 1; use correction.prox=now"
+    if getattr(rule_of("loss", parts["loss"]), "needs_reference", False):
+        yield f"{own}, and the distance to a reference is not; use loss.kl_coef=0, or another loss than a2po"
+    if fact_of("correction", parts["correction"], "same_view"):
+        yield f"{own}, and this correction adds a term that is not; use correction=none"
     for key in ("padding_free", "shared_prefix"):
         if getattr(train, key) is True:
             yield f"{named} weighs each rollout's own gradient, so that they go one by one; use train.{key}=false"
     if "noise" in settings.record.gauges:
         yield f"record.gauges=[noise] looks at half of the gradient, and {named} has it only whole; use one of them"
-    if fact_of("correction", settings.parts["correction"], "same_view"):
-        yield f"{named} knows no term of the loss but the policy's, and the correction adds one; use correction=none"
-    if settings.parts["correction"].get("prox", "now") != "now":
-        yield f"{named} needs ratios that are 1; use correction.prox=now, or optim.baseline=none"
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:

@@ -28,7 +28,7 @@ class Gauges:
 
     def __init__(self, record: RecordSettings) -> None:
         self._names, self._every = frozenset(record.gauges), record.gauge_every
-        self._trace = self._signal = self._weight = 0.0
+        self._sums = np.zeros(3)  # of S, Q and 1
 
     def due(self, step: int) -> frozenset[str]:
         """Of step number `step`, from 0."""
@@ -36,21 +36,15 @@ class Gauges:
 
     def noise(self, half: float, rows_of_half: int, whole: float, rows: int) -> dict[str, float]:
         """From squared norms of the mean gradient of some rows and of all. Nothing where there is no noise to see."""
-        trace, signal = noise_of(half, rows_of_half, whole, rows)
-        self._trace, self._signal = (
-            KEPT * old + (1 - KEPT) * new for old, new in ((self._trace, trace), (self._signal, signal))
-        )
-        self._weight = KEPT * self._weight + (1 - KEPT)
-        found = {"gauge/noise_trace": self._trace / self._weight, "gauge/noise_signal": self._signal / self._weight}
-        return found | ({"gauge/noise_scale": self._trace / self._signal} if self._signal > 0 else {})
+        new = np.array([*noise_of(half, rows_of_half, whole, rows), 1.0])
+        self._sums = KEPT * self._sums + (1 - KEPT) * new
+        trace, signal = (float(total / self._sums[2]) for total in self._sums[:2])
+        found = {"gauge/noise_trace": trace, "gauge/noise_signal": signal}
+        return found | ({"gauge/noise_scale": trace / signal} if signal > 0 else {})
 
 
 def noise_of(half: float, rows_of_half: int, whole: float, rows: int) -> tuple[float, float]:
-    """S and Q.
-
-    >>> noise_of(5.0, 4, 2.0, 16)
-    (16.0, 1.0)
-    """
+    """S and Q."""
     b, count = rows_of_half, rows
     return (half - whole) / (1 / b - 1 / count), (count * whole - b * half) / (count - b)
 
@@ -59,11 +53,6 @@ def halves(rows: int, step: int) -> list[Tensor]:
     """A random half of the rows, and the others."""
     order = torch.from_numpy(np.random.default_rng([step, rows]).permutation(rows))
     return [order[: rows // 2].sort().values, order[rows // 2 :].sort().values]
-
-
-def squared_norm(weights: Sequence[Tensor]) -> float:
-    """Of the gradients."""
-    return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None])) ** 2
 
 
 def in_bfloat16(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
-from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16, squared_norm
+from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
 from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights
@@ -128,10 +129,12 @@ class Learner:
             weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
             forward = self._way(batch) if weigh is None else self._plain
-            half, others = self._parts(forward, batch, step, "noise" in due, weigh is not None)
-            for number, rows in enumerate(parts := [*half, *others]):
-                if half and number == len(half):
-                    of_half = squared_norm(self._parameters)
+            cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else [torch.arange(len(batch))]
+            halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
+            parts = sum(halved, []) if weigh is None else one_by_one(batch)
+            for number, rows in enumerate(parts):
+                if number == len(halved[0]) and len(cut) > 1:
+                    of_half = float(get_total_norm([p.grad for p in self._parameters if p.grad is not None])) ** 2
                 part = rows_of(batch, rows)
                 there = to_device(part, self._device)
                 entropy = Entropy(there.trained_mask, num_trained)
@@ -158,28 +161,15 @@ class Learner:
             fault, moved = self._move(
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
-            if self._gauges is not None and half and fault is None:
-                count, own_rows = len(batch), sum(map(len, half))
-                scaled = of_half * (count / own_rows) ** 2  # the loss is over all rows
-                metrics |= self._gauges.noise(scaled, own_rows, metrics["optim/grad_norm"] ** 2, count)
+            if self._gauges is not None and len(cut) > 1 and fault is None:
+                count, few = len(batch), len(cut[0])
+                scaled = of_half * (count / few) ** 2  # the loss is over all rows
+                metrics |= self._gauges.noise(scaled, few, metrics["optim/grad_norm"] ** 2, count)
             if before and moved:
                 metrics["gauge/changed"] = changed_share(before, self._parameters)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
-
-    def _parts(
-        self, forward: Forward, batch: Batch, step: int, in_halves: bool, one: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The rows of each micro-batch: of a random half and of the others, if that is asked for, else all of them are
-        others. `one`: each row by itself."""
-        if one:
-            return [], one_by_one(batch)
-        if not in_halves or len(batch) < 2:
-            return [], forward.micro_batches(batch)
-        first, second = halves(len(batch), step)
-        cut = ([rows[part] for part in forward.micro_batches(rows_of(batch, rows))] for rows in (first, second))
-        return next(cut), next(cut)
 
     def _way(self, batch: Batch) -> Forward:
         """Only the plain way hides keys that were evicted."""

@@ -21,16 +21,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_cli.interfaces import LossFn
-from grpo_cli.learner.forward import row_shapes
+from grpo_cli.learner.forward import prompt_groups, row_shapes
 from grpo_cli.types import Batch, Totals
 
 
 def one_by_one(batch: Batch) -> list[Tensor]:
     """Each row as a part of its own, those with the same prompt one after the other."""
-    groups: dict[object, list[int]] = {}
-    for row, shape in enumerate(row_shapes(batch, share=True)):
-        groups.setdefault(shape.group, []).append(row)
-    return [torch.tensor([row]) for rows in groups.values() for row in rows]
+    return [torch.tensor([row]) for rows in prompt_groups(row_shapes(batch, share=True), share=True) for row in rows]
 
 
 class GroupBaseline:

@@ -19,10 +19,10 @@ Not measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -33,9 +33,9 @@ from grpo_cli.methods.particle import goes_with
 from grpo_cli.methods.sample_and_rank import mean_logprob
 from grpo_cli.settings import MOST_SAMPLES
 from grpo_cli.support.ranges import Count, Range
-from grpo_cli.types import Finish, Request, Rollout
+from grpo_cli.types import Finish, Rollout
 
-SHARPNESS = 0.01  # what cosines are divided by
+SHARPNESS, TINY = 0.01, 1e-30  # what cosines are divided by; the least length of a direction
 Width = Annotated[int, Range(1, MOST_SAMPLES, "it is how many replies grow together")]
 Temperature = Annotated[float, Range(0, because="scores are divided by it", above=True)]
 
@@ -51,10 +51,8 @@ class Leaf(NamedTuple):
         return exp(mean_logprob(self.reply))
 
 
-class SharesOut(Protocol):
-    """How many replies go on from each leaf, of `places`; `states` are the leaves' directions."""
-
-    def __call__(self, leaves: Sequence[Leaf], states: Float[np.ndarray, "L H"], places: int) -> Sequence[int]: ...
+# How many replies go on from each leaf, by their directions, of so many places.
+SharesOut = Callable[[Sequence[Leaf], Float[np.ndarray, "L H"], int], Sequence[int]]
 
 
 @facts(goes_with=goes_with)
@@ -93,21 +91,16 @@ def grown(searching: Searching, width: int, every: int, counts: SharesOut) -> li
             free = [one.request for one in begun[number] if one.request.sample not in taken]
             again = counts(tree, own, len(free)) if tree else []
             copies = [leaf for leaf, count in zip(tree, again, strict=True) for _ in range(count)]
-            trees[number] = [_in_place(leaf, request) for leaf, request in zip(copies, free, strict=False)]
+            # Each goes on with the random stream of the place that it takes.
+            trees[number] = [
+                Leaf(replace(one.reply, request=request), (*one.path, one.reply.request.sample))
+                for one, request in zip(copies, free, strict=False)
+            ]
     return ended
 
 
-def _in_place(leaf: Leaf, request: Request) -> Leaf:
-    """What grows from a leaf, in the place of a request, whose random stream it goes on with."""
-    return Leaf(replace(leaf.reply, request=request), (*leaf.path, leaf.reply.request.sample))
-
-
 def rebase(scores: Sequence[float], places: int, temperature: float) -> list[int]:
-    """How many places each has, from the best down, rounded up while there are any.
-
-    >>> rebase([0.9, 0.8, 0.5, 0.1], 8, 0.2), rebase([0.9, 0.8, 0.5, 0.1], 8, 1.0)
-    ([5, 3, 0, 0], [3, 3, 2, 0])
-    """
+    """How many places each has, from the best down, rounded up while there are any."""
     shares, counts = softmax(np.array(scores) / temperature), [0] * len(scores)
     for i in np.argsort(-shares, kind="stable"):
         counts[i] = min(ceil(places * shares[i]), places - sum(counts))
@@ -128,17 +121,14 @@ def shared_out(scores: Sequence[float], cos: Float[np.ndarray, "L L"], places: i
 
 def softmax(values: Float[np.ndarray, "*N"]) -> Float[np.ndarray, "*N"]:
     """Over the last axis."""
-    powers = np.exp(values - values.max(axis=-1, keepdims=True))
-    shares: np.ndarray = powers / powers.sum(axis=-1, keepdims=True)
-    return shares
+    powers: np.ndarray = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def cosines(states: Float[np.ndarray, "L H"]) -> Float[np.ndarray, "L L"]:
     """Of each row and each other; of a row of zeros 0."""
-    lengths = np.linalg.norm(states, axis=1, keepdims=True)
-    unit = states / np.where(lengths > 0, lengths, 1.0)
-    found: np.ndarray = unit @ unit.T
-    return found
+    unit: np.ndarray = states / np.maximum(np.linalg.norm(states, axis=1, keepdims=True), TINY)
+    return unit @ unit.T
 
 
 def voted(searching: Searching, replies: Sequence[Rollout]) -> Rollout:

@@ -8,9 +8,9 @@
 
 Nodes are the steps from the problem, itself one, to the leaves. Clusters are of the leaves' directions, by average
 linkage up to a cosine distance of 0.05. The paper solves a linear program; here the choice is exact as well, by branch
-and bound, up to 20 leaves, and made leaf by leaf beyond. Ours: that; and q, the directions, the equal steps and the
-answer, as `search=dora` has them in place of a process reward model and an embedding model. In the paper kept nodes
-share keys and values; here a reply's beginning is read again at each step, so that what is cut saves tokens alone.
+and bound, for which there are at most 20 leaves. Ours: that; and q, the directions, the equal steps and the answer, as
+`search=dora` has them in place of a process reward model and an embedding model. In the paper kept nodes share keys and
+values; here a reply's beginning is read again at each step, so that what is cut saves tokens alone.
 
 Not measured.
 """
@@ -26,16 +26,16 @@ from jaxtyping import Float
 
 from grpo_cli.collect.search import Searching
 from grpo_cli.interfaces import facts
-from grpo_cli.methods.dora import Leaf, Temperature, Width, cosines, grown, rebase, voted
+from grpo_cli.methods.dora import Leaf, Temperature, cosines, grown, rebase, voted
 from grpo_cli.methods.particle import goes_with
 from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Rollout
 
 NEAR = 0.05  # the cosine distance up to which directions are one cluster
-EXACT = 20  # leaves
 
 Path = tuple[int, ...]
 Weight = Annotated[float, Range(0)]
+Width = Annotated[int, Range(1, 20, "the best of all choices among more leaves takes too long")]
 
 
 @facts(goes_with=goes_with)
@@ -79,13 +79,6 @@ def chosen(
         return sum(worth[i] for i in some) - per_node * kept + per_cluster * len({labels[i] for i in some})
 
     best = max(([i] for i in order), key=value)
-    if len(order) > EXACT:
-        while others := [i for i in order if i not in best]:
-            more = [*best, max(others, key=lambda i: value([*best, i]))]
-            if value(more) <= value(best):
-                break
-            best = more
-        return sorted(best), value(best)
     # Depth first, each leaf taken before it is left; what is left can add no more than its worth and new clusters.
     waiting: list[tuple[int, list[int]]] = [(0, [])]
     while waiting:

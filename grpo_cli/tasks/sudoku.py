@@ -7,9 +7,10 @@ Every problem has one solution, so that a reply is judged by comparing texts. No
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations, product
 from random import Random
 from typing import Annotated
 
@@ -40,25 +41,11 @@ def in_rows(cells: str) -> str:
 
 @cache
 def grids() -> tuple[str, ...]:
-    """All 288 of them."""
-    return tuple(_filled(""))
-
-
-def _filled(begun: str) -> Iterator[str]:
-    if len(begun) == CELLS:
-        yield begun
-        return
-    row, column = divmod(len(begun), SIDE)
-    seen = {begun[i] for i in range(len(begun)) if _meet(divmod(i, SIDE), (row, column))}
-    for number in "1234":
-        if number not in seen:
-            yield from _filled(begun + number)
-
-
-def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two cells share a row, a column or a quarter."""
-    quarters = [(row // 2, column // 2) for row, column in (one, other)]
-    return one[0] == other[0] or one[1] == other[1] or quarters[0] == quarters[1]
+    """All 288 of them, cell by cell: of two rows that fill two quarters, two such halves whose columns differ."""
+    rows = ["".join(one) for one in permutations("1234")]
+    halves = [one + other for one in rows for other in rows if not set(one[:2]) & set(other[:2])]
+    pairs = product(halves, repeat=2)
+    return tuple(a + b for a, b in pairs if all(len({*a[i::SIDE], *b[i::SIDE]}) == SIDE for i in range(SIDE)))
 
 
 @cache
@@ -123,5 +110,5 @@ class Sudoku(GeneratedTask[Puzzle]):
 
     def reward(self, prompt: Prompt, rollout: Rollout) -> Reward:
         said = self.reads(rollout)
-        correct, well_formed = float(said == prompt.answer), float(said is not None)
-        return Reward(correct, {"correct": correct, "well_formed": well_formed}, weights={"correct": 1.0})
+        parts = {"correct": float(said == prompt.answer), "well_formed": float(said is not None)}
+        return Reward(parts["correct"], parts, weights={"correct": 1.0})

@@ -97,8 +97,7 @@ def _states(bench: Bench, temperature: float, rollouts: Sequence[Rollout]) -> Fl
     last = backbone(bench.model).config.num_hidden_layers
     found = read(bench.model, forward, batch, {"features"}, last, batch.input_ids.shape[1]).features
     assert found is not None, "they are read"
-    states: np.ndarray = found[:, found.shape[1] // 2 :].double().numpy()  # the first half is of the prompts
-    return states
+    return np.split(found.double().numpy(), 2, axis=1)[1]  # the first half is of the prompts
 
 
 def _asked(task: Task, settings: ExamSettings, split: str) -> list[Prompt]:

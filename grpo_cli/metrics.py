@@ -99,12 +99,10 @@ METRICS: Mapping[str, str] = {
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/baseline": "With optim.baseline=opob what is subtracted from advantages, mean over groups.",
-    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights (record.gauges=[noise]); "
-    "averaged over earlier steps, as the two below are.",
+    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights; an average, as gauge/noise_*.",
     "gauge/noise_signal": "Estimated squared norm of the gradient without noise.",
-    "gauge/noise_scale": "Their ratio: rollouts in an update below which most of it is noise; none where the second is "
-    "not above 0.",
-    "gauge/changed": "Share of weights whose bfloat16 bits the update has changed (record.gauges=[changed]).",
+    "gauge/noise_scale": "Their ratio, if above 0: rollouts in an update below which most of it is noise.",
+    "gauge/changed": "Share of weights whose bfloat16 bits the update has changed.",
     "optim/skipped_steps": "Updates skipped since the run began because the loss or the gradient was not finite.",
     "optim/empty_steps": "Steps without an update since the run began: nothing was left to train on, or no gradient.",
     "mismatch/ratio_mean": "Mean over all drawn tokens of old policy (no dropout) / sampler probability; 1 if equal.",

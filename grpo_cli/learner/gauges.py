@@ -43,9 +43,8 @@ class Gauges:
         return found | ({"gauge/noise_scale": trace / signal} if signal > 0 else {})
 
 
-def noise_of(half: float, rows_of_half: int, whole: float, rows: int) -> tuple[float, float]:
+def noise_of(half: float, b: int, whole: float, count: int) -> tuple[float, float]:
     """S and Q."""
-    b, count = rows_of_half, rows
     return (half - whole) / (1 / b - 1 / count), (count * whole - b * half) / (count - b)
 
 

@@ -162,9 +162,8 @@ class Learner:
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
             if self._gauges is not None and len(cut) > 1 and fault is None:
-                count, few = len(batch), len(cut[0])
-                scaled = of_half * (count / few) ** 2  # the loss is over all rows
-                metrics |= self._gauges.noise(scaled, few, metrics["optim/grad_norm"] ** 2, count)
+                few, count, whole = len(cut[0]), len(batch), metrics["optim/grad_norm"] ** 2
+                metrics |= self._gauges.noise(of_half * (count / few) ** 2, few, whole, count)  # the loss is over all
             if before and moved:
                 metrics["gauge/changed"] = changed_share(before, self._parameters)
         self._optimizer.zero_grad(set_to_none=True)

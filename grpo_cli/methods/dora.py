@@ -7,18 +7,16 @@
               rows, so that k replies in one direction have about 1/k each
     answer    when all have ended, the one with the largest sum of q
 
-The paper scores by a process reward model and compares directions by an embedding model; there is neither here. Ours:
-q, the geometric mean of the tokens' probabilities so far; the directions, the mean of the last layer's states over the
-reply; steps of equal length; one T for both shares; that rounding gives out no more than n places, the largest shares
-first; and the likeliest reply where the judge does not say which answer it read. The order of the two counts, and 0.01,
-are those of the released code, which does not run as it is (a name in it is not defined).
+The paper has a process reward model and an embedding model. Ours, in their place: q, the geometric mean of the tokens'
+probabilities so far, and the mean of the last layer's states over the reply. Ours, too: steps of equal length; one T;
+that rounding gives out no more than n places, the largest shares first; and the likeliest reply where no answer is
+read. The order of the counts, and 0.01, are the released code's, which does not run (a name in it is not defined).
 
 Not measured.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp
@@ -133,11 +131,9 @@ def cosines(states: Float[np.ndarray, "L H"]) -> Float[np.ndarray, "L L"]:
 
 def voted(searching: Searching, replies: Sequence[Rollout]) -> Rollout:
     """The first that gives the answer with the largest sum of scores; where none is read, the likeliest reply."""
-    votes, read = Counter[str](), searching.reader
-    answers = [None if read is None else read(one) for one in replies]
+    answers = [None if searching.reader is None else searching.reader(one) for one in replies]
+    votes = dict.fromkeys((answer for answer in answers if answer is not None), 0.0)
     for answer, one in zip(answers, replies, strict=True):
         if answer is not None:
-            votes[answer] += exp(mean_logprob(one))  # type: ignore[assignment]
-    if not votes:
-        return max(replies, key=mean_logprob)
-    return replies[answers.index(max(votes, key=lambda answer: votes[answer]))]
+            votes[answer] += exp(mean_logprob(one))
+    return replies[answers.index(max(votes, key=votes.__getitem__))] if votes else max(replies, key=mean_logprob)

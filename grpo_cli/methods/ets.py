@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated
 
 import numpy as np
@@ -98,13 +99,9 @@ def clusters(cos: Float[np.ndarray, "L L"]) -> list[int]:
     nearer than NEAR."""
     groups = [[i] for i in range(len(cos))]
     while len(groups) > 1:
-        distances = {
-            (a, b): 1.0 - float(cos[np.ix_(groups[a], groups[b])].mean())
-            for a in range(len(groups))
-            for b in range(a + 1, len(groups))
-        }
-        a, b = min(distances, key=lambda pair: distances[pair])
-        if distances[a, b] > NEAR:
+        pairs = [*combinations(range(len(groups)), 2)]
+        far, (a, b) = min((1.0 - float(cos[np.ix_(groups[a], groups[b])].mean()), (a, b)) for a, b in pairs)
+        if far > NEAR:
             break
         groups[a] += groups.pop(b)
     return [next(number for number, group in enumerate(groups) if i in group) for i in range(len(cos))]

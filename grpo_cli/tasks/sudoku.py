@@ -69,10 +69,8 @@ def draw_puzzle(rng: Random, empty: int) -> Puzzle:
 
 
 class Sudoku(GeneratedTask[Puzzle]):
-    """The task. The grids that solve problems of one split solve none of the other.
-
-    The reward is 1 for a completion that ended by itself and is the filled grid, else 0.
-    """
+    """The task. The reward is 1 for a completion that ended by itself and is the filled grid, else 0. The grids that
+    solve problems of one split solve none of the other."""
 
     name, sizes_are, makes_more = "sudoku", "empty", "max_empty"
 

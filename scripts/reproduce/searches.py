@@ -25,7 +25,7 @@ STORIES = (
     "model.autocast=bfloat16",
     "sampling.max_new_tokens=96",
     "eval.temperature=0.6",
-    "eval.problems=50",
+    "eval.problems=30",
     "eval.k=1",
 )
 

@@ -99,7 +99,7 @@ METRICS: Mapping[str, str] = {
     "optim/lr": "Learning rate of the step, with what optim.ess has taken from it; mean over the step's updates.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/baseline": "With optim.baseline=opob what is subtracted from advantages, mean over groups.",
-    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights; an average, as gauge/noise_*.",
+    "gauge/noise_trace": "Estimated variance of a rollout's gradient, summed over weights; an average over steps.",
     "gauge/noise_signal": "Estimated squared norm of the gradient without noise.",
     "gauge/noise_scale": "Their ratio, if above 0: rollouts in an update below which most of it is noise.",
     "gauge/changed": "Share of weights whose bfloat16 bits the update has changed.",

@@ -24,7 +24,8 @@ series       metrics of which the mean of every ten steps is, in those that have
 measured     what no training run can tell, by name: the module beside this one whose function of that name does
 
 A word such as cache=rkv_20+4 stands for an eviction policy with so many keys and so many steps between two evictions;
-rkv_24_whole_after_2 evicts prompts as well, once a reply has 2 tokens. Words in braces are variables (`--set`).
+rkv_24_whole_after_2 evicts prompts as well, once a reply has 2 tokens. Words in braces are variables (`--set`);
+{butlast} is how many steps a run has but one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         made.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
     args = parsed(made, words[1:], **{"seeds": plan.seeds[:1], "steps": 2} | dict(plan.quick))
     args.plan = plan
-    args.variables = dict(plan.variables) | dict(word.split("=", 1) for word in args.set)
+    butlast = {} if args.steps is None else {"butlast": args.steps - 1}
+    args.variables = butlast | dict(plan.variables) | dict(word.split("=", 1) for word in args.set)
     return args
 
 

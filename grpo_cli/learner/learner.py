@@ -129,11 +129,11 @@ class Learner:
             weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
             forward = self._way(batch) if weigh is None else self._plain
-            cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else [torch.arange(len(batch))]
+            cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else []
             halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
-            parts = sum(halved, []) if weigh is None else one_by_one(batch)
+            parts = sum(halved, []) or (forward.micro_batches(batch) if weigh is None else one_by_one(batch))
             for number, rows in enumerate(parts):
-                if number == len(halved[0]) and len(cut) > 1:
+                if cut and number == len(halved[0]):
                     of_half = float(get_total_norm([p.grad for p in self._parameters if p.grad is not None])) ** 2
                 part = rows_of(batch, rows)
                 there = to_device(part, self._device)
@@ -161,7 +161,7 @@ class Learner:
             fault, moved = self._move(
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
-            if self._gauges is not None and len(cut) > 1 and fault is None:
+            if self._gauges is not None and cut and fault is None:
                 few, count, whole = len(cut[0]), len(batch), metrics["optim/grad_norm"] ** 2
                 metrics |= self._gauges.noise(of_half * (count / few) ** 2, few, whole, count)  # the loss is over all
             if before and moved:

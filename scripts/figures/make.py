@@ -181,8 +181,12 @@ def _draw_slots(panel: Axes, plan: Sequence[tuple[int, int, int]], count: int) -
 def searches() -> str:
     """Accuracy of searches against the tokens that they draw, all of them and one after the other."""
     found = json.loads(FRONTIER_C.read_text())["results"]
-    shown = {"searches": "embedded model, sums", "searches_real": "SmolLM2 135M, word problems"}
-    figure = Figure(figsize=(8.0, 5.4), layout="constrained")
+    shown = {
+        "searches": "embedded model, sums",
+        "searches_trained": "the same after 50 steps",
+        "searches_real": "SmolLM2 135M, word problems",
+    }
+    figure = Figure(figsize=(8.0, 7.4), layout="constrained")
     rows = figure.subplots(len(shown), 2, sharey="row")
     for row, (part, title) in zip(rows, shown.items(), strict=True):
         for panel, (key, label) in zip(

@@ -1,20 +1,23 @@
 """Searches at evaluation: accuracy against what was drawn, by search and size (of frontier_c).
 
 `searches`: the embedded model as it comes, on sums of 2 to 10 numbers, of which a sample is right about once in four
-times. `searches_real`: SmolLM2-135M-Instruct on word problems, at a lower temperature, without which it is hardly ever
-right (scripts/get_smollm2.sh makes models/smollm2). Every search answers the same problems; seeds are of its draws.
+times; `searches_trained`: what it is after 50 steps. `searches_real`: SmolLM2-135M-Instruct on word problems, at
+a lower temperature, without which it is hardly ever right (scripts/get_smollm2.sh makes models/smollm2). Every search
+answers the same problems; seeds are of its draws.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import ROOT
-from study import check_model, run_all
+from study import check_model, run_all, run_of
+
+from grpo_cli.config.overrides import overrides
 
 KEPT = ("search/accuracy", "search/tokens", "search/sequential", "eval/accuracy", "eval/pass@1")
 KEPT += ("search/accuracy_low", "search/accuracy_high")
@@ -41,7 +44,16 @@ def words_of(sizes: Sequence[int]) -> dict[str, dict[int, tuple[str, ...]]]:
 
 def searches(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     """By search, size and seed."""
-    return _tried("searches", SUMS, (8,), args.seeds, args, out)
+    return _tried("searches", {seed: SUMS for seed in args.seeds}, (8,), args, out)
+
+
+def searches_trained(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """The same of the policies at the end of the baseline of `read`, one for each seed."""
+    runs = {seed: run_of(args, "read", "grpo n=8", seed) for seed in args.seeds}
+    run_all("train", {run.name: run.words for run in runs.values()}, out, args)
+    given = {seed: overrides({"checkpoint": str(out / run.name)}) for seed, run in runs.items()}
+    words = {seed: (*(word.lstrip("+") for word in its), *SUMS) for seed, its in given.items()}
+    return _tried("searches_trained", words, (8,), args, out)
 
 
 def searches_real(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -49,19 +61,19 @@ def searches_real(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     folder = ROOT / "models" / "smollm2"
     check_model(folder)
     words = (*STORIES, f"model.path='{folder.resolve()}'")
-    return _tried("searches_real", words, (8,), args.seeds[:1], args, out)
+    return _tried("searches_real", {seed: words for seed in args.seeds[:1]}, (8,), args, out)
 
 
 def _tried(
-    place: str, first: Sequence[str], sizes: Sequence[int], seeds: Sequence[int], args: argparse.Namespace, out: Path
+    place: str, first: Mapping[int, Sequence[str]], sizes: Sequence[int], args: argparse.Namespace, out: Path
 ) -> dict[str, Any]:
     common = ("logger=jsonl", "device=cpu", *(("eval.problems=10",) if args.quick else ()))
     cells = [
-        (search, n, its, seed) for seed in seeds for search, of in words_of(sizes).items() for n, its in of.items()
+        (search, n, its, seed) for seed in first for search, of in words_of(sizes).items() for n, its in of.items()
     ]
     words = {
         f"{place}/{search}/{n}/seed{seed}": tuple(
-            {word.partition("=")[0]: word for word in (*first, *its, *common, f"seed={seed}")}.values()
+            {word.partition("=")[0]: word for word in (*first[seed], *its, *common, f"seed={seed}")}.values()
         )
         for search, n, its, seed in cells
     }

@@ -186,7 +186,8 @@ def _warmup(settings: RunSettings, bench: Bench, warn: Callable[[str], None]) ->
     ends = eos_token_ids(bench.model, tokenizer, () if settings.model.without_files else settings.model.eos_tokens)
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
     if train.warmup_path is None:
-        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn)
+        most = train.warmup_steps * train.prompts * settings.m
+        found = solutions(bench.task, train.warmup_field, tokenizer, eos, warn, most)
     else:
         found = conversations(train.warmup_path, tokenizer, settings.model.chat_template_kwargs or {}, eos)
     room = context_of(bench.model.config)

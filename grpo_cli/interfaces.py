@@ -75,6 +75,14 @@ class Worked(Task, Protocol):
 
 
 @runtime_checkable
+class Shows(Task, Protocol):
+    """A task that knows whole replies which are right, to imitate."""
+
+    def shown(self, prompt: Prompt) -> Sequence[int]:
+        """One of them, without an end."""
+
+
+@runtime_checkable
 class Counts(Task, Protocol):
     """A task that counts what judging takes."""
 

@@ -154,6 +154,7 @@ class OptimSettings:
     park: bool
     ess: Annotated[str, OneOf(("none", "sqrt", "linear"))]
     ess_reference: Annotated[float, Range(0, 1, "it is a share of the rollouts", above=True)]
+    baseline: Annotated[str, OneOf(("none", "opob"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,8 @@ class SplitExamSettings(ExamSettings):
 class RecordSettings:
     rollouts: Annotated[int, Range(-1)]
     tokens: bool
+    gauges: tuple[Annotated[str, OneOf(("noise", "changed"))], ...]
+    gauge_every: Count
 
 
 # Of GPUs whose memory and speed are known (`profile.roofline`).

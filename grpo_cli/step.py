@@ -21,6 +21,7 @@ from grpo_cli.collect.same import OtherProblems
 from grpo_cli.history import with_history
 from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
+from grpo_cli.learner.gauges import Gauges
 from grpo_cli.learner.learner import Learner, Update
 from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.learner.readout import layer_read, reads_of
@@ -46,8 +47,9 @@ class Step:
         correction = parts.rules.correction
         self._same_view = correction if isinstance(correction, SameView) else None
         loss = parts.rules.loss if self._same_view is None else _sum_of(parts.rules.loss, self._same_view.term)
+        gauges = Gauges(settings.record) if settings.record.gauges else None
         self.learner = Learner(
-            model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn
+            model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn, gauges
         )
         self._advantage = with_history(parts.rules.advantage, parts.history)
         self._read_by_advantage = reads_of(parts.rules.advantage)

@@ -15,6 +15,7 @@ is let through); `tests/test_claims.py` sees to it, and that text and JSON agree
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -154,12 +155,22 @@ def over_seeds(runs: Runs, key: str) -> str:
 
 def difference(arm: Runs, base: Runs, key: str) -> str:
     """Of an arm and another one, seed by seed; NO_DIFFERENCE where the interval holds 0."""
-    pairs = [arm[seed][key] - base[seed][key] for seed in sorted(arm.keys() & base.keys())]
+    return paired([arm[seed][key] - base[seed][key] for seed in sorted(arm.keys() & base.keys())])
+
+
+def paired(pairs: Sequence[float]) -> str:
+    """The same of differences, one of each seed."""
     shown = interval(pairs, sign="+")
     if len(pairs) == 1:
         return f"{shown} (1 seed, no interval)"
     holds_zero = abs(statistics.fmean(pairs)) <= half_width(pairs)
     return f"{shown}, {NO_DIFFERENCE}" if holds_zero else shown
+
+
+def by_tens(runs: Runs, name: str) -> list[float]:
+    """The mean over seeds of a metric in each ten steps that have it; a seed that ended before is left out."""
+    rows = itertools.zip_longest(*(runs[seed]["series"][name] for seed in sorted(runs)))
+    return [statistics.fmean(there) for row in rows if (there := [one for one in row if one is not None])]
 
 
 def against(arm: Runs, base: Runs, key: str) -> str:

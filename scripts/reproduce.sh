@@ -9,6 +9,7 @@
 #     scripts/reproduce.sh dapo                asking until enough groups teach, at equal tokens (arXiv 2503.14476)
 #     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail, sorted; shadow masks
 #     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
+#     scripts/reproduce.sh frontier_c          the model read while it writes, other words, searches at evaluation
 #     scripts/reproduce.sh frontier_d          rollouts by rounded weights; lookahead trees
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
@@ -25,7 +26,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_real) ensure_venv && exec python scripts/reproduce/real_rollouts.py "${@:2}" ;;
-default | rivals | turns | turns_real | gym | pods | sparse_rl | frontier_a | dapo | frontier_b | frontier_d | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
+default | rivals | turns | turns_real | gym | pods | sparse_rl | frontier_a | dapo | frontier_b | frontier_c | frontier_d | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: default, rivals, turns, turns_real, gym, pods, sparse_rl, frontier_a, dapo, frontier_b, frontier_d, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: default, rivals, turns, turns_real, gym, pods, sparse_rl, frontier_a, dapo, frontier_b, frontier_c, frontier_d, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

@@ -161,7 +161,8 @@ def test_a_method_says_its_source_and_what_was_measured_of_it():
 # Where a choice is made or a run is put together; words there that mean something else than the choice of that name.
 KNOWS_NO_CHOICE = ("config/", "step", "train", "experiment", "evaluate", "select", "profile/from_settings")
 OTHER_MEANING = {
-    "config/check": {"none", "sqrt", "full", "epochs"},  # values of model.quantize, optim.ess, profile.lengths; a key
+    # values of model.quantize, optim.ess, profile.lengths; keys, one of them of adapters
+    "config/check": {"none", "sqrt", "full", "epochs", "dora"},
     "config/compose": {"profile"},  # the command
     "config/elsewhere": {"beta"},  # TRL's word
     "config/instantiate": {"all"},  # Hydra's word for _convert_

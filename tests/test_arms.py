@@ -389,6 +389,7 @@ def refusal(*overrides: str, command: str = "train") -> str:
         (["collector=nudge", "collector.hints=[a,b,a]"], "collector.hints=['a', 'b', 'a'] holds 2 different hints"),
         (["collector=nudge", "collector.hints=none.txt"], "collector.hints=none.txt cannot be read: No such file"),
         (["collector=repair", "collector.retries=16"], "collector.retries=16 of n=16 rollouts leave none to repair"),
+        (["collector=hint", "sampling.top_p=0.9"], "training on truncated sampling biases the importance ratio"),
         (["train.label=most"], "train.label=most must be one of answer, majority"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

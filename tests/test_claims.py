@@ -119,6 +119,11 @@ def test_arms_are_compared_seed_by_seed() -> None:
     assert claims.difference(runs(0.2), base, "x") == "+0.100 (1 seed, no interval)"
 
 
+def test_ten_steps_are_averaged_over_the_seeds_that_have_them() -> None:
+    found = {"1": {"series": {"x": [None, 1.0, 2.0]}}, "2": {"series": {"x": [4.0, 3.0]}}}
+    assert claims.by_tens(found, "x") == [4.0, 2.0, 2.0]
+
+
 def test_a_ratio_whose_interval_holds_one_is_no_difference() -> None:
     assert claims.times([2.0, 2.1, 2.2]) == "2.10 ± 0.25"
     assert claims.times([0.9, 1.0, 1.2]) == "1.03 ± 0.38, no difference seen"

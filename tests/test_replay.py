@@ -226,7 +226,11 @@ class Watched(GroupStore):
 
 def test_a_step_has_its_number_of_groups_and_generates_the_new_ones_alone(tmp_path: Path) -> None:
     spy, recorder, replay = Spy(), Recorder(), Watched()
-    settings = quiet(settings_for(tmp_path, steps=4), record=RecordSettings(rollouts=-1, tokens=False), m=2)
+    settings = quiet(
+        settings_for(tmp_path, steps=4),
+        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+        m=2,
+    )
     parts = {"task": Alternating(), "loss": spy, "trackers": (recorder,), "replay": replay}
     trainer = make_trainer(settings, **parts, downsample=made.downsample("maxvar"))
     trainer.fit()

@@ -214,6 +214,11 @@ def test_ratios_are_taken_seed_by_seed_and_who_never_arrives_is_counted(tmp_path
     assert study.sooner_than(flat, flat) == {"ratios": [], "never": 0}, "a baseline that learns nothing has no time"
 
 
+def test_a_metric_is_followed_by_the_means_of_ten_steps() -> None:
+    rows = [{"step": step, "x": float(step)} for step in range(1, 13)] + [{"step": 25, "y": 1.0}]
+    assert study.by_tens(rows, "x") == [5.5, 11.5, None]
+
+
 def test_a_run_is_told_by_itself_and_beside_the_baseline(tmp_path: Path) -> None:
     base, run = figures(tmp_path, (0, 0.2), (5, 0.6), (10, 0.5)), figures(tmp_path, (0, 0.2), (4, 0.1), (8, 0.55))
     assert study.token_share(run, base) == 800 / 1000 and study.token_share(run, base, cost=50) == 850 / 1000

@@ -99,7 +99,7 @@ def settings_for(folder: Path, **train: Any) -> RunSettings:
         sampling=Sampling.plain(8),
         optim=made.optim(lr=1e-2, warmup_steps=0),
         eval=EvalSettings(every=2, problems=3, k=2, temperature=1.0),
-        record=RecordSettings(rollouts=5, tokens=False),
+        record=RecordSettings(rollouts=5, tokens=False, gauges=(), gauge_every=10),
         parts={},
     )
 
@@ -259,7 +259,11 @@ def test_only_the_kept_rollouts_reach_the_update(tmp_path: Path) -> None:
         assert totals.sequences == 6
         return GRPO(logprobs, batch, totals)
 
-    settings = replace(settings_for(tmp_path, steps=1), m=2, record=RecordSettings(rollouts=-1, tokens=False))
+    settings = replace(
+        settings_for(tmp_path, steps=1),
+        m=2,
+        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+    )
     records = records_of(settings, loss=watched, downsample=pods.maxvar)
     assert sum(seen) == 6
     record = records[1]

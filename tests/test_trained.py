@@ -37,7 +37,10 @@ def ran(folder: Path, m: int = 4, train: Mapping[str, Any] | None = None, **part
     """One step of three problems with four rollouts each; of samples 1 the sampler is off by 20 in a token."""
     recorder, spy, model = Recorder(), Spy(), small_model()
     engine = with_sampler_off_by(model, lambda rollout: 20.0 if rollout.request.sample == 1 else 0.0)
-    settings = replace(settings_for(folder, steps=1, **(train or {})), record=RecordSettings(rollouts=-1, tokens=False))
+    settings = replace(
+        settings_for(folder, steps=1, **(train or {})),
+        record=RecordSettings(rollouts=-1, tokens=False, gauges=(), gauge_every=10),
+    )
     parts = dict(engine=engine, task=SecondIsWorst(), trackers=(recorder,), loss=spy) | parts
     trainer = make_trainer(quiet(settings, m=m), model=model, **parts)
     trainer._learner.updates = 10

@@ -185,8 +185,19 @@ def test_where_there_is_nothing_to_imitate_it_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="field working.*train.warmup_field"):
         run_of(tmp_path / "run", "train.warmup_field=working")
     with pytest.raises(UserError, match="field solution.*train.warmup_path"):
-        build(settings_of("train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
+        build(settings_of("task=countdown", "train.warmup=sft", "logger=jsonl", f"run_dir={tmp_path / 'run'}"))
     with pytest.raises(UserError, match="train.warmup_path needs a chat template"):
         run_of(tmp_path / "run", "train.warmup_path=x.jsonl")
     with pytest.raises(UserError, match="train.warmup_steps=6 must be less than train.steps=6"):
         check(settings_of("train.warmup=sft", "train.warmup_steps=6", "train.steps=6", "logger=jsonl", "run_dir=x"))
+
+
+def test_a_task_that_works_solutions_out_is_imitated_with_its_answers(tmp_path: Path) -> None:
+    """As many problems as the steps show, of a million."""
+    words = ("train.warmup=sft", "train.warmup_steps=2", "train.prompts=3", "n=2", "logger=jsonl")
+    parts = build(settings_of(*words, f"run_dir={tmp_path / 'run'}"))._parts
+    shown = parts.warmup.shown
+    assert len(shown) == 2 * 3 * 2 and len({one.request.prompt.id for one in shown}) == 12
+    assert {parts.bench.task.reward(one.request.prompt, one).total for one in shown} == {1.0}
+    beginnings = [one.token_ids[: len(parts.bench.task.solution(one.request.prompt))] for one in shown]
+    assert beginnings == [tuple(parts.bench.task.solution(one.request.prompt)) for one in shown]

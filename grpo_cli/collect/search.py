@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Float
 
 from grpo_cli.collect.episodes import play
 from grpo_cli.collect.requests import in_context, requests_for, seed_of
@@ -46,8 +47,9 @@ class Searching:
         sampling: Sampling,
         seed: int,
         max_prompt_tokens: int | float = math.inf,
+        read_states: Callable[[Sequence[Rollout]], Float[np.ndarray, "N H"]] | None = None,
     ) -> None:
-        self._most = max_prompt_tokens
+        self._most, self._read_states = max_prompt_tokens, read_states
         self._engine, self._task, self._sampling, self._seed = engine, task, sampling, seed
         self.prompts = prompts
         self.tokens, self.sequential = 0, Counter[str]()
@@ -95,6 +97,13 @@ class Searching:
     def reader(self) -> Callable[[Rollout], str | None] | None:
         """What reads the answer of a reply (see `Reads`), None if the task does not say it."""
         return self._task.reads if isinstance(self._task, Reads) else None
+
+    def states(self, rollouts: Sequence[Rollout]) -> Float[np.ndarray, "N H"]:
+        """Of each the mean of the last layer's hidden states over its own tokens: a pass of the model. UserError where
+        there is no model to read."""
+        if self._read_states is None:
+            raise UserError("the search reads hidden states, and none can be read here; use search=majority or best")
+        return self._read_states(rollouts)
 
     def rng(self, prompt: Prompt) -> np.random.Generator:
         """The search's own random stream for a problem."""

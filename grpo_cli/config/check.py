@@ -37,6 +37,7 @@ def check(settings: RunSettings) -> Tried:
         *_optim_problems(settings.optim),
         *_checkpoint_problems(settings),
         *_quantize_problems(settings),
+        *_opob_problems(settings),
         *_model_problems(settings.model, settings.device),
         *_rounding_problems(settings),
         *_resume_problems(settings),
@@ -218,6 +219,27 @@ def _checkpoint_problems(settings: RunSettings) -> Iterator[str]:
             "train.checkpoint=lazy copies what a checkpoint holds to the CPU's memory, where optim.offload=true has "
             "most of it already, and a second copy would double that: use train.checkpoint=now, or optim.park=true"
         )
+
+
+def _opob_problems(settings: RunSettings) -> Iterator[str]:
+    named, train, parts = f"optim.baseline={settings.optim.baseline}", settings.train, settings.parts
+    if settings.optim.baseline == "none":
+        return
+    own = f"{named} needs a loss that is linear in the advantage"
+    for key in ("epochs", "minibatches"):
+        if getattr(train, key) > 1:
+            yield f"{own}, as it no longer is once the policy has moved; use train.{key}=1"
+    if parts["correction"].get("prox", "now") != "now":
+        yield f"{own}, with ratios that are 1; use correction.prox=now"
+    if getattr(rule_of("loss", parts["loss"]), "needs_reference", False):
+        yield f"{own}, and the distance to a reference is not; use loss.kl_coef=0, or another loss than a2po"
+    if fact_of("correction", parts["correction"], "same_view"):
+        yield f"{own}, and this correction adds a term that is not; use correction=none"
+    for key in ("padding_free", "shared_prefix"):
+        if getattr(train, key) is True:
+            yield f"{named} weighs each rollout's own gradient, so that they go one by one; use train.{key}=false"
+    if "noise" in settings.record.gauges:
+        yield f"record.gauges=[noise] looks at half of the gradient, and {named} has it only whole; use one of them"
 
 
 def _rounding_problems(settings: RunSettings) -> Iterator[str]:

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from grpo_cli.interfaces import LossFn, Meter
 from grpo_cli.learner.agreement import require_agreement, rows_to_compare
 from grpo_cli.learner.batch import rows_of, to_device, totals
 from grpo_cli.learner.forward import Forward, make_forward, make_padded, shares_prefix
+from grpo_cli.learner.gauges import Gauges, changed_share, halves, in_bfloat16
 from grpo_cli.learner.logprobs import PLAIN, Entropy, compiled_by_row
+from grpo_cli.learner.opob import GroupBaseline, one_by_one
 from grpo_cli.learner.optimizer import load_state, make_optimizer, move_state, require_finite_weights, state_by_name
 from grpo_cli.learner.readout import POOLED, read
 from grpo_cli.learner.sample_size import effective_share, rate_factor
@@ -60,8 +63,9 @@ class Learner:
         optim: OptimSettings,
         meter: Meter,
         warn: Callable[[str], None] = print,
+        gauges: Gauges | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._gauges = model, gauges
         self._loss = loss
         self._train = train
         self._optim = optim
@@ -124,9 +128,18 @@ class Learner:
         num_trained = int(batch.trained_mask.sum())
         sums: dict[str, Tensor] = {}
         logprobs = list[Tensor]()
+        due = frozenset[str]() if self._gauges is None else self._gauges.due(step)
+        weigh, of_half = None, 0.0
+        if self._optim.baseline == "opob" and loss is None:
+            weigh = GroupBaseline(self._parameters, self._loss, divisors)
         with self._training():
-            forward = self._way(batch)
-            for rows in (parts := forward.micro_batches(batch)):
+            forward = self._way(batch) if weigh is None else self._plain
+            cut = halves(len(batch), step) if "noise" in due and len(batch) > 1 else []
+            halved = [[some[part] for part in forward.micro_batches(rows_of(batch, some))] for some in cut]
+            parts = sum(halved, []) or (forward.micro_batches(batch) if weigh is None else one_by_one(batch))
+            for number, rows in enumerate(parts):
+                if cut and number == len(halved[0]):
+                    of_half = float(get_total_norm([p.grad for p in self._parameters if p.grad is not None])) ** 2
                 part = rows_of(batch, rows)
                 there = to_device(part, self._device)
                 entropy = Entropy(there.trained_mask, num_trained)
@@ -134,13 +147,16 @@ class Learner:
                     values = forward.logprobs(self._model, part, entropy)
                 output = (loss or self._loss)(values, there, divisors)
                 with self._span("backward"):
-                    output.loss.backward()
+                    output.loss.backward() if weigh is None else weigh.add(values, there)
                 logprobs.append(values.detach())
                 shares = {"loss/total": output.loss.detach(), **output.metrics}
                 shares |= {"policy/entropy": entropy.share()} if num_trained else {}
                 for name, share in shares.items():
                     sums[name] = sums[name] + share if name in sums else share
+        if weigh is not None:
+            sums["optim/baseline"] = weigh.finish()
         with self._span("optimizer"):
+            before = in_bfloat16(self._parameters) if "changed" in due else []
             sums["optim/grad_norm"] = torch.nn.utils.clip_grad_norm_(self._parameters, self._optim.max_grad_norm)
             found = fetched([*logprobs, *(value.detach().to(self._device) for value in sums.values())])
             metrics = dict(zip(sums, map(float, found[len(parts) :]), strict=True))
@@ -150,6 +166,11 @@ class Learner:
             fault, moved = self._move(
                 metrics, learning_rate(self._optim, step, self._train.steps) if rate is None else rate, step
             )
+            if self._gauges is not None and cut and fault is None:
+                few, count, whole = len(cut[0]), len(batch), metrics["optim/grad_norm"] ** 2
+                metrics |= self._gauges.noise(of_half * (count / few) ** 2, few, whole, count)  # the loss is over all
+            if before and moved:
+                metrics["gauge/changed"] = changed_share(before, self._parameters)
         self._optimizer.zero_grad(set_to_none=True)
         give_back_freed(all_of_it=False)
         return Update(metrics, own, fault, moved)
@@ -228,7 +249,7 @@ def learning_rate(optim: OptimSettings, step: int, steps: int) -> float:
     """The rate of update `step` (from 0) of `steps`: a linear warm-up, then the schedule down to 0 at the end.
 
     >>> half = OptimSettings(1.0, (0.9, 0.99), 1e-8, 0.0, warmup_steps=2, schedule="linear", max_grad_norm=1.0,
-    ...     name="adamw", offload=False, ess="none", ess_reference=1.0)
+    ...     name="adamw", offload=False, ess="none", ess_reference=1.0, baseline="none")
     >>> [learning_rate(half, step, 6) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """

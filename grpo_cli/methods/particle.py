@@ -30,7 +30,8 @@ from grpo_cli.support.ranges import Count, Range
 from grpo_cli.types import Finish, Rollout
 
 
-def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+def goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    """What a search cannot work beside that copies replies before their end."""
     named, instead = others.named("search"), "or search=best"
     if others.says("sparsity", "evicts"):
         yield (
@@ -46,7 +47,7 @@ def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
         )
 
 
-@facts(goes_with=_goes_with)
+@facts(goes_with=goes_with)
 @dataclass(frozen=True, kw_only=True)
 class Particle:
     """`particles` replies to a problem, of which those with small weights are replaced by copies of the others."""

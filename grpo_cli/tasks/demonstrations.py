@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from grpo_cli.interfaces import Shows
 from grpo_cli.settings import Sampling
 from grpo_cli.support.errors import UserError
 from grpo_cli.tasks.prompting import Tokenizer
@@ -27,10 +28,16 @@ def demonstration(prompt: Prompt, parts: Parts) -> Rollout:
     return Rollout(request, tokens, (math.nan,) * len(tokens), Finish.EOS, 0, spans)
 
 
-def solutions(task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None]) -> list[Rollout]:
-    """Training problems with the text of a field of their rows as the reply. UserError if no row has any."""
+def solutions(
+    task: Any, field: str, tokenizer: Tokenizer, eos: int, warn: Callable[[str], None], most: int
+) -> list[Rollout]:
+    """Training problems with the text of a field of their rows as the reply. UserError if no row has any. Of a task
+    that knows right replies, those to the first `most` problems."""
     row_of: Callable[[Prompt], Mapping[str, Any]] | None = getattr(task, "row_of", None)
     prompts = task.prompts("train")
+    if isinstance(task, Shows):
+        some = [prompts[i] for i in range(min(len(prompts), most))]
+        return [demonstration(one, [(False, [*task.shown(one), eos])]) for one in some]
     found = []
     for prompt in prompts if row_of is not None else ():
         assert row_of is not None

@@ -21,10 +21,12 @@ sooner_than  arms to compare times with: how long such an arm takes to 99 % of i
 evaluated    ways in which each arm's policy is evaluated by `grpo eval` afterwards, by arm; `all` for the others. A way
              is a cache, or a name of `ways` with its words
 means        metrics whose mean over the steps is reported
+series       metrics of which the mean of every ten steps is, in those that have them
 measured     what no training run can tell, by name: the module beside this one whose function of that name does
 
 A word such as cache=rkv_20+4 stands for an eviction policy with so many keys and so many steps between two evictions;
-rkv_24_whole_after_2 evicts prompts as well, once a reply has 2 tokens. Words in braces are variables (`--set`).
+rkv_24_whole_after_2 evicts prompts as well, once a reply has 2 tokens. Words in braces are variables (`--set`);
+{butlast} is how many steps a run has but one.
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ class Plan:
     seeds: Sequence[int] = (0, 1, 2)
     words: Sequence[str] = ()
     means: Sequence[str] = ()
+    series: Sequence[str] = ()
     sooner_than: Sequence[str] = ()
     evaluated: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ways: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -142,7 +145,8 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         made.add_argument("--data", type=Path, required=True, help="GSM8K's train.jsonl")
     args = parsed(made, words[1:], **{"seeds": plan.seeds[:1], "steps": 2} | dict(plan.quick))
     args.plan = plan
-    args.variables = dict(plan.variables) | dict(word.split("=", 1) for word in args.set)
+    butlast = {} if args.steps is None else {"butlast": args.steps - 1}
+    args.variables = butlast | dict(plan.variables) | dict(word.split("=", 1) for word in args.set)
     return args
 
 
@@ -328,7 +332,15 @@ def _mean(rows: Rows, name: str) -> float:
     return statistics.mean([row.get(name, 0.0) for row in rows if name in row or not of_rollouts] or [0.0])
 
 
-def of_run(rows: Rows, means: Sequence[str], cost: int = 0) -> dict[str, Any]:
+def by_tens(rows: Rows, name: str) -> list[float | None]:
+    """The mean over steps 1 to 10, 11 to 20, and so on, of those that have the metric; None where none of ten has."""
+    blocks: dict[int, list[float]] = {}
+    for row in rows:
+        blocks.setdefault((int(row["step"]) - 1) // 10, []).extend([row[name]] if name in row else [])
+    return [statistics.mean(found) if found else None for found in blocks.values()]
+
+
+def of_run(rows: Rows, means: Sequence[str], cost: int = 0, series: Sequence[str] = ()) -> dict[str, Any]:
     """What one run came to by itself; `cost`: tokens of its profile."""
     curve, greedy, trained = sampled(rows), curve_of(rows, GREEDY).accuracy, [row for row in rows if row["step"]]
     last, seconds = trained[-1], sum(row["time/step"] for row in trained)
@@ -343,11 +355,12 @@ def of_run(rows: Rows, means: Sequence[str], cost: int = 0) -> dict[str, Any]:
         "tokens": tokens,
         **{name: last[name] for name in ("clock/train_seconds", "tokens/generated", "tokens/trained")},
         **{name: _mean(trained, name) for name in means},
+        **({"series": {name: by_tens(trained, name) for name in series}} if series else {}),
         "mixed_per_million": 1e6 * mixed / tokens,
         "mixed_share": mixed / groups if groups else 0.0,
         "seconds_per_step": statistics.median(row["time/step"] for row in trained),
-        "rollout_share": sum(row["time/rollout"] for row in trained) / seconds,
-        "update_share": sum(row["time/update"] + row["time/logprobs"] for row in trained) / seconds,
+        "rollout_share": sum(row.get("time/rollout", 0.0) for row in trained) / seconds,
+        "update_share": sum(row["time/update"] + row.get("time/logprobs", 0.0) for row in trained) / seconds,
     }
     if curve.accuracy:
         ends = {"final_accuracy": curve.accuracy[-1], "best_accuracy": max(curve.accuracy)}
@@ -419,7 +432,9 @@ def _cost(args: argparse.Namespace, out: Path, arm: str, seed: int) -> int:
 
 
 def _of_arm(args: argparse.Namespace, out: Path, arm: str, of: Any, arms: Mapping[str, Any]) -> dict[Any, Any]:
-    runs = {seed: of_run(rows, args.plan.means, _cost(args, out, arm, seed)) for seed, rows in of.items()}
+    runs = {
+        seed: of_run(rows, args.plan.means, _cost(args, out, arm, seed), args.plan.series) for seed, rows in of.items()
+    }
     if not args.plan.sooner_than:
         return runs
     curves = {name: {seed: sampled(rows) for seed, rows in its.items()} for name, its in arms.items()}

@@ -8,12 +8,14 @@
 #     scripts/reproduce.sh frontier_a          which problems, and how often: curricula, collectors, small groups
 #     scripts/reproduce.sh dapo                asking until enough groups teach, at equal tokens (arXiv 2503.14476)
 #     scripts/reproduce.sh rivals              AERO, the shortest; partial, tail, sorted; shadow masks
+#     scripts/reproduce.sh rivals_long         eviction that bites: 64 or 40 keys of replies of up to 350 tokens
 #     scripts/reproduce.sh frontier_b          reused tokens: partial rollouts, replay, corrections, optim.ess
 #     scripts/reproduce.sh frontier_c          the model read while it writes, other words, searches at evaluation
 #     scripts/reproduce.sh frontier_d          rollouts by rounded weights; lookahead trees
 #
 # The same of a real model of 135 M parameters, which scripts/get_smollm2.sh makes:
 #
+#     scripts/reproduce.sh rivals_real         AERO and the shortest rollouts against max variance
 #     scripts/reproduce.sh pods_real           where right answers are rare when training begins
 #     scripts/reproduce.sh turns_real          three attempts with feedback against one
 #     scripts/reproduce.sh gym                 a task of reasoning-gym (the extra gym)
@@ -26,7 +28,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh
 case "${1:-}" in
 infinite_real) ensure_venv && exec python scripts/reproduce/real_rollouts.py "${@:2}" ;;
-default | rivals | turns | turns_real | gym | pods | sparse_rl | frontier_a | dapo | frontier_b | frontier_c | frontier_d | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
+rivals_long)
+    ensure_venv plot
+    long=(--terms 12 18 --careless 0.3 0.02 --steps 2800 --careful-steps 2300)
+    [[ -f models/long_sums/config.json ]] || python scripts/make_tiny.py --out models/long_sums "${long[@]}"
+    exec python scripts/reproduce/study.py rivals_long --model models/long_sums "${@:2}"
+    ;;
+default | rivals | rivals_real | turns | turns_real | gym | pods | sparse_rl | frontier_a | dapo | frontier_b | frontier_c | frontier_d | pods_real | sparse_rl_real) ensure_venv plot && exec python scripts/reproduce/study.py "$@" ;;
 -h | --help) exec sed -n '2,/^set/{s/^# \{0,1\}//p}' scripts/reproduce.sh ;;
-*) echo "error: name a study: default, rivals, turns, turns_real, gym, pods, sparse_rl, frontier_a, dapo, frontier_b, frontier_c, frontier_d, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
+*) echo "error: name a study: default, rivals, rivals_long, rivals_real, turns, turns_real, gym, pods, sparse_rl, frontier_a, dapo, frontier_b, frontier_c, frontier_d, pods_real, infinite_real or sparse_rl_real" >&2 && exit 2 ;;
 esac

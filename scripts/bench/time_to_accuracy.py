@@ -46,6 +46,7 @@ RECIPE = {
     "shared prefix": ("train.shared_prefix=true", "train.shared_prefix=false"),
     "m of n": ("n=32 m=8 downsample=maxvar", "n=16 m=16"),
     "slots": ("sampler=infinite sampler.slots=64", "sampler=full"),
+    "two problems": ("train.prompts=2", "train.prompts=4"),  # a step
     "precision": ("model.autocast=bfloat16", "model.autocast=none"),
 }
 
@@ -61,7 +62,7 @@ class Arm:
 
 def recipe(without: str = "") -> Arm:
     words = (side[part == without] for part, side in RECIPE.items())
-    return Arm((*BASE, *(word for side in words for word in side.split())))
+    return Arm((*BASE, *(word for side in words for word in side.split())), every=5 if without == "two problems" else 8)
 
 
 ARMS: Mapping[str, Arm] = {
@@ -69,7 +70,6 @@ ARMS: Mapping[str, Arm] = {
     "TRL, n=64": Arm(trl=64, every=2),
     "plain GRPO": Arm((*BASE, "n=16", "train.shared_prefix=false")),
     "recipe": recipe(),
-    "recipe, 2 problems": Arm((*recipe().words, "train.prompts=2"), every=8),
     **{f"without {part}": recipe(part) for part in RECIPE},
 }
 Run = dict[str, Any]  # `curve`: pairs of minutes and accuracy; `peak_bytes`

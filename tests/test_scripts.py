@@ -25,6 +25,7 @@ BENCHES = [path.stem for path in (SCRIPTS / "bench").glob("*.py") if path.stem n
 STUDIES = ["infinite_real", *study.STUDIES]
 # What a small run of each bench is asked with besides --quick; the others have tests of their own.
 SMALL = {
+    "checkpoints": [("tiny",)],
     "gym": [("--model", "tiny")],
     "judge": [()],
     "memory": [()],

@@ -9,7 +9,7 @@ Read from the paper's text, where a model writes the workspace. Ours: its conten
 about the drafts beside them. With one draft it is sequential refinement, the longest chain at equal tokens, which
 arXiv 2504.07052 compares with best-of-k (search=best).
 
-Not measured.
+Measured: scripts/reproduce/frontier_c.md.
 """
 
 from __future__ import annotations

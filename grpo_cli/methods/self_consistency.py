@@ -5,7 +5,7 @@
 Replies in which the judge reads no answer have no vote; where it reads none in any, the first reply is the answer. What
 is judged is the first reply that gives the answer. Ours: answers are compared as the judge reads them.
 
-Not measured.
+Measured: scripts/reproduce/frontier_c.md.
 """
 
 from __future__ import annotations

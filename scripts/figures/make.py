@@ -160,7 +160,7 @@ def time_to_accuracy() -> str:
 
 def rivals() -> str:
     """What each way costs in accuracy at equal generated tokens: paired differences from the first arm of each question
-    and their 95 % intervals over seeds."""
+    and their 95 % intervals over seeds. Those whose interval holds 0, or that have one seed and so none, are grey."""
     short, long = (json.loads(path.read_text())["results"] for path in (RIVALS, RIVALS_LONG))
     questions = {
         "which rollouts to train on": short["rollouts"],
@@ -172,8 +172,11 @@ def rivals() -> str:
         (base, based), *others = found.items()
         for place, (_, runs) in enumerate(others):
             less = [run["final_accuracy"] - based[seed]["final_accuracy"] for seed, run in runs.items()]
-            mean, half = statistics.fmean(less), student_95(len(less) - 1) * statistics.stdev(less) / len(less) ** 0.5
+            mean, half = statistics.fmean(less), inf  # of one seed there is none
+            if len(less) > 1:
+                half = student_95(len(less) - 1) * statistics.stdev(less) / len(less) ** 0.5
             colour = COLOURS[0] if abs(mean) > half else GREY
+            half = half if half < inf else 0.0
             panel.errorbar(mean, place, xerr=half, fmt="o", color=colour, ms=4, capsize=2)
         panel.axvline(0, color="black", lw=0.6)
         panel.set(title=question, xlabel=f"accuracy less that of {base}", yticks=range(len(others)))

@@ -3,7 +3,8 @@
 `searches`: the embedded model as it comes, on sums of 2 to 10 numbers, of which a sample is right about once in four
 times; `searches_trained`: what it is after 50 steps. `searches_real`: SmolLM2-135M-Instruct on word problems, at
 a lower temperature, without which it is hardly ever right (scripts/get_smollm2.sh makes models/smollm2). Every search
-answers the same problems; seeds are of its draws.
+answers the same problems; seeds are of its draws. `refined`, one draft after the other, has as many rounds as make it
+draw about as many tokens as `majority` does: long and sequential against the best of many.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ STORIES = (
 )
 
 
-def words_of(sizes: Sequence[int]) -> dict[str, dict[int, tuple[str, ...]]]:
-    """Of each search by its size: how many replies are made at a time, and by `refined` one after the other."""
+# Of `refined`, beside 8 replies: its replies grow shorter than first ones, by how much depends on the model.
+ROUNDS = {"searches": 12, "searches_trained": 10, "searches_real": 7}
+
+
+def words_of(sizes: Sequence[int], rounds: int) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Of each search by its size: how many replies are made at a time; `refined` makes one after the other."""
     keys = {"majority": "k", "best": "k", "particle": "particles", "dora": "width", "ets": "width"}
     found = {name: {n: (f"search={name}", f"search.{key}={n}") for n in sizes} for name, key in keys.items()}
     one = ("search=pdr", "search.drafts=1", "search.keep=1")
     found["pdr"] = {n: ("search=pdr", f"search.drafts={n - 1}", "search.keep=2", "search.rounds=1") for n in sizes}
-    return found | {"refined": {n: (*one, f"search.rounds={n - 1}") for n in sizes}}
+    return found | {"refined": {n: (*one, f"search.rounds={rounds}") for n in sizes}}
 
 
 def searches(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -57,11 +62,11 @@ def searches_trained(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def searches_real(args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The same, of one seed."""
+    """The same."""
     folder = ROOT / "models" / "smollm2"
     check_model(folder)
     words = (*STORIES, f"model.path='{folder.resolve()}'")
-    return _tried("searches_real", {seed: words for seed in args.seeds[:1]}, (8,), args, out)
+    return _tried("searches_real", {seed: words for seed in args.seeds}, (8,), args, out)
 
 
 def _tried(
@@ -69,7 +74,10 @@ def _tried(
 ) -> dict[str, Any]:
     common = ("logger=jsonl", "device=cpu", *(("eval.problems=10",) if args.quick else ()))
     cells = [
-        (search, n, its, seed) for seed in first for search, of in words_of(sizes).items() for n, its in of.items()
+        (search, n, its, seed)
+        for seed in first
+        for search, of in words_of(sizes, ROUNDS[place]).items()
+        for n, its in of.items()
     ]
     words = {
         f"{place}/{search}/{n}/seed{seed}": tuple(

@@ -37,7 +37,8 @@ class Passes:
 @dataclass(frozen=True)
 class StepShape:
     """What decides the memory of a step and an evaluation. `evaluation` is None if there is none, `engine` if rollouts
-    are not made by engine=torch: then everything but the rollouts is predicted."""
+    are not made by engine=torch: then everything but the rollouts is predicted. `gradients`: copies of the gradient
+    that an update holds."""
 
     rollouts: Workload
     m: int
@@ -46,6 +47,7 @@ class StepShape:
     forward: Forward
     minibatches: int
     passes: Passes
+    gradients: int = 1
 
     def at_full_length(self) -> StepShape:
         """The same with every rollout at full length."""
@@ -169,7 +171,8 @@ class Estimator:
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
-        return {**fullest, "optimizer": {GRADIENTS: gradients}}
+        copies = {GRADIENTS: (step.gradients - 1) * gradients}
+        return {phase: _both(of, copies) for phase, of in {**fullest, "optimizer": {GRADIENTS: gradients}}.items()}
 
     def largest(
         self, step: StepShape, room: int, say: Callable[[str], None] = lambda line: None

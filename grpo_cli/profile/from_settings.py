@@ -164,6 +164,7 @@ def step_of(
             settings.train, settings.sampling.temperature, shares_prefix(settings.train, run.device, True)
         ),
         minibatches=settings.train.minibatches,
+        gradients=4 if settings.optim.baseline == "opob" else 1,  # see `learner.opob.GroupBaseline`
         passes=Passes(
             policy_over_all=over_all,
             policy_over_kept=not over_all and (read_after or before),

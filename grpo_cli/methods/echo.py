@@ -9,7 +9,7 @@ distance from the mean in deviations. Constants and formulas are the official re
 tokens of the step, where the release takes a minibatch's. Of the paper are left out the tree of branching rollouts,
 which its script for AIME has switched off, and training on the most frequent answer as the right one.
 
-Measured: the loss, with labels by majority (scripts/reproduce/frontier_c.md: null).
+Measured: scripts/reproduce/frontier_c.md (the loss, with labels by majority: null).
 """
 
 from __future__ import annotations

@@ -171,8 +171,10 @@ class Estimator:
         forwards, backwards = zip(*passes, strict=True)
         gradients = storage_bytes(self._model.trained)
         fullest = {"forward": max(forwards, key=total), "backward": max(backwards, key=total)}
-        copies = {GRADIENTS: (step.gradients - 1) * gradients}
-        return {phase: _both(of, copies) for phase, of in {**fullest, "optimizer": {GRADIENTS: gradients}}.items()}
+        phases = {**fullest, "optimizer": {GRADIENTS: gradients}}
+        if step.gradients > 1:
+            phases = {phase: _both(of, {GRADIENTS: (step.gradients - 1) * gradients}) for phase, of in phases.items()}
+        return phases
 
     def largest(
         self, step: StepShape, room: int, say: Callable[[str], None] = lambda line: None

@@ -113,8 +113,8 @@ class Process:
 class Campaign:
     """Trials in a folder, and the runs left alone that they are compared with."""
 
-    def __init__(self, out: Path, seed: int, anew: float) -> None:
-        self.out, self._seed, self._anew = out, seed, anew
+    def __init__(self, out: Path, seed: int, anew: float, also: Sequence[str]) -> None:
+        self.out, self._seed, self._anew, self._also = out, seed, anew, tuple(also)
         self._alone: dict[tuple[str, ...], tuple[list[Any], float]] = {}
 
     def rng(self, campaign: str, number: int) -> random.Random:
@@ -144,7 +144,7 @@ class Campaign:
     def kills(self, number: int) -> Came:
         """A run that is killed one to three times, each time continued, and at last left to its end."""
         rng, name = self.rng("kills", number), list(CONFIGS)[number % len(CONFIGS)]
-        words, folder = CONFIGS[name], self.fresh("kills", number)
+        words, folder = (*CONFIGS[name], *self._also), self.fresh("kills", number)
         expected, seconds = self.alone(words)
         came = Came(number, name)
         for _ in range(rng.choice((1, 1, 2, 3))):
@@ -166,7 +166,7 @@ class Campaign:
     def damage(self, number: int) -> Came:
         """A run killed between checkpoints, of which one file is damaged: what is not as it was has to be said."""
         rng, name = self.rng("damage", number), ("default", "lora", "predictor")[number % 3]
-        words, folder = (*CONFIGS[name], "train.steps=7"), self.fresh("damage", number)
+        words, folder = (*CONFIGS[name], "train.steps=7", *self._also), self.fresh("damage", number)
         expected, _ = self.alone(words)
         shutil.copytree(self._killed(words), folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
@@ -210,7 +210,8 @@ class Campaign:
 
     def doubles(self, number: int) -> Came:
         """One run continued by two processes that start within 1.5 seconds of each other."""
-        rng, words = self.rng("doubles", number), (*CONFIGS["default"], "train.steps=90", "train.checkpoint_every=30")
+        rng, every = self.rng("doubles", number), ("train.steps=90", "train.checkpoint_every=30")
+        words = (*CONFIGS["default"], *every, *self._also)
         folder = self.fresh("doubles", number)
         expected, _ = self.alone(words)
         first = self.start(first_of(words, folder), rng)
@@ -351,10 +352,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/crash_campaign"))
     parser.add_argument("--anew", type=float, default=0.1, help="share of processes that are started, not forked")
+    parser.add_argument("--also", nargs="*", default=[], help="settings of every run: train.checkpoint=lazy")
     parser.add_argument("--json", type=Path, help="where all that it came to goes, with settings and environment")
     args = parser.parse_args(words)
     args.out.mkdir(parents=True, exist_ok=True)
-    campaign, found = Campaign(args.out.resolve(), args.seed, args.anew), []
+    campaign, found = Campaign(args.out.resolve(), args.seed, args.anew, args.also), []
     for came in carried_out(campaign, args.campaign, args.count):
         found.append(came)
         for fault in came.faults:

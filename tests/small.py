@@ -96,7 +96,7 @@ def make_engine(model: Any, **parts: Any) -> TorchEngine:
     """An engine with everything off but what is given."""
     defaults: dict[str, Any] = dict(scheduler=Fifo(), predictor=NoPredictor(), sparsity=Dense())
     defaults |= {"sampler": full(), "cuda_graph": False, "packed_weights": True, "compile": None, "threads": "auto"}
-    defaults |= {"quantize": "none"}
+    defaults |= {"quantize": "none", "draft": "none"}
     return TorchEngine(model, parts.pop("eos_token_ids", (EOS,)), **(defaults | parts))
 
 

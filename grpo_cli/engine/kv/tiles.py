@@ -33,21 +33,38 @@ class Pieces:
     in_order: bool
 
 
-def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
-    """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none.
+def own_pieces(
+    pages: np.ndarray, tokens: int, device: torch.device, multiple: int = 1, asking: np.ndarray | None = None
+) -> Pieces:
+    """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none. C is a multiple of `multiple`.
+
+    With `asking`, each of these rows is so many rows of the step, one after the other, for tokens that follow each
+    other.
 
     >>> found = own_pieces(np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"))
     >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
     ([[0], [1], [0]], [[0, 2], [1, 3]], [0, 2, 1], [0, 0, 16])
+    >>> found = own_pieces(np.array([[0], [1]]), 16, torch.device("cpu"), 1, np.array([1, 2]))
+    >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.in_order
+    ([[0, 0], [1, 2]], [[0], [2], [3]], [0, 0, 1, 2], False)
     """
-    (rows, levels), has = pages.shape, pages >= 0
-    count = int(pages.max()) + 1
-    cell = np.zeros(count, dtype=np.int64)
-    cell[pages[has]] = np.flatnonzero(has)
-    of_row = np.where(has, pages, count)
-    in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
-    asking, by_row, cells, first = send(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
-    return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
+    (slots, levels), has = pages.shape, pages >= 0
+    asking = np.ones(slots, dtype=np.int64) if asking is None else asking
+    count, columns = int(pages.max()) + 1, round_up(int(asking.max()), multiple)
+    nothing = count * columns
+    slot = np.repeat(np.arange(slots), asking)
+    column = np.arange(len(slot)) - (np.cumsum(asking) - asking)[slot]
+    mine = pages[slot]
+    of_row = np.where(mine >= 0, mine * columns + column[:, None], nothing)
+    cell = np.zeros(nothing + 1, dtype=np.int64)
+    cell[of_row.ravel()] = np.arange(of_row.size)
+    cell = cell[:-1]
+    level = np.zeros(count, dtype=np.int64)
+    level[pages[has]] = np.nonzero(has)[1]
+    whole = bool(has.all())
+    in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
+    asked, by_row, cells, first = send(device, (cell // levels).reshape(count, columns), of_row, cell, level * tokens)
+    return Pieces(asked, by_row, cells, first, None, whole, in_order)
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,7 @@ class Runs:
 NOBODYS = 2**40
 
 
-def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
+def own_runs(pages: np.ndarray, tokens: int, device: torch.device, _: int = 1) -> Runs:
     """As `own_pieces`.
 
     >>> found = own_runs(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu"))

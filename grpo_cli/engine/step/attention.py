@@ -30,12 +30,13 @@ class StepAttention:
         # Scores are float32 even if keys are not: rounding large scores would change the softmax.
         self._exact = torch.float32 if dtype == torch.bfloat16 else dtype
         assert isinstance(rows.own, Pieces) and isinstance(rows.prompt, Pieces), "the layout is not by token"
-        seen = (rows.lengths + 1).index_select(0, rows.own.rows[:, 0]) - rows.own.first
+        asking = rows.own.rows
+        seen = (rows.lengths + 1).index_select(0, asking.flatten()).view(asking.shape) - rows.own.first[:, None]
         own = (kv.row_keys, kv.row_values)
         self._sides = [_Side(rows.own, *own, rows.width, self._bias(seen, rows.width), self._shape())]
         if rows.prompt.of_row.shape[1]:
             assert rows.prompt.held is not None, "a prompt's page has a length"
-            bias = self._bias(rows.prompt.held, kv.prompts.tokens)
+            bias = self._bias(rows.prompt.held[:, None], kv.prompts.tokens)
             side = _Side(rows.prompt, kv.prompt_keys, kv.prompt_values, kv.prompts.tokens, bias, self._shape())
             self._sides.insert(0, side)
         watch.prepare(rows)
@@ -43,12 +44,14 @@ class StepAttention:
     def _shape(self) -> tuple[int, int, int]:
         return self._kv.layout.heads, self._group, self._kv.layout.dim
 
-    def _bias(self, held: Int[Tensor, "N"], width: int) -> Float[Tensor, "NH 1 n"]:
-        """Added to the scores: 0 for the first `held` of `width` keys, -inf beyond; once for each head."""
-        heads = self._kv.layout.heads
-        beyond = torch.arange(width, device=held.device) >= held[:, None]
+    def _bias(self, held: Int[Tensor, "N C"], width: int) -> Float[Tensor, "NH q n"]:
+        """Added to the scores: 0 for the first `held` of `width` keys, -inf beyond; for each head and, where pages are
+        queried by rows that see different keys (C > 1), each query."""
+        (pages, columns), (heads, group, _) = held.shape, self._shape()
+        beyond = torch.arange(width, device=held.device) >= held[..., None]
         bias = torch.zeros(beyond.shape, device=held.device, dtype=self._exact).masked_fill_(beyond, -torch.inf)
-        return bias[:, None].expand(-1, heads, -1).reshape(len(held) * heads, 1, width)
+        every = bias[:, None, :, None].expand(-1, heads, -1, group if columns > 1 else 1, -1)
+        return every.reshape(pages * heads, -1, width)
 
     def __call__(
         self, layer: int, q: Float[Tensor, "R HG D"], k: Float[Tensor, "R H D"], v: Float[Tensor, "R H D"]
@@ -79,7 +82,7 @@ class _Side:
         keys: list[Tensor],
         values: list[Tensor],
         tokens: int,
-        bias: Float[Tensor, "NH 1 n"],
+        bias: Float[Tensor, "NH q n"],
         shape: tuple[int, int, int],
     ) -> None:
         """`tokens`: how many are read of each page."""
@@ -134,7 +137,7 @@ class _Side:
 
 
 def _product(
-    bias: Float[Tensor, "B 1 n"], x: Float[Tensor, "B m D"], keys: Float[Tensor, "B n D"], scale: float
+    bias: Float[Tensor, "B q n"], x: Float[Tensor, "B m D"], keys: Float[Tensor, "B n D"], scale: float
 ) -> Float[Tensor, "B m n"]:
     """x keys^T * scale + bias, in the bias's precision."""
     if bias.dtype == x.dtype:

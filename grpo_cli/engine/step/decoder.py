@@ -119,10 +119,10 @@ class Decoder:
         """The same, with compiled steps if layers consist of plain weights; calls `warn` if compilation fails."""
         return self._with(_to_compile=Compiled(EAGER, warn).functions)
 
-    def for_steps(self, watched: bool) -> Decoder:
+    def for_steps(self, watched: bool, drafts: bool = False) -> Decoder:
         """The same, with the fastest decode steps for this device and precision. `watched`: an eviction policy needs
-        their attention weights."""
-        other = self._with(_flash=not self.slow_since(watched))
+        their attention weights; `drafts`: a row may be fed several tokens."""
+        other = self._with(_flash=not self.slow_since(watched, drafts))
         if self._to_compile.compiled:
             blocks = self._blocks_of_model
             if not all(block.is_plain for block in blocks):  # some are modules
@@ -132,10 +132,12 @@ class Decoder:
                 other._blocks_of_model, other._functions = blocks, self._to_compile
         return other
 
-    def slow_since(self, watched: bool) -> str:
+    def slow_since(self, watched: bool, drafts: bool = False) -> str:
         """Why decode steps cannot use FlashAttention; empty if they can."""
         if watched:
             return "an eviction policy needs the attention weights"
+        if drafts:
+            return "engine.draft feeds a row several tokens"
         return reason_against(self.device, self.layout().dtype, self.dim)
 
     @property

@@ -19,12 +19,15 @@ from grpo_cli.engine.order.schedule import Fifo
 from grpo_cli.engine.step.decoder import Decoder
 from grpo_cli.engine.step.invariance import Invariance, computing_with, invariance_of, rounding_warning
 from grpo_cli.engine.step.threads import threads_for
+from grpo_cli.engine.torch.draft import DRAFTER
+from grpo_cli.engine.torch.draft import Kind as Draft
 from grpo_cli.engine.torch.generation import Generation
 from grpo_cli.engine.torch.sequence import Sequence
 from grpo_cli.engine.torch.sizes import Sizes
+from grpo_cli.engine.torch.speculation import Speculation
 from grpo_cli.engine.torch.stop import stop_of
 from grpo_cli.engine.torch.workspace import KeptWorkspace, Workspace
-from grpo_cli.interfaces import Meter, Replies, facts
+from grpo_cli.interfaces import Meter, Others, Replies, facts
 from grpo_cli.model.anatomy import unwrapped
 from grpo_cli.model.rounding import Kind
 from grpo_cli.support.errors import UserError
@@ -34,7 +37,23 @@ from grpo_cli.support.ranges import Count
 from grpo_cli.types import EngineStats, Finish, Prompt, Request, Rollout
 
 
-@facts(is_policy=True, kept_sets=True, views=True, answers_in_place=True)
+def _goes_with(own: Mapping[str, Any], others: Others) -> Iterator[str]:
+    if own["draft"] == "none":
+        return
+    named, out = f"engine.draft={own['draft']}", "or leave drafts out (engine.draft=none)"
+    if others.says("sparsity", "evicts"):
+        yield (
+            f"{named} feeds a rollout several tokens in a step, some in vain, and {others.named('sparsity')} counts "
+            f"what every key receives: use sparsity=dense, {out}"
+        )
+    if own["cuda_graph"]:
+        yield f"{named} makes steps of many shapes, which engine.cuda_graph=true cannot replay: use one of the two"
+    turns = others.setting("task", "turns")
+    if isinstance(turns, int) and turns > 1:
+        yield f"{named} drafts replies of one turn, and {others.named('task')} has task.turns={turns}: take one, {out}"
+
+
+@facts(is_policy=True, kept_sets=True, views=True, answers_in_place=True, goes_with=_goes_with)
 class TorchEngine:
     """Rollouts by the trainer's own modules. With float32 on a CPU a rollout's bits depend only on its request, if
     `invariance.py` finds that possible, which `facts` reports.
@@ -61,6 +80,7 @@ class TorchEngine:
         compile: bool | None,
         threads: Count | Literal["auto"],
         quantize: Kind,
+        draft: Draft,
         decode: Callable[[Seq[int]], str] | None = None,
         meter: Meter | None = None,
         warn: Callable[[str], None] = print,
@@ -77,6 +97,9 @@ class TorchEngine:
                 "adapters are not merged for rollouts, since their base is quantised (model.quantize): each of these "
                 "layers takes two more small products in every step; with model.quantize=none and float32 it takes none"
             )
+        self._speculation = Speculation(draft) if draft != "none" else None
+        if draft == "self":
+            self._decoder.rounded(DRAFTER)  # or it says at once why it cannot be
         self._capture = CudaGraphs() if cuda_graph else None
         self._kept = KeptWorkspace()
         self._packed_weights, self._asked_threads = packed_weights, threads
@@ -106,7 +129,7 @@ class TorchEngine:
         If it runs out of memory, with on_oom=halve, it serves the rest, and every later call, with half the slots.
         """
         self._stats = EngineStats()
-        self._check(requests)
+        self._check(requests, replies)
         measured = all(request.held_out for request in requests)
         self._decoder = self._decoder.rounded("none" if measured else self._rounding)
         self._pad()
@@ -137,12 +160,13 @@ class TorchEngine:
 
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
-        found = invariance_of(self._decoder.may_pack(self._packed_weights))
+        drafts = self._speculation is not None
+        found = invariance_of(self._decoder.may_pack(self._packed_weights), drafts)
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(rounding_warning(found, torch.get_num_threads()))
         self._invariance = found
-        slow = self._decoder.slow_since(watches(self._sparsity)) if self._decoder.device.type == "cuda" else ""
+        slow = self._decoder.slow_since(watches(self._sparsity), drafts) if self._decoder.device.type == "cuda" else ""
         if slow != self._said_slow:
             self._said_slow = slow
             self._warn(f"decode steps do not use FlashAttention, and are slower: {slow}")
@@ -210,7 +234,8 @@ class TorchEngine:
         stop = stop_of({request.sampling.stop for request in requests}, self._decode)
         workspace = self._workspace(requests)
         self._say_what_has_no_room(workspace.sizes)
-        return Generation(workspace, self._eos, requests, stop, self._meter, self._sampler.refills, replies)
+        of = (self._sampler.refills, replies, self._speculation)
+        return Generation(workspace, self._eos, requests, stop, self._meter, *of)
 
     def _workspace(self, requests: Seq[Request]) -> Workspace:
         """The previous one if it has graphs and fits, else a new one."""
@@ -221,6 +246,10 @@ class TorchEngine:
             return Sizes.of(decoder, self._sampler, self._sparsity, requests, prefix, one_page=True)
 
         parts = (self._decoder, self._sampler, self._sparsity, requests, self._capture, prefix)
+        if self._speculation is not None:
+            if self._speculation.kind == "self":
+                self._speculation.small = self._decoder.rounded(DRAFTER)
+            return Workspace.of(*parts, drafts=True)
         return self._kept.take(self._decoder, sizes_of) or Workspace.of(*parts)
 
     def _say_what_has_no_room(self, sizes: Sizes) -> None:
@@ -245,7 +274,9 @@ class TorchEngine:
         taught = [(s, r) for s, r in served if r.request.teaches_length and r.finish is not Finish.PARTIAL]
         return self._predictor.learn([rollout for _, rollout in taught], _hidden([s for s, _ in taught]))
 
-    def _check(self, requests: Seq[Request]) -> None:
+    def _check(self, requests: Seq[Request], replies: Replies | None) -> None:
+        if self._speculation is not None and replies is not None:
+            raise UserError("engine.draft drafts replies of one turn, and this task has several: use engine.draft=none")
         prompts: dict[str, Prompt] = {}
         for request in requests:
             prompt = request.prompt

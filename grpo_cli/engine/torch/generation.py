@@ -28,6 +28,7 @@ from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.torch.forecast import Forecast, RunningRows
 from grpo_cli.engine.torch.queue import WaitingQueue
 from grpo_cli.engine.torch.sequence import Sequence
+from grpo_cli.engine.torch.speculation import Checks, Speculation
 from grpo_cli.engine.torch.stop import NeverStop, StopStrings
 from grpo_cli.engine.torch.transcripts import StepTokens, Transcripts, Turns
 from grpo_cli.engine.torch.views import Views
@@ -58,6 +59,7 @@ class Generation:
         meter: Meter,
         refills: bool,
         replies: Replies | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.workspace, self.refills = workspace, refills
         self.decoder, self.sizes = workspace.decoder, workspace.sizes
@@ -76,13 +78,17 @@ class Generation:
         self._asked: dict[int, Sequence] = {}  # whose environments have not answered yet
         self._answered: list[Sequence] = []  # that have lost their slots meanwhile
         self._drawn: list[StepTokens] = []  # and not looked at yet
-        self._behind = BEHIND.get(self.decoder.device.type, 0)
+        self._behind = 0 if speculation else BEHIND.get(self.decoder.device.type, 0)
         self.details: dict[str, float] = {}
         self._eos_ids = frozenset(eos_token_ids)
         self._stop = stop
         self._stopped: set[int] = set()  # requests that a stop string has ended
         self.halted = False
         self._span = meter.span
+        self._checks: Checks | None = None
+        if speculation is not None:
+            of = (self.prompts, self._transcripts, requests, self._eos_ids)
+            self._checks = Checks(speculation, workspace, *of)
         self._unfinished = Counter(request.prompt.id for request in requests)
         self._forecast = Forecast(self.sizes.prefix if self.sizes.room.probes else 0, self.sizes.max_new_tokens)
         self._restarts = self._restarted_tokens = self._most_rows = self._most_held = 0
@@ -248,9 +254,14 @@ class Generation:
         self.slots.make_room(running, self.prompts)
         if self._replies is not None:
             self._feed(running)
-        hidden, *drawn = self._turn(*self.slots.rows(running, self.prompts))
-        self.slots.advance(running)
-        self._drawn.append(self.slots.go_on(running, drawn))
+        gamma = self._checks.gamma(running) if self._checks and park_at is None else 0
+        if self._checks and gamma:
+            hidden, stepped = self._checks.step(running, gamma)
+            self._drawn += stepped
+        else:
+            hidden, *drawn = self._turn(*self.slots.rows(running, self.prompts))
+            self.slots.advance(running)
+            self._drawn.append(self.slots.go_on(running, drawn))
         self._steps += 1
         self._row_steps += running
         parking = [] if park_at is None else self.slots.that_made(park_at)
@@ -258,6 +269,8 @@ class Generation:
         over = {sequence.slot for sequence in done}
         self._park([slot for slot in parking if slot not in over], hidden)
         self._leave_full_slots()
+        if self._checks and park_at is None:
+            self._checks.took(running)
         return done
 
     def _feed(self, running: int) -> None:
@@ -278,7 +291,8 @@ class Generation:
         found = list[int]()
         for drawn in ready:
             count, new, ended = self._transcripts.note(drawn)
-            self._row_steps -= len(drawn.sequences) - count
+            if self._behind:
+                self._row_steps -= len(drawn.sequences) - count
             hits = self._stop.hits(self._transcripts, new, self._requests)
             self._transcripts.end(hits)
             self._stopped.update(hits)
@@ -439,6 +453,7 @@ class Generation:
                 "engine/kv_held_bytes": float(self._most_held),
                 **found,
                 **self._sparsity_details(),
+                **(self._checks.details() if self._checks else {}),
                 **self.details,
             },
         )

@@ -22,7 +22,7 @@ from grpo_cli.engine.kv.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.kv.padding import Padding, round_up
 from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import Pieces, Runs, sides
+from grpo_cli.engine.kv.tiles import Pieces, Runs, own_pieces, prompt_pieces, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
@@ -205,19 +205,74 @@ class Slots:
         lengths = np.minimum(self._num_held[:count], self.capacity - 1)
         to_send = [self._prompt_len[:count] + made - 1, lengths]
         to_send.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
-        if several:
+        pieces_are_pages = not several and self._padding.own_columns == 1
+        if not pieces_are_pages:
             to_send.append(self.kv.rows.pages[first, lengths // page])
         positions, lengths_there, uniform, *write_to = send(self._last.device, *to_send)
         rows = Rows(
             tokens=self._last[:count],
             positions=positions,
             lengths=lengths_there,
-            write_to=write_to[0] if several else own.of_row[:, 0],
+            write_to=own.of_row[:, 0] if pieces_are_pages else write_to[0],
             width=width,
             own=own,
             prompt=of_prompts,
         )
         return rows, uniform
+
+    def room_ahead(self, running: int) -> np.ndarray:
+        """How many tokens may be drafted for each of the first slots: within its limit, and the pages that it has."""
+        made, held = self._num_generated[:running], self._num_held[:running]
+        pages = np.minimum(self.kv.rows.count[:running] * self.kv.rows.tokens, self.capacity)
+        return np.maximum(0, np.minimum(self._max_new[:running] - made, pages - held) - 1)
+
+    def rows_ahead(
+        self, owner: np.ndarray, ahead: np.ndarray, tokens: Int[Tensor, "R"], prompts: PromptPool
+    ) -> tuple[Rows, Float[Tensor, "R"]]:
+        """As `rows`, where row i feeds `tokens[i]` to slot `owner[i]`, as many tokens `ahead` of its latest one. The
+        owners are the first slots, in order, and a slot's rows follow each other."""
+        slots, page = int(owner[-1]) + 1, self.kv.rows.tokens
+        lengths = self._num_held[owner] + ahead
+        pages = self.kv.rows.pages[:slots, : int(self.kv.rows.count[:slots].max())]
+        asking = np.bincount(owner)
+        own = own_pieces(pages, page, self._last.device, self._padding.own_columns, asking)
+        places, seen = prompts.places(), self._num_prompt_seen[owner] > 0
+        of_prompts = prompt_pieces(self._entries[owner], seen, places, self._padding.columns, None, self._last.device)
+        made = np.minimum(self._num_generated[owner] + ahead, self._uniforms.shape[1] - 1)
+        positions, lengths_there, uniform, write_to = send(
+            self._last.device,
+            self._prompt_len[owner] + self._num_generated[owner] + ahead - 1,
+            lengths,
+            self._uniforms[owner, made],
+            pages[owner, lengths // page],
+        )
+        width = page if pages.shape[1] > 1 else min(page, round_up(int(lengths.max()) + 1, self._padding.slot_tile))
+        return Rows(tokens, positions, lengths_there, write_to, width, own, of_prompts), uniform
+
+    def last(self, running: int) -> Int[Tensor, "R"]:
+        """The token that each of the first slots is fed next."""
+        return self._last[:running]
+
+    def sample(
+        self, owner: np.ndarray, logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]
+    ) -> tuple[Tensor, ...]:
+        """As `draw`, for rows of these slots, which keep what they are to be fed."""
+        (index,) = send(self._last.device, owner)
+        return self._sampling.draw(logits, uniform, index)
+
+    def take(self, drawn: Seq[Tensor], starts: np.ndarray, taken: np.ndarray) -> list[StepTokens]:
+        """Each of the first slots has drawn `taken` tokens, from index `starts` on in `drawn`, and is fed the last one
+        next. What they have drawn, as by one step after the other."""
+        found = []
+        for turn in range(int(taken.max())):
+            rows = np.flatnonzero(taken > turn)
+            self._num_generated[rows] += 1
+            self._num_held[rows] += 1
+            (at,) = send(self._last.device, starts[rows] + turn)
+            found.append(self._drawn(rows, [one[at] for one in drawn], ()))
+        (last,) = send(self._last.device, starts + taken - 1)
+        self._last[: len(taken)] = drawn[0][last]
+        return found
 
     def _pieces(self, running: int, count: int, prompts: PromptPool) -> tuple[Pieces | Runs, Pieces | Runs]:
         """The layouts of own and prompt pages, recomputed only when they have changed."""
@@ -226,7 +281,7 @@ class Slots:
         now: object = (kv.rows.version, count)
         if self._own is None or self._own[0] != now:
             most = int(kv.rows.count[:count].max())
-            self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device)
+            self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device, self._padding.own_columns)
         sees = self._num_prompt_seen[:running] > 0
         entries = self._entries[:running].copy()
         now = (kv.prompts.version, count, entries.tobytes(), sees.tobytes())

@@ -159,6 +159,14 @@ class Transcripts:
         before = request.prompt.token_ids[start:] if start < 0 else ()
         return [*before, *self._tokens[sequence, max(0, start) : made].tolist()]
 
+    def text(self, prompt: Seq[int], sequences: Seq[int]) -> np.ndarray:
+        """The tokens of a prompt and of all these sequences, with -1 after each."""
+        made = self._made[sequences]
+        tokens = self._tokens[sequences, : int(made.max()) + 1]
+        tokens = np.pad(tokens, ((0, 0), (0, 1)))[:, : int(made.max()) + 1]
+        later = np.arange(tokens.shape[1]) >= made[:, None]
+        return np.concatenate([prompt, [-1], np.where(later, -1, tokens).ravel()])
+
     def of(self, sequence: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Its tokens and their log-probabilities."""
         made = self._made[sequence]

@@ -17,15 +17,13 @@ def round_up(count: int, multiple: int) -> int:
 @dataclass(frozen=True)
 class Padding:
     """How computation is padded: rows to at least `least` and a multiple of `rows`; the rows of one prompt, in the
-    product that they share, to a multiple of `columns`, and those of one slot (more than one where drafts are checked)
-    to one of `own_columns`; keys that are read to multiples of the two tiles."""
+    product that they share, to a multiple of `columns`; keys that are read to multiples of the two tiles."""
 
     rows: int = 1
     least: int = 1
     columns: int = 4
     prompt_tile: int = TILE
     slot_tile: int = TILE
-    own_columns: int = 1
 
     def padded_rows(self, count: int) -> int:
         """

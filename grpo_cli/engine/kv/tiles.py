@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class Pieces:
     `rows` are the querying rows (row 0 as filler; its results are not read), `of_row` the pieces of each row in the
     order of its keys (N * C: none), `cell` the index of each piece in `of_row` flattened. `first` is the index of the
     page's first key; `held` is how many keys a prompt's page has. `whole`: each row has K pieces. `in_order`: each has
-    one, and they are 0, 1, 2, ..., so that nothing has to be moved.
+    one, and they are 0, 1, 2, ..., so that nothing has to be moved. `copied`: the pages that the N are copies of, if any.
     """
 
     rows: Int[Tensor, "N C"]
@@ -31,40 +31,55 @@ class Pieces:
     held: Int[Tensor, "N"] | None
     whole: bool
     in_order: bool
+    copied: Int[Tensor, "N"] | None = None
 
 
-def own_pieces(
-    pages: np.ndarray, tokens: int, device: torch.device, multiple: int = 1, asking: np.ndarray | None = None
-) -> Pieces:
-    """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none. C is a multiple of `multiple`.
-
-    With `asking`, each of these rows is so many rows of the step, one after the other, for tokens that follow each
-    other.
+def own_pieces(pages: np.ndarray, tokens: int, device: torch.device) -> Pieces:
+    """For rows and their own `pages` of `tokens` tokens, [R, K] with -1 for none.
 
     >>> found = own_pieces(np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"))
     >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
     ([[0], [1], [0]], [[0, 2], [1, 3]], [0, 2, 1], [0, 0, 16])
-    >>> found = own_pieces(np.array([[0], [1]]), 16, torch.device("cpu"), 1, np.array([1, 2]))
-    >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.in_order
-    ([[0, 0], [1, 2]], [[0], [2], [3]], [0, 0, 1, 2], False)
     """
-    (slots, levels), has = pages.shape, pages >= 0
-    asking = np.ones(slots, dtype=np.int64) if asking is None else asking
-    count, columns = int(pages.max()) + 1, round_up(int(asking.max()), multiple)
-    nothing = count * columns
-    slot = np.repeat(np.arange(slots), asking)
-    column = np.arange(len(slot)) - (np.cumsum(asking) - asking)[slot]
+    (rows, levels), has = pages.shape, pages >= 0
+    count = int(pages.max()) + 1
+    cell = np.zeros(count, dtype=np.int64)
+    cell[pages[has]] = np.flatnonzero(has)
+    of_row = np.where(has, pages, count)
+    in_order = levels == 1 and bool((pages[:, 0] == np.arange(rows)).all())
+    asking, by_row, cells, first = send(device, cell[:, None] // levels, of_row, cell, cell % levels * tokens)
+    return Pieces(asking, by_row, cells, first, None, bool(has.all()), in_order)
+
+
+def ahead_pieces(pages: np.ndarray, tokens: int, device: torch.device, asking: np.ndarray, apart: bool) -> Pieces:
+    """As `own_pieces`, where row r is `asking[r]` rows of the step, one after the other, for tokens that follow each
+    other. With `apart` each of them has copies of the pages, so that products have the shape, and the bits, of a step
+    with one token a row; else they query each page together.
+
+    >>> args = np.array([[0, 2], [1, -1]]), 16, torch.device("cpu"), np.array([1, 2])
+    >>> found = ahead_pieces(*args, apart=False)
+    >>> found.rows.tolist(), found.of_row.tolist(), found.cell.tolist(), found.first.tolist()
+    ([[0, 0], [1, 2], [0, 0]], [[0, 4], [2, 6], [3, 6]], [0, 0, 2, 4, 1, 0], [0, 0, 16])
+    >>> found = ahead_pieces(*args, apart=True)
+    >>> found.rows.tolist(), found.of_row.tolist(), found.copied.tolist(), found.first.tolist()
+    ([[0], [0], [1], [2]], [[0, 1], [2, 4], [3, 4]], [0, 2, 1, 1], [0, 16, 0, 0])
+    """
+    slot = np.repeat(np.arange(len(pages)), asking)
     mine = pages[slot]
-    of_row = np.where(mine >= 0, mine * columns + column[:, None], nothing)
-    cell = np.zeros(nothing + 1, dtype=np.int64)
-    cell[of_row.ravel()] = np.arange(of_row.size)
-    cell = cell[:-1]
-    level = np.zeros(count, dtype=np.int64)
-    level[pages[has]] = np.nonzero(has)[1]
-    whole = bool(has.all())
-    in_order = whole and levels == 1 and of_row.ravel().tolist() == list(range(nothing))
-    asked, by_row, cells, first = send(device, (cell // levels).reshape(count, columns), of_row, cell, level * tokens)
-    return Pieces(asked, by_row, cells, first, None, whole, in_order)
+    has, (rows, levels) = mine >= 0, mine.shape
+    if apart:
+        (copied,) = send(device, mine[has])
+        each = np.where(has, np.cumsum(has).reshape(has.shape) - 1, -1)
+        return replace(own_pieces(each, tokens, device), copied=copied)
+    count, columns = int(pages.max()) + 1, int(asking.max())
+    column = np.arange(rows) - (np.cumsum(asking) - asking)[slot]
+    of_row = np.where(has, mine * columns + column[:, None], count * columns)
+    cell = np.zeros(count * columns, dtype=np.int64)
+    cell[of_row[has]] = np.flatnonzero(has)
+    first = np.zeros(count, dtype=np.int64)
+    first[pages[pages >= 0]] = np.nonzero(pages >= 0)[1] * tokens
+    asked, by_row, cells, firsts = send(device, (cell // levels).reshape(count, columns), of_row, cell, first)
+    return Pieces(asked, by_row, cells, firsts, None, bool(has.all()), in_order=False)
 
 
 @dataclass(frozen=True)
@@ -147,7 +162,7 @@ class Runs:
 NOBODYS = 2**40
 
 
-def own_runs(pages: np.ndarray, tokens: int, device: torch.device, _: int = 1) -> Runs:
+def own_runs(pages: np.ndarray, tokens: int, device: torch.device) -> Runs:
     """As `own_pieces`.
 
     >>> found = own_runs(np.array([[0, 3], [1, -1]]), 16, torch.device("cpu"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,38 +48,36 @@ class Invariance:
 _FOUND: dict[tuple[Any, ...], Invariance] = {}
 
 
-def invariance_of(decoder: Decoder, drafts: bool = False) -> Invariance:
-    """The padding for this model on this machine, with `drafts` for steps that feed a slot several tokens: takes 0.05 s
-    for the embedded model, 0.4 s at hidden size 576, and is cached by shapes and threads. Only float32 on a CPU is
-    tested; elsewhere nothing is promised."""
+def invariance_of(decoder: Decoder) -> Invariance:
+    """The padding for this model on this machine: takes 0.05 s for the embedded model, 0.4 s at hidden size 576, and is
+    cached by shapes and threads. Only float32 on a CPU is tested; elsewhere nothing is promised."""
     packed = decoder.packs
     if not decoder.promises_bits:
         return Invariance(unpadded(decoder.group, decoder.dim), False, packed)
-    found = _found(decoder, drafts)
+    found = _found(decoder)
     if packed and not found.holds:
-        other = _found(decoder.may_pack(False), drafts)
+        other = _found(decoder.may_pack(False))
         return other if other.holds else found
     return found
 
 
-def _found(decoder: Decoder, drafts: bool) -> Invariance:
+def _found(decoder: Decoder) -> Invariance:
     threads, packed = torch.get_num_threads(), decoder.packs
     of_model = decoder.group, decoder.dim, decoder.vocabulary, *decoder.weight_shapes()
-    asked = (threads, packed, drafts, decoder.rounding, *of_model)
+    asked = (threads, packed, decoder.rounding, *of_model)
     if asked not in _FOUND:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads, drafts)
+            _FOUND[asked] = _try_out(decoder.of_one_block().in_its_precision(), packed, threads)
     return _FOUND[asked]
 
 
-def _try_out(decoder: Decoder, packed: bool, threads: int, drafts: bool) -> Invariance:
+def _try_out(decoder: Decoder, packed: bool, threads: int) -> Invariance:
     plain = unpadded(decoder.group, decoder.dim)
-    plain = replace(plain, own_columns=plain.columns if drafts else 1)
     rows = next((r for r in _row_paddings(threads) if _rows_agree(decoder.padded(Padding(*r)))), None)
     tiles = next((f for f in (1, 2, 4) if _batches_agree(decoder, _with_tiles(plain, f))), None)
     multiple, least = rows or (1, 8 * threads)
     found = _with_tiles(plain, tiles or 1)
-    padding = replace(found, rows=multiple, least=least)
+    padding = Padding(multiple, least, found.columns, found.prompt_tile, found.slot_tile)
     return Invariance(padding, rows is not None and tiles is not None, packed)
 
 
@@ -93,9 +91,9 @@ def _row_paddings(threads: int) -> Iterator[tuple[int, int]]:
 
 
 def _with_tiles(plain: Padding, factor: int) -> Padding:
-    tiles = {"prompt_tile": plain.prompt_tile * factor, "slot_tile": plain.slot_tile * factor}
-    own_columns = plain.own_columns * factor if plain.own_columns > 1 else 1
-    return replace(plain, columns=plain.columns * factor, own_columns=own_columns, **tiles)
+    return Padding(
+        columns=plain.columns * factor, prompt_tile=plain.prompt_tile * factor, slot_tile=plain.slot_tile * factor
+    )
 
 
 def same_with_threads(decoder: Decoder, threads: int) -> bool:
@@ -210,23 +208,19 @@ class _Trial:
         lengths[entry] = self.PROMPT
         places = kv.prompt_place(prompts.pages)
         self._fill(kv.prompt_keys[0], kv.prompt_values[0], int(places[entry, 0]), self._prompt)
-        drafts = padding.own_columns > 1
-        # Tokens in a row of each slot: the tested one's first is followed by others, and by none if it is alone.
-        asking = 1 + np.arange(1, rows + 1) * (batch.prompts + rows) % 5 if drafts else np.ones(rows, dtype=np.int64)
-        slot = np.repeat(np.arange(rows), asking if rows > 1 else 1)
-        at = int(np.flatnonzero(slot == place)[0])
-        ahead = np.arange(len(slot)) - np.searchsorted(slot, slot)
-        held = np.where(slot == place, self.OWN, levels * padding.slot_tile - int(asking.max())) + ahead
-        nothing = torch.zeros(len(slot), dtype=torch.long)
-        write_to = torch.from_numpy(own.pages[slot, own.count[slot] - 1])
+        held = torch.full((rows,), levels * padding.slot_tile - 1)
+        held[place] = self.OWN
+        nothing = torch.zeros(rows, dtype=torch.long)
+        write_to = torch.from_numpy(own.pages[np.arange(rows), own.count - 1])
         looked_at = PromptPages(places, prompts.used, lengths, prompts.tokens)
-        seen = np.ones(len(slot), bool)
-        of_prompt = prompt_pieces(slot % batch.prompts, seen, looked_at, padding.columns, None, device)
-        own_side = own_pieces(own.pages, own.tokens, device, padding.own_columns, np.bincount(slot))
-        step = Rows(nothing, nothing, torch.from_numpy(held), write_to, own.tokens, own_side, of_prompt)
+        of_prompt = prompt_pieces(
+            np.arange(rows) % batch.prompts, np.ones(rows, bool), looked_at, padding.columns, None, device
+        )
+        own_side = own_pieces(own.pages, own.tokens, device)
+        step = Rows(nothing, nothing, held, write_to, own.tokens, own_side, of_prompt)
         attention = StepAttention(step, kv, self._decoder.group, self._decoder.scale, KeepAll())
-        q, k, v = (_among(one, len(slot), at) for one in (self._query, self._key, self._value))
-        return attention(0, q, k, v)[at]
+        q, k, v = (_among(one, rows, place) for one in (self._query, self._key, self._value))
+        return attention(0, q, k, v)[place]
 
     def _prompt_width(self, batch: _Batch) -> int:
         return batch.prompt_tiles * self._padding.prompt_tile

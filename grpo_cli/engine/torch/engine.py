@@ -161,7 +161,7 @@ class TorchEngine:
     def _pad(self) -> None:
         """Set the padding for the current model, precision and threads; warns once if bits depend on the batch."""
         drafts = self._speculation is not None
-        found = invariance_of(self._decoder.may_pack(self._packed_weights), drafts)
+        found = invariance_of(self._decoder.may_pack(self._packed_weights))
         self._decoder = self._decoder.padded(found.padding).may_pack(found.packed)
         if found != self._invariance and not found.holds and self._decoder.promises_bits:
             self._warn(rounding_warning(found, torch.get_num_threads()))

@@ -22,7 +22,7 @@ from grpo_cli.engine.kv.keeper import KeepAll, Keeper, SlotShape, Tally
 from grpo_cli.engine.kv.padding import Padding, round_up
 from grpo_cli.engine.kv.prompts import PromptPool
 from grpo_cli.engine.kv.rows import Rows
-from grpo_cli.engine.kv.tiles import Pieces, Runs, own_pieces, prompt_pieces, sides
+from grpo_cli.engine.kv.tiles import Pieces, Runs, ahead_pieces, prompt_pieces, sides
 from grpo_cli.engine.step.sample import SamplingTable, uniforms
 from grpo_cli.engine.torch.sequence import Parked, Sequence
 from grpo_cli.engine.torch.transcripts import StepTokens
@@ -205,15 +205,14 @@ class Slots:
         lengths = np.minimum(self._num_held[:count], self.capacity - 1)
         to_send = [self._prompt_len[:count] + made - 1, lengths]
         to_send.append(self._uniforms[first, np.minimum(made, self._uniforms.shape[1] - 1)])
-        pieces_are_pages = not several and self._padding.own_columns == 1
-        if not pieces_are_pages:
+        if several:
             to_send.append(self.kv.rows.pages[first, lengths // page])
         positions, lengths_there, uniform, *write_to = send(self._last.device, *to_send)
         rows = Rows(
             tokens=self._last[:count],
             positions=positions,
             lengths=lengths_there,
-            write_to=own.of_row[:, 0] if pieces_are_pages else write_to[0],
+            write_to=write_to[0] if several else own.of_row[:, 0],
             width=width,
             own=own,
             prompt=of_prompts,
@@ -227,15 +226,15 @@ class Slots:
         return np.maximum(0, np.minimum(self._max_new[:running] - made, pages - held) - 1)
 
     def rows_ahead(
-        self, owner: np.ndarray, ahead: np.ndarray, tokens: Int[Tensor, "R"], prompts: PromptPool
+        self, owner: np.ndarray, ahead: np.ndarray, tokens: Int[Tensor, "R"], prompts: PromptPool, apart: bool
     ) -> tuple[Rows, Float[Tensor, "R"]]:
         """As `rows`, where row i feeds `tokens[i]` to slot `owner[i]`, as many tokens `ahead` of its latest one. The
-        owners are the first slots, in order, and a slot's rows follow each other."""
+        owners are the first slots, in order, and a slot's rows follow each other; `apart` as in `ahead_pieces`."""
         slots, page = int(owner[-1]) + 1, self.kv.rows.tokens
         lengths = self._num_held[owner] + ahead
         pages = self.kv.rows.pages[:slots, : int(self.kv.rows.count[:slots].max())]
         asking = np.bincount(owner)
-        own = own_pieces(pages, page, self._last.device, self._padding.own_columns, asking)
+        own = ahead_pieces(pages, page, self._last.device, asking, apart)
         places, seen = prompts.places(), self._num_prompt_seen[owner] > 0
         of_prompts = prompt_pieces(self._entries[owner], seen, places, self._padding.columns, None, self._last.device)
         made = np.minimum(self._num_generated[owner] + ahead, self._uniforms.shape[1] - 1)
@@ -281,7 +280,7 @@ class Slots:
         now: object = (kv.rows.version, count)
         if self._own is None or self._own[0] != now:
             most = int(kv.rows.count[:count].max())
-            self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device, self._padding.own_columns)
+            self._own = now, own_side(kv.rows.pages[:count, :most], kv.rows.tokens, device)
         sees = self._num_prompt_seen[:running] > 0
         entries = self._entries[:running].copy()
         now = (kv.prompts.version, count, entries.tobytes(), sees.tobytes())

@@ -90,7 +90,7 @@ class Checks:
         given[ahead > 0] = [token for some in drafts for token in some]
         tokens, at = send(self._decoder.device, given, first)
         tokens[at] = slots.last(running)
-        rows, uniform = slots.rows_ahead(owner, ahead, tokens, self._prompts)
+        rows, uniform = slots.rows_ahead(owner, ahead, tokens, self._prompts, self._decoder.promises_bits)
         hidden = self._decoder.step(rows, self._kv, slots.keeper)
         drawn = slots.sample(owner, self._decoder.logits(hidden), uniform)
         here = Fetched(*drawn[:2]).read()[0]
@@ -129,7 +129,7 @@ class Checks:
         drafts: list[Tensor] = []
         for ahead in range(int(most.max())):
             # A row without room for more drafts writes over its last one, and what it draws is not read.
-            rows, uniform = slots.rows_ahead(owner, np.minimum(ahead, most), fed, self._prompts)
+            rows, uniform = slots.rows_ahead(owner, np.minimum(ahead, most), fed, self._prompts, apart=False)
             hidden = self._small.step(rows, self._kv, slots.keeper)
             fed = slots.sample(owner, self._small.logits(hidden), uniform)[0]
             drafts.append(fed)

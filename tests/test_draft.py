@@ -209,6 +209,22 @@ def test_what_trials_lose_is_bounded() -> None:
     assert lost <= LOSS * (steps + check * len(trials)) + check
 
 
+def test_a_gain_that_is_not_there_ends() -> None:
+    """Drafts pay until checks become slow for reasons that come and go: the account bounds the loss."""
+    pays = Pays()
+    told(pays, rows=4, kept=11, drafting=0.0, check=1.0, steps=500)
+    spent = lost = 0.0
+    for turn in range(2000):
+        slow = 30.0 if turn % 10 == 0 else 1.0  # seconds of a check of which as many tokens come as of 12 steps
+        gamma = pays.gamma(4, 64)
+        if gamma:
+            pays.checked(gamma, [gamma] * 4, [0] * 4, 0.0, slow)
+        else:
+            pays.plain(4, 1.0)
+        spent, lost = spent + (slow if gamma else 1.0), lost + (slow - 1.0 if gamma else 0.0)
+    assert lost <= 2 * LOSS * (spent + 500) + 30.0
+
+
 def test_what_can_never_pay_is_tried_once() -> None:
     pays = Pays()
     told(pays, rows=40, kept=0, drafting=0.0, check=9.0, steps=1000)

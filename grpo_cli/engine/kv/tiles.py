@@ -21,7 +21,7 @@ class Pieces:
     `rows` are the querying rows (row 0 as filler; its results are not read), `of_row` the pieces of each row in the
     order of its keys (N * C: none), `cell` the index of each piece in `of_row` flattened. `first` is the index of the
     page's first key; `held` is how many keys a prompt's page has. `whole`: each row has K pieces. `in_order`: each has
-    one, and they are 0, 1, 2, ..., so that nothing has to be moved. `copied`: the pages that the N are copies of, if any.
+    one, and they are 0, 1, 2, ..., so that nothing has to be moved. `copied`: which pages the N are copies of, if any.
     """
 
     rows: Int[Tensor, "N C"]

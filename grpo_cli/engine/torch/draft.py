@@ -12,7 +12,7 @@ When it pays is the rule of EfficientRollout (arXiv 2606.18967), with seconds me
 
 a: share of tested drafts that are kept; gamma: drafts of a row; r, v: seconds of a draft and of a check over those of
 a plain step. Ours: a row without a guess counts as a test that failed; v = 1 + s gamma, with s measured; gamma is the
-one for which the gain is largest; what trials lose stays below a share of all seconds.
+one for which the gain is largest; and an account of what drafts have saved and lost, which bounds what they may lose.
 
 Measured: scripts/reproduce/frontier_d.md.
 """
@@ -36,7 +36,7 @@ LEAST, LONGEST = 2, 12  # tokens that a guess by n-grams follows
 MOST_ROWS = 64  # of a checking pass, if there are no more slots
 PLAIN_STEPS = 4  # before the first trial with about so many rows
 REFRESH = 16  # every so many steps is plain where drafts pay, and a trial where they did not
-LOSS = 0.01  # the share of all seconds that drafts may have lost when another trial begins
+LOSS = 0.01  # the share of all seconds that drafts may have lost, in trials or where the measured gain is wrong
 WEIGHT = 0.2  # of a new measurement in a running average
 
 
@@ -93,7 +93,7 @@ class Pays:
         self.clock = clock
         self._costs: dict[int, Costs] = {}  # by the rows' number of binary digits
         self._kept: float | None = None  # a
-        self._seconds = self._lost = 0.0
+        self._seconds = self._saved = 0.0
 
     def gamma(self, rows: int, slots: int) -> int:
         """Drafts for each of these rows in the next step; 0: none."""
@@ -101,15 +101,16 @@ class Pays:
         possible = [gamma for gamma in GAMMAS if (gamma + 1) * rows <= max(MOST_ROWS, slots)]
         if not possible or costs.steps < PLAIN_STEPS:
             return 0
-        may_try = self._lost <= LOSS * self._seconds
+        if -self._saved > LOSS * self._seconds:
+            return 0
         if costs.r is None or self._kept is None:
-            return min(possible[-1], FIRST) if may_try else 0
+            return min(possible[-1], FIRST)
         gain, best = max((costs.gain(self._kept, gamma), gamma) for gamma in possible)
         turn = costs.steps % REFRESH == 0
         if gain > 1:
             return 0 if turn else best
         hopeless = all(costs.gain(1.0, gamma) <= 1 for gamma in possible)
-        return best if turn and may_try and not hopeless else 0
+        return best if turn and not hopeless else 0
 
     def plain(self, rows: int, seconds: float) -> None:
         """A step without drafts took so long."""
@@ -129,12 +130,16 @@ class Pays:
         self._kept = _average(self._kept, passed / sum(min(k + 1, gamma) for k in kept))
         costs.r = _average(costs.r, drafting / costs.plain / gamma)
         costs.s = _average(costs.s, max(0.0, (seconds - drafting) / costs.plain - 1) / gamma)
-        self._seconds += seconds
-        self._lost += max(0.0, seconds - (1 + passed / rows) * costs.plain)
+        self._account(seconds, (1 + passed / rows) * costs.plain)
 
     def lose(self, seconds: float) -> None:
         """What drafts took beside any step."""
-        self._seconds, self._lost = self._seconds + seconds, self._lost + seconds
+        self._account(seconds, 0.0)
+
+    def _account(self, seconds: float, plain: float) -> None:
+        """So many seconds did what plain steps would have done in so many others. Gains of long ago are no licence."""
+        self._seconds += seconds
+        self._saved = min(self._saved + plain - seconds, LOSS * self._seconds)
 
     def _of(self, rows: int) -> Costs:
         return self._costs.setdefault(rows.bit_length(), Costs())

@@ -5,7 +5,6 @@ Nothing is stored or sent here: the trainer merges these dictionaries into a `Re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -182,24 +181,6 @@ METRICS: Mapping[str, str] = {
     "search/sequential": "Those of them that had to be drawn one after the other, mean over problems.",
     "eval/length_mean": "Mean number of tokens of the answers generated in evaluation.",
 }
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    escaped = re.escape(name).replace(re.escape("<k>"), r"[1-9][0-9]*")
-    return re.compile(re.sub(r"<[a-z]+>", r"[^/]+", escaped))
-
-
-_PATTERNS = {_pattern(name): sentence for name, sentence in METRICS.items() if "<" in name}
-
-
-def describe(name: str) -> str:
-    """The sentence that explains metric `name`. Raises KeyError for a name that is not in the list."""
-    if name in METRICS:
-        return METRICS[name]
-    for pattern, sentence in _PATTERNS.items():
-        if pattern.fullmatch(name):
-            return sentence
-    raise KeyError(f"{name!r} is not a metric: give it a sentence in metrics.METRICS")
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from grpo_cli.collect.collection import StepCollection
 from grpo_cli.collect.requests import seed_of
 from grpo_cli.collect.same import OtherProblems
-from grpo_cli.history import with_history
+from grpo_cli.facts import taken
 from grpo_cli.interfaces import Forgets, LossFn, Marks, Parts, Remembers, SameView, Warmup
 from grpo_cli.learner.batch import collate, corrected, minibatches, plainly, rows_of, verdict_on, without_rows
 from grpo_cli.learner.gauges import Gauges
@@ -27,7 +28,7 @@ from grpo_cli.learner.old_policy import old_policy
 from grpo_cli.learner.readout import layer_read, reads_of
 from grpo_cli.metrics import of_trained, replay_metrics, reuse_metrics
 from grpo_cli.runs import layout
-from grpo_cli.select import CUT_OFF, Selection, batch_rows, factors_of, plain_rows, row_weights, select, settled
+from grpo_cli.select import CUT_OFF, Selection, batch_rows, plain_rows, row_weights, select, settled
 from grpo_cli.settings import RunSettings
 from grpo_cli.support.errors import UserError
 from grpo_cli.support.memory import peak_bytes, reserved_bytes
@@ -51,7 +52,7 @@ class Step:
         self.learner = Learner(
             model, loss, settings.model, settings.sampling, train, settings.optim, parts.meter, parts.warn, gauges
         )
-        self._advantage = with_history(parts.rules.advantage, parts.history)
+        self._advantage = partial(parts.rules.advantage, **taken(parts.rules.advantage, history=parts.history))
         self._read_by_advantage = reads_of(parts.rules.advantage)
         self._reads = self._read_by_advantage | reads_of(parts.rules.credit)
         self._layer = layer_read(parts.rules, model)
@@ -333,8 +334,8 @@ class Step:
         if self._settings.train.count_by == "prompt":
             batch = replace(batch, weights=batch.weights * row_weights(selected)[source, None])
         problems = [selection.group.prompt.id for selection in selected for _ in selection.indices]
-        ids = [problems[row] for row in source]
-        factors = factors_of(self._parts.rules.credit, batch, ids, self._parts.history, readout)
+        ids, credit = [problems[row] for row in source], self._parts.rules.credit
+        factors = credit(batch, ids, self._parts.history, **taken(credit, readout=readout))
         return batch if factors is None else replace(batch, weights=batch.weights * factors)
 
     def _corrected(self, batch: Batch, readout: Readout | None) -> tuple[Batch, Verdict]:

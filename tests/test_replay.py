@@ -16,6 +16,7 @@ import made
 import numpy as np
 import pytest
 import torch
+from small import describe
 from test_resume import HELD, WORDS, cut_off_and_resumed, kill_and_resume, records, rows, trained
 from test_seams import Spy, quiet
 from test_train import CountTask, Recorder, make_trainer, settings_for
@@ -32,7 +33,7 @@ from grpo_cli.interfaces import Bench, Collection, Remembers, Replay, Rounds
 from grpo_cli.learner.batch import collate, corrected, verdict_on
 from grpo_cli.methods.dots import GroupStore
 from grpo_cli.methods.sapo import RunFolder
-from grpo_cli.metrics import describe, replay_metrics, reuse_metrics
+from grpo_cli.metrics import replay_metrics, reuse_metrics
 from grpo_cli.runs.checkpoint import load_state
 from grpo_cli.select import Selection
 from grpo_cli.settings import RecordSettings, Sampling

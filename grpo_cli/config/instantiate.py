@@ -110,7 +110,7 @@ def function(name: str, part: Mapping[str, Any]) -> Any:
 
 
 def fact_of(name: str, part: Mapping[str, Any], fact: str) -> Any:
-    """A fact of a part's class or function (`interfaces.facts`). None if it has no such fact or cannot be made, which
+    """A fact of a part's class or function (`facts.facts`). None if it has no such fact or cannot be made, which
     is refused elsewhere."""
     with suppress(UserError):
         return getattr(_factory(name, part, {}).func, fact, None)

@@ -1,6 +1,6 @@
 """Conflicts between parts, or of parts with `n` or `m`.
 
-What a part requires of others it declares itself (`goes_with`, `undone_by`: see `interfaces.facts`); here are conflicts
+What a part requires of others it declares itself (`goes_with`, `undone_by`: see `facts.facts`); here are conflicts
 that follow from the facts of two parts. Names of choices appear only in messages.
 """
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_cli.interfaces import facts
+from grpo_cli.facts import facts
 from grpo_cli.rules.advantage import StatsOver, centred, compared_rewards, varies
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
+from grpo_cli.facts import Others
 from grpo_cli.history import of_kind
-from grpo_cli.interfaces import Others
 from grpo_cli.support.errors import UserError
 
 _ARRAYS = ("features", "targets", "predicted")

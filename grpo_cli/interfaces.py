@@ -464,7 +464,7 @@ class Bench:
     task: Task
     engine: Engine
     max_prompt_tokens: int | float = math.inf  # the longest that fits the model beside `sampling.max_new_tokens`
-    ends: Set[int] = frozenset()  # tokens that end a reply
+    ends: tuple[int, ...] = ()  # tokens that end a reply
 
 
 @dataclass(frozen=True)

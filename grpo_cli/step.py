@@ -158,7 +158,7 @@ class Step:
             read=self._read_in_collection,
             max_prompt_tokens=parts.bench.max_prompt_tokens,
             label=settings.train.label,
-            ends=parts.bench.ends,
+            ends=frozenset(parts.bench.ends),
         )
 
     def _read_in_collection(self, groups: Sequence[Group], reads: Set[str], layer: int | None, last: int) -> Readout:

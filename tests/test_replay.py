@@ -341,7 +341,7 @@ def test_a_replay_of_ones_own_needs_two_methods_and_may_remember(tmp_path: Path,
     monkeypatch.syspath_prepend(tmp_path)
     trained(tmp_path / "mine", *ALL, "replay._target_=my_replay.Mine")
     assert rows(tmp_path / "mine")[-1]["replay/groups"] == 1.0
-    with pytest.raises(UserError, match=r"replay: my_replay.Nothing has no fresh\(prompts, version\) and no draw"):
+    with pytest.raises(UserError, match="replay: my_replay.Nothing has no fresh, draw; see grpo_cli.interfaces.Replay"):
         trained(tmp_path / "nothing", *ALL, "replay._target_=my_replay.Nothing")
 
 

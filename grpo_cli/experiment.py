@@ -21,7 +21,7 @@ from grpo_cli.collect.profile import read_history
 from grpo_cli.collect.warmup import Sft
 from grpo_cli.config import together
 from grpo_cli.config.choices import choice_of
-from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of
+from grpo_cli.config.instantiate import engine_parts, inner_engine, make, rule_of, says
 from grpo_cli.config.prepare import Prepared, pick_device, prepare
 from grpo_cli.engine.torch.engine import TorchEngine
 from grpo_cli.evaluate import EvalResult, evaluate_with, search_with, write_samples
@@ -112,7 +112,7 @@ def _load(weights: ModelSettings, device: torch.device, run: RunSettings | EvalR
 
 def takes_any_family(run: RunSettings | EvalRunSettings) -> bool:
     """Whether rollouts can be made of models that are not Llama-shaped."""
-    return bool(together.says(run.parts, "engine", "any_family"))
+    return bool(says(run.parts, "engine", "any_family"))
 
 
 def _engine(settings: RunSettings | EvalRunSettings, model: Any, eos: tuple[int, ...], pad: int, **more: Any) -> Engine:

@@ -47,10 +47,7 @@ class Marked(dict[Key, Value]):
     def mark(self) -> Callable[[], dict[Key, Value]]:
         """A function that returns the mapping as it is now; valid until the next mark."""
         self._before = {}
-        return self._as_marked
-
-    def _as_marked(self) -> dict[Key, Value]:
-        return {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
+        return lambda: {key: value for key, value in {**self, **self._before}.items() if value is not _ABSENT}
 
 
 class Solved(StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, KeptSets, ScoredGroup
+from grpo_cli.types import FOREIGN, GIVEN, Batch, Finish, Group, ScoredGroup
 
 # A name in angle brackets stands for one word, or for a number where the name is `k`.
 METRICS: Mapping[str, str] = {
@@ -190,6 +190,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     if not rollouts:
         return {"group/mixed": 0.0}
     lengths = [len(rollout) for rollout in rollouts]
+    sets = [rollout.kept for rollout in rollouts if rollout.kept is not None]
+    tokens = sum(len(one.counts) for one in sets)
     totals = np.concatenate([group.totals for group in groups])
     return {
         "reward/mean": float(totals.mean()),
@@ -201,13 +203,8 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": float(max(lengths)),
         "response/truncated": sum(rollout.finish is Finish.LENGTH for rollout in rollouts) / len(rollouts),
-        **_kept_ids([rollout.kept for rollout in rollouts if rollout.kept is not None]),
+        **({"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}),
     }
-
-
-def _kept_ids(sets: Sequence[KeptSets]) -> dict[str, float]:
-    tokens = sum(len(one.counts) for one in sets)
-    return {"rollouts/kept_ids": sum(len(one.ids) for one in sets) / tokens} if tokens else {}
 
 
 def turn_metrics(groups: Sequence[Group]) -> dict[str, float]:

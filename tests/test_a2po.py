@@ -20,9 +20,11 @@ from test_config import refusal
 
 from grpo_cli.config.compose import settings_of
 from grpo_cli.experiment import build
+from grpo_cli.facts import taken
 from grpo_cli.history import PROFILED, History, Visit
 from grpo_cli.methods.a2po import value
 from grpo_cli.model.load import load_tokenizer
+from grpo_cli.profile.command import _never_all_equal
 from grpo_cli.rules.loss import Clipped
 from grpo_cli.support.errors import UserError
 from grpo_cli.types import AdvantageInputs, Reward, Totals
@@ -51,6 +53,16 @@ def test_an_advantage_is_solved_or_not_less_the_value_whatever_the_reward_says()
     torch.testing.assert_close(alone, torch.tensor([-wanted]))
     with pytest.raises(UserError, match=r"train.history does not know q: .* grpo eval"):
         advantages_of(rule, totals, totals, AdvantageInputs(scored(*rewards, name="q"), (0, 1), (0, 1)))
+
+
+def test_a_profile_hands_it_what_a_run_does() -> None:
+    group, totals = scored(Reward(1.0), Reward(0.0)), torch.tensor([1.0, 0.0])
+    rule = partial(_never_all_equal, made.advantage("a2po"))
+    given = taken(rule, history=History({"p": [Visit(PROFILED, 0, 4)]}))
+    assert advantages_of(partial(rule, **given), totals, totals, AdvantageInputs(group, (0, 1), (0, 1))).tolist() == [
+        1,
+        0,
+    ]
 
 
 def test_the_regression_by_hand() -> None:

@@ -44,43 +44,31 @@ def _fate(rollout: Rollout) -> dict[str, Any]:
         "sample": request.sample,
         "seed": str(request.seed),  # 64 bits, of which a tensor has one for the sign
         "sampling": asdict(request.sampling),
-        "context": plain_context(request),
+        # what was read in place of the problem's prompt, if anything was
+        "context": None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids)),
         "length": len(rollout),
         "finish": rollout.finish.value,
         "kept_kv": rollout.kept_kv,
         "spans": [(span.version, span.count) for span in rollout.spans],
-        "kept": plain_sets(rollout),
+        "kept": None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays),
     }
 
 
-def plain_context(request: Request) -> tuple[str, list[int]] | None:
-    """What was read in place of the problem's prompt, if anything was."""
-    return None if request.problem is None else (request.prompt.id, list(request.prompt.token_ids))
-
-
 def request_of(problem: Prompt, state: Mapping[str, Any]) -> Request:
-    """The request of a stored rollout; older stores know no contexts."""
-    asked = Request(problem, state["sample"], int(state["seed"]), sampling_of(state["sampling"]))
+    """The request of a stored rollout; older stores know no contexts, and lack some settings."""
+    said = {"max_turn_tokens": None, "kept_set": False, **state["sampling"]}
+    sampling = Sampling(**said | {"stop": tuple(said["stop"])})
+    asked = Request(problem, state["sample"], int(state["seed"]), sampling)
     if (context := state.get("context")) is None:
         return asked
     name, token_ids = context
     return replace(asked, prompt=Prompt(name, tuple(token_ids), problem.answer), problem=problem)
 
 
-def plain_sets(rollout: Rollout) -> tuple[torch.Tensor, ...] | None:
-    """What truncation left of each token: ids and counts, int32."""
-    return None if rollout.kept is None else tuple(torch.from_numpy(one.copy()) for one in rollout.kept.arrays)
-
-
 def sets_of(state: Mapping[str, Any]) -> KeptSets | None:
-    """The inverse, from what is kept of a rollout; older stores say nothing of it."""
+    """What truncation left of each token of a stored rollout; older stores say nothing of it."""
     kept = state.get("kept")
     return None if kept is None else KeptSets(*(one.numpy().tobytes() for one in kept))
-
-
-def sampling_of(state: Mapping[str, Any]) -> Sampling:
-    """The inverse of `asdict`; older stores lack some settings."""
-    return Sampling(**{"max_turn_tokens": None, "kept_set": False, **state, "stop": tuple(state["stop"])})
 
 
 def from_plain(state: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_cli.collect.collection import MOST_ROLLOUTS
 from grpo_cli.collect.rehearsal import MOST_REHEARSED, CollectionSize, rehearsed
 from grpo_cli.config import together
 from grpo_cli.config.instantiate import rules_of
@@ -62,7 +61,7 @@ def try_rules(settings: RunSettings) -> Tried | None:
     size = CollectionSize.equal(n, prompts)
     with gathered(problems):
         size = rehearsed(rules.collector, n, prompts, settings.sampling.max_new_tokens)
-        refuse([*_step_problems(settings, size.rollouts), *together.rehearsed_problems(settings, size)])
+        problems += together.rehearsed_problems(settings, size)
     with gathered(problems):
         tried = _try_choice(rules, n, m)
     refuse(problems)
@@ -71,14 +70,6 @@ def try_rules(settings: RunSettings) -> Tried | None:
     with own_code(" or ".join(own)) if own else nullcontext():
         _rehearse(rules, *tried)
     return Tried(rules, size)
-
-
-def _step_problems(settings: RunSettings, rollouts: int) -> Iterator[str]:
-    if rollouts > MOST_ROLLOUTS:
-        yield (
-            f"n={settings.n} of train.prompts={settings.train.prompts} problems come to {rollouts} rollouts a step, "
-            f"and {MOST_ROLLOUTS} are the most: lower n, train.prompts or what the collector asks for"
-        )
 
 
 def _try_choice(rules: Rules, n: int, m: int) -> tuple[ScoredGroup, ScoredGroup]:

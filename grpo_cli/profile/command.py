@@ -19,6 +19,7 @@ from grpo_cli.config.instantiate import make
 from grpo_cli.config.prepare import Prepared
 from grpo_cli.engine.order.lengths import read_trace
 from grpo_cli.facts import taken
+from grpo_cli.history import History
 from grpo_cli.interfaces import AdvantageFn
 from grpo_cli.model.anatomy import has_dropout
 from grpo_cli.profile import advice, fit, roofline
@@ -152,11 +153,15 @@ def _measured(
 
 
 def _never_all_equal(
-    rule: AdvantageFn, kept_rewards: torch.Tensor, group_rewards: torch.Tensor, inputs: AdvantageInputs
+    rule: AdvantageFn,
+    kept_rewards: torch.Tensor,
+    group_rewards: torch.Tensor,
+    inputs: AdvantageInputs,
+    history: History,
 ) -> torch.Tensor:
     """A group's advantages, replaced by ones where all are 0. Completions of forced length often all earn nothing, and
     without a gradient the optimizer would neither step nor allocate its state."""
-    advantages = rule(kept_rewards, group_rewards, **taken(rule, inputs=inputs))
+    advantages = rule(kept_rewards, group_rewards, **taken(rule, inputs=inputs, history=history))
     return advantages if advantages.any() else torch.ones_like(advantages)
 
 

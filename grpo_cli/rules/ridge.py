@@ -157,7 +157,8 @@ class Probing:
         return {"kind": self.kind, **self._probe.state()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        self._probe.load(of_kind(state, self.group, self.kind), self.group)
+        found = of_kind(state, self.group, self.kind)
+        self._probe.load(found, self.group)
 
 
 def _shown(layer: int | None) -> str:
